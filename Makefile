@@ -1,0 +1,53 @@
+# Every target sets up .venv first, from requirements.lock, and only when the lock or pyproject.toml changed.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
+OLD := setup: expected Python 3.11 or later, $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full bench lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with the pinned packages
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(OLD)" % sys.version_info[:2])'
+	@test -x $(PY) || { echo "setup: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "setup: installing requirements.lock (a minute or two the first time)"
+	@$(PIP) install -r requirements.lock
+	@echo "setup: installing halfstep, editable"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## train one MLP in three precisions and compare (about a minute)
+	@$(PY) -m halfstep.demo
+
+lint: $(STAMP) ## ruff and mypy
+	@echo "lint: ruff check"
+	@$(PY) -m ruff check .
+	@echo "lint: ruff format"
+	@$(PY) -m ruff format --check .
+	@echo "lint: mypy"
+	@$(PY) -m mypy
+
+test: lint ## lint, then every test that is not slow
+	@echo "test: pytest"
+	@$(PY) -m pytest -q
+
+test-full: test ## test, then the slow tests and the mutants
+	@echo "test-full: pytest, slow"
+	@$(PY) -m pytest -q -m slow || test $$? -eq 5  # 5: no test is slow
+	@echo "test-full: mutants"
+	@$(PY) tests/mutants.py
+
+bench: $(STAMP) ## measure the step's overhead over a bare loop
+	@$(PY) benchmarks/overhead.py
+
+clean: ## remove caches and build products; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find halfstep tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,161 @@
+"""A network under a precision: while active, its modules see low weights and low inputs; outside, nothing changed."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from halfstep.precision.casting import Exact, Forward, cast_both, cast_inputs, native_mixed, outside_autocast
+from halfstep.precision.device import refuse
+from halfstep.precision.kernels import FastHalf, has_native
+from halfstep.precision.lowcopy import LowCopies
+from halfstep.precision.observe import Observed, observe
+from halfstep.precision.plan import Place, plan
+from halfstep.precision.policy import BF16, F16, Precision
+from halfstep.precision.slots import Slot, Swap
+
+
+class Applied:
+    """`with applied:` swaps a precision into the network's slots; afterwards every slot holds what it held before."""
+
+    def __init__(self, net: nn.Module, precision: Precision, device: torch.device) -> None:
+        refuse(precision, device)
+        self.net, self.precision, self.device = net, precision, device
+        self.places = plan(net, precision)
+        _check_parameters(net, precision)
+        self.converted = _convert(net, self.places) if precision.cast == "whole" else []
+        self.observed: dict[str, Observed] = {}  # dtypes of the first forward, leaf module by leaf module
+        self._exact, self._swap = Exact(), Swap()
+        self._forwards = self._wrap(observing=True)
+        self._weights, self._copies = self._low_weights()
+        self._buffers = self._low_buffers()
+        self._contexts = self._make_contexts()
+        self._observing = True
+
+    @property
+    def fast(self) -> bool:
+        """Whether products run as round(fp32 product) on this CPU."""
+        low = self.precision.compute
+        wanted = self.device.type == "cpu" and self.precision.kernels == "auto" and low in (F16, BF16)
+        return wanted and not has_native(low)
+
+    def __enter__(self) -> "Applied":
+        assert not self._swap, "a precision is not re-entrant on one network"
+        try:
+            self._put()
+        except BaseException:
+            self._swap.undo()
+            raise
+        for context in self._contexts:
+            context.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*exc)
+        low = [(slot, slot.get()) for slot, _ in self._buffers]
+        self._swap.undo()
+        self._exact.clear()
+        with torch.no_grad():
+            for slot, now in low:
+                if now._version:  # statistics that a low norm moved
+                    slot.get().copy_(now)
+        if self._observing and self.observed:
+            self._observing, self._forwards = False, self._wrap(observing=False)
+
+    def _put(self) -> None:
+        for slot, forward in self._forwards:
+            self._swap.put(slot, forward)
+        fresh = self._copies.fresh()
+        for slot, index in self._weights:
+            self._swap.put(slot, fresh[index])
+        for slot, dtype in self._buffers:
+            self._swap.put(slot, slot.get().detach().to(dtype))
+
+    def _make_contexts(self) -> list[Any]:
+        autocast, low = self.precision.cast == "autocast", self.precision.compute
+        contexts: list[Any] = []
+        if autocast:  # cache off: an update or a no-grad forward inside one context must not serve stale casts
+            contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
+        if self.fast:
+            contexts.append(FastHalf(low, cast=autocast))
+        return contexts
+
+    def _wrap(self, *, observing: bool) -> list[tuple[Slot, Forward]]:
+        wrapped = []
+        for name, module in self.net.named_modules():
+            plain = forward = module.forward
+            if observing and name and not any(True for _ in module.children()):
+                forward = observe(forward, module, name, self.observed)
+            forward = self._cast(self.places[name], module, forward)
+            if not name and self.precision.cast != "none":
+                forward = self._exact.leave(forward, self.precision.output)
+            if observing and not name:
+                forward = observe(forward, module, name, self.observed)
+            if forward is not plain:
+                wrapped.append((Slot(module.__dict__, "forward"), forward))
+        return wrapped
+
+    def _cast(self, place: Place, module: nn.Module, forward: Forward) -> Forward:
+        if self.precision.cast == "none":
+            return forward
+        if self.precision.cast == "autocast":
+            return outside_autocast(forward, self.device.type) if place.kept else forward
+        if place.inside != place.around:
+            if native_mixed(module) and not place.kept:
+                return forward
+            return cast_both(forward, place.inside, place.around, self._exact if place.kept else None)
+        if module is self.net or any(True for _ in module.parameters(recurse=False)):
+            return cast_inputs(forward, place.inside)
+        return forward
+
+    def _low_weights(self) -> tuple[list[tuple[Slot, int]], LowCopies]:
+        """Slots that take a low copy, and the copies: one per (parameter, dtype), so tied weights stay tied."""
+        index: dict[tuple[Tensor, torch.dtype], int] = {}
+        slots: list[tuple[Slot, int]] = []
+        for slot, dtype in self._floating("_parameters"):
+            slots.append((slot, index.setdefault((slot.get(), dtype), len(index))))
+        return slots, LowCopies([p for p, _ in index], [d for _, d in index])
+
+    def _low_buffers(self) -> list[tuple[Slot, torch.dtype]]:
+        return self._floating("_buffers")
+
+    def _floating(self, kind: str) -> list[tuple[Slot, torch.dtype]]:
+        """Slots of floating tensors whose module runs in another dtype than they are stored in (O2, O3)."""
+        if self.precision.cast != "copies":
+            return []
+        found = []
+        for name, module in self.net.named_modules():
+            owner = getattr(module, kind)
+            for key, tensor in owner.items():
+                if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.places[name].inside:
+                    found.append((Slot(owner, key), self.places[name].inside))
+        return found
+
+
+def _check_parameters(net: nn.Module, precision: Precision) -> None:
+    for name, p in net.named_parameters():
+        if is_lazy(p):
+            raise ValueError(
+                f"parameter {name!r} has no shape yet: run one forward of the network before building the step"
+            )
+        if precision.cast != "whole" and p.is_floating_point() and p.dtype != precision.params:
+            raise ValueError(
+                f"precision {precision.name!r} keeps parameters in {precision.params}, but {name!r} is {p.dtype}; "
+                "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to train low parameters"
+            )
+
+
+def _convert(net: nn.Module, places: dict[str, Place]) -> list[str]:
+    """Stores parameters and floating buffers in the precision's dtype, in place: the optimizer keeps its references."""
+    converted = []
+    for name, module in net.named_modules():
+        for key, p in module.named_parameters(prefix=name, recurse=False):
+            if p.is_floating_point() and p.dtype != places[name].inside:
+                p.data, p.grad = p.data.to(places[name].inside), None
+                converted.append(key)
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[key] = buffer.to(places[name].inside)
+    return converted

@@ -1,0 +1,74 @@
+"""What a step refuses or remarks on when it is built."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import Notice
+from halfstep.precision.plan import batch_coupled
+from halfstep.step.objective import Objective
+from halfstep.step.optim import Kind, named_parameters
+
+
+def parameters(net: Any, loss: Any, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[Tensor]]:
+    """Names and tensors of everything the optimizer trains, in its order."""
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net: expected a torch.nn.Module, received {type(net).__name__}")
+    named = named_parameters(optimizer, ("", net), ("loss.", loss))
+    owned = {id(p) for p in net.parameters()}
+    if not any(id(p) in owned for _, p in named):
+        raise ValueError(
+            "optimizer: it holds none of the network's parameters; build it from net.parameters(), after any "
+            "net.to(device) that replaces them"
+        )
+    return [name for name, _ in named], [p for _, p in named]
+
+
+def device_of(net: nn.Module, params: list[Tensor]) -> torch.device:
+    """The one device of all parameters and buffers."""
+    devices = {t.device for t in (*params, *net.parameters(), *net.buffers())}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"net: expected every parameter and buffer on one device, found {found}; call net.to(device) first"
+        )
+    return devices.pop()
+
+
+def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
+    """Refuses a cycle whose weights nobody knows; returns what the user should know of a cycle that is not exact."""
+    if accumulate == 1:
+        return []
+    if not objective.known:
+        name = (
+            type(objective.loss).__name__
+            if isinstance(objective.loss, nn.Module)
+            else getattr(objective.loss, "__name__", objective.loss)
+        )
+        raise ValueError(
+            f"accumulate={accumulate}: expected to know how many terms the loss averages, but {name} is not a loss of "
+            "torch.nn; give count=, for instance count=lambda batch: len(batch[1])"
+        )
+    coupled = batch_coupled(net)
+    if not coupled:
+        return []
+    notice = (
+        f"{len(coupled)} batch-coupled layers ({', '.join(coupled[:3])}{', …' if len(coupled) > 3 else ''}) see "
+        f"micro-batches: accumulate={accumulate} is then not exactly the full batch"
+    )
+    warnings.warn(notice, Notice, stacklevel=4)
+    return [notice]
+
+
+def decide(wish: str, kind: Kind, device: torch.device) -> str:
+    """Where updates are decided: on the device when the optimizer allows it and waiting would cost something."""
+    if wish == "device" and kind == "host":
+        raise ValueError(
+            "decide='device': this optimizer reads values on the host or keeps state there; "
+            "build it with fused=True or capturable=True, or use decide='host'"
+        )
+    if wish != "auto":
+        return wish
+    return "device" if kind != "host" and device.type != "cpu" else "host"

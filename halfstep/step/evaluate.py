@@ -1,0 +1,71 @@
+"""The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.precision import Applied, Precision
+from halfstep.precision.device import backend
+from halfstep.step.count import Number
+from halfstep.step.objective import Objective, own_loss, to_device, wide
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """One evaluated batch, on the device.
+
+    `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the mean over a whole
+    data set, a last short batch included. `outputs` are in float32 or wider.
+    """
+
+    loss: Tensor
+    count: Tensor
+    outputs: Any
+
+
+class EvalStep:
+    """`record = evaluate(*batch)`: the network in eval mode under a precision; its train/eval flags come back after."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Any = None,
+        *,
+        precision: str | Precision = "fp32",
+        forward: Callable[..., Any] | None = None,
+        count: Callable[[Any], Number] | None = None,
+        _applied: Applied | None = None,
+    ) -> None:
+        tensor = next(iter([*net.parameters(), *net.buffers()]), None)
+        self.device = tensor.device if tensor is not None else torch.device("cpu")
+        self.net, self.precision = net, Precision.parse(precision)
+        self.applied = _applied or Applied(net, self.precision, self.device)
+        self.objective = Objective(net, loss, forward, count)
+
+    @torch.no_grad()
+    def __call__(self, *batch: Any) -> EvalRecord:
+        """Loss, count and outputs of one batch, on the device."""
+        batch = to_device(batch, self.device)
+        modes = [(m, m.training) for m in self.net.modules()]
+        self.net.eval()
+        try:
+            with backend(self.precision, self.device, deterministic=False):
+                return self._evaluate(batch)
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def _evaluate(self, batch: tuple[Any, ...]) -> EvalRecord:
+        o = self.objective
+        with self.applied:
+            out = wide(o.forward(self.net, *batch))
+        if o.loss is None:
+            loss, n = wide(own_loss(out)), o.number(batch, ())
+        else:
+            loss, n = wide(o.loss(*out)), o.number(batch, out)
+            out = out[0]
+        count = torch.as_tensor(1 if n is None else n, device=loss.device)
+        return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)

@@ -1,0 +1,137 @@
+"""From a batch to its loss and the number of terms that loss averages."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from halfstep.precision import Applied
+from halfstep.precision.policy import BF16, F16
+from halfstep.step.count import Number, denominator, hugging_face
+
+Batch = tuple[Any, ...]
+
+
+class Objective:
+    """Network and loss as one function of a batch."""
+
+    def __init__(
+        self, net: nn.Module, loss: Any, forward: Callable[..., Any] | None, count: Callable[[Any], Number] | None
+    ) -> None:
+        if loss is not None and not callable(loss):
+            expected = "a loss module, a function, or None when the network returns its loss"
+            raise TypeError(f"loss: expected {expected}, received {loss!r}")
+        self.net, self.loss, self.given = net, loss, count
+        self.forward = forward or _by_convention(loss)
+        self.terms = denominator(loss)
+        self.labels = hugging_face(net) if loss is None and forward is None and count is None else None
+
+    @property
+    def known(self) -> bool:
+        """Whether micro-batches of different sizes can be weighted."""
+        return self.terms.known or self.given is not None or self.labels is not None
+
+    @property
+    def sums(self) -> bool:
+        """The loss is a sum, not a mean: micro-batches add up as they are."""
+        return self.given is None and self.terms.known and self.terms.count is None
+
+    @property
+    def masked(self) -> bool:
+        """n may be 0 in a batch that has samples, and the loss has a form that stays finite then."""
+        return self.given is None and self.terms.summed is not None
+
+    def __call__(self, applied: Applied, batch: Batch, *, weighted: bool) -> tuple[Tensor, Number | None]:
+        """The loss in float32 or wider, and its n; n is None where it need not be known because it is not 0.
+
+        `weighted` asks for n always, and for a loss that is 0, not 0/0, when n is 0 and torch knows the sum form.
+        """
+        with applied:
+            out = self.forward(self.net, *batch)
+        arguments = () if self.loss is None else _arguments(out)
+        if weighted and self.masked:
+            n = self.number(batch, arguments)
+            assert self.terms.summed is not None
+            return wide(self.terms.summed(*arguments)) / (torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n), n
+        loss = wide(own_loss(out) if self.loss is None else self.loss(*arguments))
+        on_cpu = loss.device.type == "cpu"
+        if not weighted and on_cpu and math.isfinite(loss.detach().sum().item()):  # on a CPU this look is free
+            return loss, None
+        return loss, self.number(batch, arguments)
+
+    def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
+        """How many terms the loss of this batch averages; None when nobody knows."""
+        whole = batch[0] if len(batch) == 1 else batch
+        if self.given is not None:
+            return self.given(whole)
+        if self.labels is not None:
+            return self.labels(whole)
+        return self.terms.count(*arguments) if self.terms.count is not None else None
+
+
+def _by_convention(loss: Any) -> Callable[..., Any]:
+    """(net, *batch) → what the loss takes: the last item is the target; without a loss, all is the network's."""
+
+    def with_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
+        if len(batch) < 2:
+            came = f"one {type(batch[0]).__name__}" if batch else "nothing"
+            raise ValueError(
+                f"step: expected inputs and a target, received {came}; "
+                "say how to use it, for instance forward=lambda net, b: (net(b['x']), b['y'])"
+            )
+        return net(*batch[:-1]), batch[-1]
+
+    def own(net: nn.Module, *batch: Any) -> Any:
+        return net(**batch[0]) if len(batch) == 1 and isinstance(batch[0], dict) else net(*batch)
+
+    return own if loss is None else with_target
+
+
+def _arguments(out: Any) -> tuple[Any, ...]:
+    if not isinstance(out, tuple):
+        raise TypeError(
+            f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "
+            "return (outputs, target), or give loss=None and return the loss"
+        )
+    return tuple(wide(a) for a in out)
+
+
+def own_loss(out: Any) -> Tensor:
+    """The loss inside what a network returned: a tensor, `.loss`, ["loss"], or the first of a tuple."""
+    loss = out
+    if isinstance(out, dict):
+        loss = out.get("loss")
+    elif not isinstance(out, Tensor):
+        loss = getattr(out, "loss", out[0] if isinstance(out, (tuple, list)) and out else None)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), received "
+            f"{type(out).__name__} without one; give loss=, or put the labels in the batch"
+        )
+    return loss
+
+
+def wide(value: Any) -> Any:
+    """Half tensors as float32: a loss in half loses what the network kept (exp overflows at 11)."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in (F16, BF16) else value
+    return tree_map(lambda leaf: wide(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`, structure kept."""
+    if all(isinstance(x, Tensor) and x.device == device for x in batch):
+        return batch
+    moved: Batch = tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+    return moved
+
+
+def is_empty(batch: Batch) -> bool:
+    """A batch of no samples: its first tensor has no rows."""
+    first = batch[0] if batch and isinstance(batch[0], Tensor) else None
+    if first is None:
+        first = next((x for x in tree_leaves(batch) if isinstance(x, Tensor)), None)
+    return first is not None and first.dim() > 0 and first.shape[0] == 0

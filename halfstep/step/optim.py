@@ -1,0 +1,105 @@
+"""What an optimizer can do: fused (takes found_inf), capturable (snapshot, step, select), host (a read an update)."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Kind: TypeAlias = Literal["fused", "capturable", "host"]
+_aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
+
+
+def check(optimizer: Any) -> None:
+    """Refuses what cannot be one transaction: LBFGS and other optimizers that call a closure."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, received {type(optimizer).__name__}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needs = closure is not None and closure.default is inspect.Parameter.empty
+    if isinstance(optimizer, torch.optim.LBFGS) or needs:
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} evaluates the loss again through a closure, so a step is not one "
+            "transaction; use an optimizer whose step() takes no closure, for instance AdamW or SGD"
+        )
+
+
+def classify(optimizer: Optimizer, *, tensor_lr: bool) -> Kind:
+    """By flags where torch has them, else by running a tiny twin and watching for host reads and host state."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        return "fused"
+    try:
+        return "host" if _reads(optimizer, tensor_lr) else "capturable"
+    except Exception:  # no twin can be built, or it does not step: the safe class
+        return "host"
+
+
+def _reads(optimizer: Optimizer, tensor_lr: bool) -> bool:
+    twin, p = _twin(optimizer, tensor_lr)
+    with _Watcher() as watcher:
+        for _ in range(2):
+            p.grad = torch.ones_like(p)
+            twin.step()
+    state = [v for values in twin.state.values() for v in values.values() if v is not None]
+    off_device = any(not isinstance(v, Tensor) or v.device != p.device for v in state)
+    return watcher.reads > 0 or off_device
+
+
+def _twin(optimizer: Optimizer, tensor_lr: bool) -> tuple[Optimizer, Tensor]:
+    like = optimizer.param_groups[0]["params"][0]
+    p = torch.nn.Parameter(torch.ones(2, 2, dtype=like.dtype, device=like.device))
+    make: Callable[..., Optimizer] = type(optimizer)
+    accepted = inspect.signature(make).parameters
+    settings = {k: v for k, v in optimizer.param_groups[0].items() if k in accepted and k != "params"}
+    twin = make([p], **settings)
+    if tensor_lr:
+        twin.param_groups[0]["lr"] = lr_tensor(float(settings["lr"]), like.device)
+    return twin, p
+
+
+class _Watcher(TorchDispatchMode):
+    """Counts operations that make the host wait for a device value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        crosses = isinstance(out, Tensor) and any(
+            isinstance(a, Tensor) and a.device != out.device and a.dim() for a in args
+        )
+        self.reads += func in _READS or crosses
+        return out
+
+
+def lr_tensor(value: float, device: torch.device) -> Tensor:
+    """A learning rate on the device: float64 on the CPU (equal to the float), float32 elsewhere."""
+    return torch.full((), value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Every tensor of the optimizer's state, in parameter order."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+
+
+def has_state(optimizer: Optimizer, params: list[Tensor], stateless: bool) -> bool:
+    """Whether each of these parameters has been updated before, so that a device-side skip cannot meet a first step."""
+    return stateless or all(optimizer.state.get(p) for p in params)
+
+
+def named_parameters(optimizer: Optimizer, *modules: tuple[str, Any]) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters in its order, named as the modules name them."""
+    names: dict[int, str] = {}
+    for prefix, module in modules:
+        if isinstance(module, torch.nn.Module):
+            for name, p in module.named_parameters():
+                names.setdefault(id(p), f"{prefix}{name}")
+    found = []
+    for g, group in enumerate(optimizer.param_groups):
+        found += [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(group["params"])]
+    return found

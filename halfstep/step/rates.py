@@ -1,0 +1,56 @@
+"""Learning rates by update number, as a table; without one the optimizer's own rates are left alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Rates:
+    """The rates of each parameter group at each update. The position is the number of real updates."""
+
+    def __init__(self, optimizer: Optimizer, table: Any, device: torch.device) -> None:
+        self.groups, self.device = optimizer.param_groups, device
+        self.table = None if table is None else _table(table, len(self.groups), device)
+        self._shown: tuple[list[Any], Tensor] = ([], torch.zeros(()))
+
+    def set(self, update: Tensor, *, on_device: bool) -> None:
+        """The rates of the coming update, into the optimizer's groups. Past the table's end its last column holds."""
+        if self.table is None:
+            return
+        column = self.table.index_select(1, update.clamp(max=self.table.shape[1] - 1).view(1)).squeeze(1)
+        for i, group in enumerate(self.groups):
+            if not on_device:
+                group["lr"] = column[i].item()
+            elif isinstance(group["lr"], Tensor):
+                group["lr"].copy_(column[i])
+            else:
+                group["lr"] = column[i].clone()
+
+    def show(self) -> Tensor:
+        """The rates in force, for the record: one number, or one per group; made anew only when one changed."""
+        now = [g["lr"] for g in self.groups]
+        if any(isinstance(v, Tensor) for v in now):
+            rates = torch.stack([self._tensor(v) for v in now])
+            return rates if len(now) > 1 else rates[0]
+        if now != self._shown[0]:
+            each = [self._tensor(v) for v in now]
+            self._shown = (now, torch.stack(each) if len(each) > 1 else each[0])
+        return self._shown[1]
+
+    def _tensor(self, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, torch.float64, copy=True)
+        return torch.full((), value, dtype=torch.float64, device=self.device)  # a fill, not a copy from the host
+
+
+def _table(table: Any, groups: int, device: torch.device) -> Tensor:
+    rows = torch.as_tensor(table, dtype=torch.float64)
+    rows = rows.expand(groups, -1) if rows.dim() == 1 else rows
+    if rows.dim() != 2 or rows.shape[0] != groups or rows.shape[1] == 0:
+        expected = f"one row of rates, or {groups} rows (one per parameter group)"
+        raise ValueError(f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}")
+    if not bool(torch.isfinite(rows).all()) or bool((rows < 0).any()):
+        raise ValueError("lr: expected finite rates of 0 or more")
+    return rows.to(device, torch.float64 if device.type == "cpu" else torch.float32)

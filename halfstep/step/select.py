@@ -1,0 +1,68 @@
+"""Taking things back without asking the host: snapshot, go on, then keep the new or the old by a device flag."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Snapshot(NamedTuple):
+    """Copies of tensors, flattened into one tensor per dtype so that hundreds cost a few kernels."""
+
+    live: list[list[Tensor]]
+    old: list[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Snapshot":
+        by_dtype = sorted(tensors, key=lambda t: str(t.dtype))
+        live = [list(group) for _, group in groupby(by_dtype, key=lambda t: str(t.dtype))]
+        return cls(live, [_flat(group) for group in live])
+
+    def keep_old_where(self, flag: Tensor) -> None:
+        """Every tensor becomes bit for bit what it was when `flag` is set, and stays as it is otherwise."""
+        for tensors, old in zip(self.live, self.old, strict=True):
+            chosen = torch.where(flag, old, _flat(tensors))
+            parts = chosen.split([t.numel() for t in tensors])
+            torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+class Buffers:
+    """A network's buffers at the start of a cycle, and their return when its update is skipped."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._slots = [(m._buffers, k) for m in net.modules() for k, b in m._buffers.items() if b is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def tensors(self) -> list[Tensor]:
+        seen: dict[int, Tensor] = {}
+        for owner, key in self._slots:
+            buffer = owner.get(key)
+            if buffer is not None:
+                seen.setdefault(id(buffer), buffer)
+        return list(seen.values())
+
+    def copy(self, into: list[Tensor]) -> list[Tensor]:
+        """Copies of the buffers, in `into` when it fits."""
+        now = self.tensors()
+        if len(into) != len(now) or any(
+            a.shape != b.shape or a.dtype != b.dtype for a, b in zip(into, now, strict=True)
+        ):
+            return [b.detach().clone() for b in now]
+        torch._foreach_copy_(into, now)
+        return into
+
+    def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
+        """The buffers as copied: always, or where the device flag is set."""
+        now = self.tensors()
+        new = Snapshot.of(now) if where is not None else None
+        torch._foreach_copy_(now, list(old))
+        if new is not None and where is not None:
+            new.keep_old_where(~where)

@@ -1,0 +1,198 @@
+"""One training step as a value: forward, backward, unscale, check, clip, update — or, on overflow, no step at all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.precision import Applied, NoScale, Precision
+from halfstep.precision.device import backend, check_deterministic
+from halfstep.precision.rounding import Widened
+from halfstep.step import checks, ema, inspect, optim, trouble
+from halfstep.step.accumulate import Accumulate
+from halfstep.step.commit import Commit
+from halfstep.step.evaluate import EvalStep
+from halfstep.step.fingerprint import combine
+from halfstep.step.host import Host, Watch
+from halfstep.step.objective import Objective, to_device
+from halfstep.step.options import StepOptions
+from halfstep.step.rates import Rates
+from halfstep.step.record import Record
+from halfstep.step.select import Buffers
+from halfstep.step.state import StepState
+from halfstep.step.update import Outcome, Update
+
+
+class TrainStep:
+    """`record = step(*batch)`: one batch of one update cycle, as one transaction over network and optimizer.
+
+    The loss is `loss(net(*inputs), target)`, the network's own when `loss` is None, or whatever `forward=` says.
+    Options are those of StepOptions.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        loss: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: str | Precision = "fp32",
+        **options: Any,
+    ) -> None:
+        self.options = StepOptions.parse(options)
+        optim.check(optimizer)
+        self.net, self.optimizer = net, optimizer
+        self.names, self.params = checks.parameters(net, loss, optimizer)
+        self.device = checks.device_of(net, self.params)
+        if self.options.deterministic:
+            check_deterministic(self.device)
+        self.objective = Objective(net, loss, self.options.forward, self.options.count)
+        self.notices = checks.cycle(self.objective, net, self.options.accumulate)
+        self.host, self.watch, self.buffers = Host(), Watch(self.device), Buffers(net)
+        self.rates = Rates(optimizer, self.options.lr, self.device)
+        self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
+        self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
+        self._wish = self.options.nonfinite
+        self._apply(Precision.parse(precision))
+        self.state = StepState.start(self.device, self.precision.loss_scale.start(self.device), len(self.params))
+        self.state.ema = ema.start(self.params) if self.options.ema is not None else []
+        self.state.residue = self._widened.residue() if self._widened is not None else []
+        self._zero = torch.zeros((), device=self.device)
+        self._nothing = Outcome(self._zero.bool(), self._zero.bool(), self._zero)
+        self._no_print = self._zero.long()
+
+    def __call__(self, *batch: Any) -> Record:
+        """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
+        with backend(self.precision, self.device, deterministic=self.options.deterministic):
+            loss = self._accumulate(self.state, to_device(batch, self.device))
+            self.state.steps += 1
+            if self.state.cycle.micro < self.options.accumulate:
+                return self._record(loss, self.state.scale, self._nothing)
+            return self._end(loss)
+
+    def flush(self) -> Record | None:
+        """Ends the open cycle: a tail shorter than `accumulate` is an update of its own, weighted by what it holds."""
+        if self.state.cycle.micro == 0:
+            return None
+        with backend(self.precision, self.device, deterministic=self.options.deterministic):
+            return self._end(self._zero)
+
+    def check(self) -> None:
+        """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
+        if self.host.read(self.state.halted):
+            raise trouble.nonfinite(self)
+        trouble.streak(self, int(self.host.read(self.state.streak)))
+
+    def evaluator(self) -> EvalStep:
+        """The evaluation counterpart, sharing this step's precision and low copies."""
+        return EvalStep(
+            self.net,
+            self.objective.loss,
+            precision=self.precision,
+            forward=self.options.forward,
+            count=self.options.count,
+            _applied=self.applied,
+        )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the network holds the moving average of its weights; afterwards the weights themselves, untouched."""
+        if not self.state.ema:
+            raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
+        kept = [p.data for p in self.params]
+        for p, average in zip(self.params, self.state.ema, strict=True):
+            p.data = average.to(p.dtype, copy=True)
+        try:
+            yield
+        finally:
+            for p, data in zip(self.params, kept, strict=True):
+                p.data = data
+
+    def switch(self, precision: str | Precision) -> None:
+        """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
+        new = Precision.parse(precision)
+        if (new.params, new.rounding) != (self.precision.params, self.precision.rounding):
+            raise ValueError(
+                f"switch: {new.name!r} stores parameters otherwise than {self.precision.name!r}; build a new TrainStep"
+            )
+        if self.state.cycle.micro:
+            raise ValueError(
+                "switch: an update cycle is open and its gradients carry the old scale; call flush() first"
+            )
+        self._apply(new)
+        self.state.scale, self.state.growth = new.loss_scale.start(self.device)
+
+    def report(self) -> inspect.Report:
+        """The dtypes really used, module by module, and every choice made for the user; print it."""
+        return inspect.report(self)
+
+    def fingerprints(self) -> dict[str, Tensor]:
+        """A 64-bit fingerprint of each tensor that decides the next step, by name."""
+        return inspect.fingerprints(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that decides the next step, as plain dicts, numbers and tensors."""
+        return inspect.save_step(self)
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continues exactly where `saved` was taken, inside a cycle too."""
+        inspect.load_step(self, saved)
+
+    def load_optimizer(self, saved: dict[str, Any]) -> None:
+        """The optimizer's state, unrounded: torch would cast it to its parameter's dtype."""
+        if self._widened is None:
+            self.optimizer.load_state_dict(saved)
+        else:
+            with self._widened.as_wide():
+                self.optimizer.load_state_dict(saved)
+
+    def _apply(self, precision: Precision) -> None:
+        """Puts the network under a precision and builds the two halves of the step for it."""
+        scaled = not isinstance(precision.loss_scale, NoScale)
+        self.precision = precision
+        self.options = replace(self.options, nonfinite=self._wish or ("skip" if scaled else "raise"))
+        self.applied = Applied(self.net, precision, self.device)
+        if self.applied.converted and self.optimizer.state:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # torch casts state to its parameter's dtype
+        self._widened = Widened(self.params, precision.rounding) if precision.rounding != "nearest" else None
+        commit = Commit(
+            self.optimizer, self.kind, self.params, self.buffers, self.rates, self.options.ema, self._widened
+        )
+        self._accumulate = Accumulate(self.objective, self.applied, self.params, self.options, self.buffers)
+        self._update = Update(
+            self.params, precision, self.options, commit, self.host, on_device=self.on_device, sums=self.objective.sums
+        )
+
+    def _end(self, loss: Tensor) -> Record:
+        used, cycle = self.state.scale, self.state.cycle
+        outcome = self._update(self.state)
+        record = self._record(loss, used, outcome)
+        cycle.micro, cycle.grads, cycle.weight, cycle.nominal, cycle.loss = 0, [], None, None, None
+        self._look(outcome)
+        return record
+
+    def _record(self, loss: Tensor, scale: Tensor, outcome: Outcome) -> Record:
+        cycle, every = self.state.cycle, self.options.fingerprint_every
+        whole = loss
+        if cycle.loss is not None and cycle.weight is not None:
+            whole = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(loss.dtype)
+        due = every and self.state.steps % every == 0
+        mark = combine(self.fingerprints().values()) if due else self._no_print
+        return Record(loss, whole, self.rates.show(), scale, outcome.skipped, outcome.norm, outcome.updated, mark)
+
+    def _look(self, outcome: Outcome) -> None:
+        """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
+        if self.on_device:
+            state = self.state
+            news = self.watch.look(lambda: torch.stack([state.halted.long(), state.streak]))
+            halted, skips = news or (0, 0)
+        elif outcome.skipped is self._update.yes:
+            halted, skips = int(self.options.nonfinite == "raise"), int(self.host.read(self.state.streak))
+        else:
+            return
+        if halted:
+            raise trouble.nonfinite(self)
+        trouble.streak(self, skips)

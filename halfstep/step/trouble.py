@@ -1,0 +1,52 @@
+"""What happens when gradients will not become finite: a named error, or another precision."""
+
+import warnings
+from typing import TYPE_CHECKING
+
+from halfstep.errors import NonFiniteError, Notice
+from halfstep.precision import NoScale, Precision
+
+if TYPE_CHECKING:
+    from halfstep.step.train import TrainStep
+
+
+def culprits(step: "TrainStep", most: int = 6) -> str:
+    """The parameters whose gradients were non-finite at the last skip, by name."""
+    bad = [name for name, flag in zip(step.names, step.state.bad.tolist(), strict=True) if flag]
+    more = f" and {len(bad) - most} more" if len(bad) > most else ""
+    return (", ".join(bad[:most]) + more) or "none that is still known"
+
+
+def nonfinite(step: "TrainStep") -> NonFiniteError:
+    """The error of nonfinite="raise"."""
+    return NonFiniteError(
+        f"step {step.state.steps}: non-finite gradient in {culprits(step)}. Nothing of this update was committed. "
+        "Look for log(0), 0/0 or a learning rate that diverged; "
+        "nonfinite='skip' drops such updates, nonfinite='ignore' applies them."
+    )
+
+
+def streak(step: "TrainStep", skips: int) -> None:
+    """After max_skips skipped updates in a row: raise, or go on in bf16 or fp32, as the scale says."""
+    scale = step.precision.loss_scale
+    if isinstance(scale, NoScale) or skips < scale.max_skips:
+        return
+    at = f"step {step.state.steps}, scale {step.state.scale.item():g}"
+    said = f"{at}: {skips} updates in a row overflowed, in {culprits(step)}"
+    if scale.on_skips == "raise":
+        raise NonFiniteError(f"{said}. If gradients are that large, use dtype='bfloat16', 'fp32', or on_skips='bf16'.")
+    fallback = _fallback(step.precision, scale.on_skips)
+    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=4)
+    step.switch(fallback)
+
+
+def _fallback(precision: Precision, to: str) -> Precision:
+    if to == "fp32":
+        return Precision("fp32")
+    return Precision(
+        precision.name,
+        dtype="bfloat16",
+        keep=precision.rules,
+        keep_batchnorm_fp32=precision.keep_batchnorm_fp32,
+        kernels=precision.kernels,
+    )

@@ -1,0 +1,26 @@
+"""Every test starts from the same seed on two threads; tests marked gpu need CUDA."""
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: the first call of a kernel is slow, and a busy machine is not a failure.
+hypothesis.settings.register_profile("halfstep", deadline=None)
+hypothesis.settings.load_profile("halfstep")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -24,3 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The device that this machine's tests run on."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

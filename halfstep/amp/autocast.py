@@ -143,16 +143,14 @@ def refresh() -> None:
 
 def _open(block: autocast, *, switch: bool) -> Frame:
     low = block.low_prec_dtype or defaults.low
-    fast = None
+    fast = _here.frames[-1].fast if _here.frames else None  # a block for another device leaves the CPU's as it is
     with ExitStack() as contexts:
         if block.enabled and low != F32:
             kind = block.device_type or accelerator()
             _check_there(kind)
             contexts.enter_context(torch.autocast(kind, dtype=low, cache_enabled=False))  # a cached cast goes stale
-            if kind == "cpu" and block.kernels == "auto" and not has_native(low):
-                fast = _Fast(low, cast=True)
-                _push_mode(fast)
-                contexts.callback(_remove, fast)
+            if kind == "cpu":
+                fast = _enter_fast(contexts, low) if block.kernels == "auto" and not has_native(low) else None
         else:
             for kind in {block.device_type} if block.device_type else {"cpu", accelerator()}:
                 if torch.is_autocast_enabled(kind):
@@ -164,6 +162,13 @@ def _close() -> Frame:
     frame = _here.frames.pop()
     frame.contexts.close()
     return frame
+
+
+def _enter_fast(contexts: ExitStack, low: torch.dtype) -> FastHalf:
+    fast = _Fast(low, cast=True)
+    _push_mode(fast)
+    contexts.callback(_remove, fast)
+    return fast
 
 
 def _remove(mode: TorchFunctionMode) -> None:

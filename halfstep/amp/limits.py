@@ -62,9 +62,8 @@ def check_device(device: str | torch.device | None, enabled: bool) -> str:
     there = accelerator()
     kind = there if device is None else torch.device(device).type
     if enabled and kind not in ("cpu", there):
-        refuse(
-            "device", f"one that this machine has ({' or '.join(sorted({'cpu', there}))})", kind, "leave device=None"
-        )
+        has = " or ".join(sorted({"cpu", there}))
+        refuse("device", f"one that this machine has ({has})", kind, "leave device=None")
     return kind if enabled else there
 
 

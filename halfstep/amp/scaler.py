@@ -48,8 +48,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(check_device(device, enabled), init, growth_factor, backoff_factor, growth_interval, enabled)
         self._streak = Streak()
         self._optimizers: dict[int, Optimizer] = {}  # those of this iteration
-        self._founds: list[Tensor] = []  # verdicts of unscale() in this iteration
-        self._dropped: list[tuple[int, Tensor]] = []  # gradients it dropped, kept until update() to be named
+        self._founds: list[Tensor] = []  # the verdict of unscale() in this iteration, if there is one
+        self._dropped: list[tuple[int, Tensor]] = []  # gradients it dropped last, kept until update() to be named
         self._by_hand: set[int] = set()  # tensors that unscale() has unscaled since the last scale()
 
     # torch's protocol
@@ -72,10 +72,9 @@ class GradScaler(torch.amp.GradScaler):
         """optimizer.step() unless its gradients (skip="all": any optimizer's) are non-finite; no gradients, no step."""
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        state = self._per_optimizer_states[id(optimizer)]
-        together = self.limits.skip == "all"
         if not (checks.has_grads(optimizer) or args or kwargs):
             return None
+        state, together = self._per_optimizer_states[id(optimizer)], self.limits.skip == "all"
         self._optimizers[id(optimizer)] = optimizer
         checks.not_by_hand(optimizer, self._by_hand)
         checks.is_checked(state, together=together)
@@ -143,10 +142,11 @@ class GradScaler(torch.amp.GradScaler):
         held = gear.held(tensors)
         checks.not_unscaled(held, self._optimizers.values(), self._per_optimizer_states)
         verdicts = self._unscale_held(held)
-        self._founds += verdicts
         self._by_hand.update(held)
+        if verdicts:  # folded into one: who never calls update() must not pile them up
+            self._founds = [gear.combine([*self._founds, *verdicts], self._live().device)]
         if any(_read(v) for v in verdicts):
-            self._dropped += [(i, cast(Tensor, t.grad)) for i, t in held.values()]
+            self._dropped = [(i, cast(Tensor, t.grad)) for i, t in held.values()]
             for _, t in held.values():
                 t.grad = None
         return self

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.watch import Watch
+
 ADVICE = ", do look for inf and NaN in the data and the loss, and lower the learning rate"
 OTHER_ADVICE = ", or go on in another dtype with on_skips='bf16' or on_skips='fp32'"
 GOES_ON = "autocast() goes on in {} from its next entry, with the scale at 1"
@@ -32,8 +34,7 @@ class Streak:
     def __init__(self) -> None:
         self._start = Tally()
         self._count: Tensor | None = None  # (skipped, in a row), int32, made where the first verdict lies
-        self._landing: Tensor | None = None  # pinned: a copy to it does not wait
-        self._event: torch.Event | None = None
+        self._watch = Watch()
 
     def add(self, found: Tensor) -> None:
         """Count one update, skipped where found > 0, without a host sync."""
@@ -57,29 +58,18 @@ class Streak:
 
     def set(self, start: Tally) -> None:
         """Count on from `start`, in place, and forget what is under way to the host."""
-        self._start, self._landing, self._event = start, None, None
+        self._start, self._watch = start, Watch()
         if self._count is not None:
             self._count[0].fill_(start.skipped)  # a fill does not wait, a copy from a list does
             self._count[1].fill_(start.skips_in_a_row)
 
     def look(self) -> int:
         """Skips in a row as far as the host has heard: exact on a CPU, some updates old on CUDA."""
-        if self._count is None or self._count.device.type != "cuda":
-            return self.tally().skips_in_a_row
-        if torch.cuda.is_current_stream_capturing():  # a captured update counts, but a capture has no values
-            return 0
-        if self._event is not None and not self._event.query():
-            return 0
-        row = 0 if self._landing is None else int(self._landing[1])
-        self._send(self._count)
-        return row
-
-    def _send(self, count: Tensor) -> None:
-        if self._landing is None or self._event is None:
-            self._landing = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-            self._event = torch.Event(count.device)
-        self._landing.copy_(count, non_blocking=True)
-        self._event.record()
+        count = self._count
+        if count is None:
+            return self._start.skips_in_a_row
+        news = self._watch.look(lambda: count, count.device)
+        return 0 if news is None else news[1]
 
     def fall(self) -> None:
         """Remember the fallback and begin the row anew."""

@@ -30,6 +30,7 @@ class Applied:
         self._forwards = self._wrap(observing=True)
         self._weights, self._copies = self._low_weights()
         self._buffers = self._low_buffers()
+        self._lows: list[tuple[Slot, Tensor]] = []
         self._contexts = self._make_contexts()
         self._observing = True
 
@@ -54,15 +55,18 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        low = [(slot, slot.get()) for slot, _ in self._buffers]
+        written = [(slot, now) for slot, put in self._lows if (now := slot.get()) is not put or now._version]
+        self._lows = []
         self._swap.undo()
         self._exact.clear()
-        with torch.no_grad():
-            for slot, now in low:
-                if now._version:  # statistics that a low norm moved
-                    slot.get().copy_(now)
+        for slot, now in written:  # statistics that a low norm moved
+            _write_back(slot, now)
         if self._observing and self.observed:
             self._observing, self._forwards = False, self._wrap(observing=False)
+
+    def unrounded(self, out: Any) -> Any:
+        """Outputs of kept modules as they were before rounding, where `out` holds them as they came."""
+        return self._exact.restore(out) if self.precision.keep else out
 
     def _put(self) -> None:
         for slot, forward in self._forwards:
@@ -70,8 +74,9 @@ class Applied:
         fresh = self._copies.fresh()
         for slot, index in self._weights:
             self._swap.put(slot, fresh[index])
-        for slot, dtype in self._buffers:
-            self._swap.put(slot, slot.get().detach().to(dtype))
+        self._lows = [(slot, slot.get().detach().to(dtype)) for slot, dtype in self._buffers]
+        for slot, low in self._lows:
+            self._swap.put(slot, low)
 
     def _make_contexts(self) -> list[Any]:
         autocast, low = self.precision.cast == "autocast", self.precision.compute
@@ -132,6 +137,16 @@ class Applied:
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.places[name].inside:
                     found.append((Slot(owner, key), self.places[name].inside))
         return found
+
+
+def _write_back(slot: Slot, now: Tensor | None) -> None:
+    """What forward left in a low buffer, into the stored one; a buffer that changed shape is replaced."""
+    stored = slot.get()
+    if now is not None and now.shape == stored.shape:
+        with torch.no_grad():
+            stored.copy_(now)
+    else:
+        slot.owner[slot.key] = None if now is None else now.detach().to(stored.dtype)
 
 
 def _check_parameters(net: nn.Module, precision: Precision) -> None:

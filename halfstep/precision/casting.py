@@ -17,9 +17,9 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor inside it in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.dtype != dtype and value.is_floating_point() else value
-    if isinstance(value, (list, tuple, dict)):
-        return tree_map(lambda leaf: cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf, value)
-    return value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return tree_map(lambda leaf: cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
@@ -61,27 +61,32 @@ class Exact:
     """Remembers what the outputs of kept modules were before rounding, for those that are the network's outputs."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def round(self, out: Any, dtype: torch.dtype) -> Any:
         def one(leaf: Any) -> Any:
             low = cast(leaf, dtype)
             if low is not leaf:
-                self._kept[id(low)] = (low, leaf)  # holding `low` keeps its id from being reused
+                self._kept[id(low)] = (low, low._version, leaf)  # holding `low` keeps its id from being reused
             return low
 
         return one(out) if isinstance(out, Tensor) else tree_map(one, out)
 
-    def leave(self, forward: Forward, dtype: torch.dtype) -> Forward:
-        """The network's own forward: outputs in `dtype`, without the detour through the low dtype."""
+    def restore(self, out: Any) -> Any:
+        """`out` without the detour through the low dtype, where nothing was written into it since."""
 
         def one(leaf: Any) -> Any:
-            return cast(self._kept.get(id(leaf), (leaf, leaf))[1], dtype) if isinstance(leaf, Tensor) else leaf
+            kept = self._kept.get(id(leaf))
+            return leaf if kept is None or leaf._version != kept[1] else kept[2]
+
+        return one(out) if isinstance(out, Tensor) else tree_map(one, out)
+
+    def leave(self, forward: Forward, dtype: torch.dtype) -> Forward:
+        """The network's own forward: outputs in `dtype`."""
 
         @wraps(forward)
         def network(*args: Any, **kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            return one(out) if isinstance(out, Tensor) else tree_map(one, out)
+            return cast(self.restore(forward(*args, **kwargs)), dtype)
 
         return network
 

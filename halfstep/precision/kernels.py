@@ -45,7 +45,8 @@ class FastHalf(TorchFunctionMode):
         if func not in PRODUCTS:
             return func(*args, **kwargs)
         if self.cast:
-            return self._autocast(func, args, kwargs) if _autocasting() else func(*args, **kwargs)
+            mine = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == self.low
+            return self._autocast(func, args, kwargs) if mine else func(*args, **kwargs)
         if not any(_is(a, self.low) for a in args):
             return func(*args, **kwargs)
         return _in_fp32(func, args, kwargs, self.low)
@@ -79,7 +80,3 @@ def _widen(value: Any, low: torch.dtype) -> Any:
 
 def _is(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype and value.device.type == "cpu"
-
-
-def _autocasting() -> bool:
-    return torch.is_autocast_enabled("cpu")

@@ -15,7 +15,9 @@ class _Copy(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # an unused parameter keeps grad None
         ctx.dtypes = [m.dtype for m in masters]
         torch._foreach_copy_(store, list(masters))
-        return tuple(s.detach() for s in store)
+        copies = tuple(s.detach() for s in store)
+        ctx.mark_non_differentiable(*(c for c, m in zip(copies, masters, strict=True) if not m.requires_grad))
+        return copies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

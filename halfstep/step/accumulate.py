@@ -34,7 +34,9 @@ class Accumulate:
         if cycle.micro == 0:
             self._open(cycle)
         if is_empty(batch):
-            loss, cycle.weight = self.zero, self._none() if cycle.weight is None else cycle.weight
+            loss = self.zero
+            cycle.weight = self._none() if cycle.weight is None else cycle.weight
+            cycle.loss = loss if cycle.loss is None else cycle.loss
         else:
             mean, n = self.objective(self.applied, batch, weighted=self.many)
             loss = self._many(state, mean, n) if self.many else self._single(state, mean, n)
@@ -52,15 +54,14 @@ class Accumulate:
 
     def _single(self, state: StepState, loss: Tensor, n: Number | None) -> Tensor:
         """The only micro-batch of its cycle has weight exactly 1; its n matters only when it is 0."""
-        value = loss.detach() if loss.dim() == 0 else loss.detach().sum()
-        state.cycle.grads = self._backward(state, loss, None)
+        cycle = state.cycle
+        cycle.loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
+        cycle.grads = self._backward(state, loss, None)
         if isinstance(n, Tensor):
-            state.cycle.weight = n.double()
-            return torch.where(n > 0, value, 0)
-        if n == 0:
-            state.cycle.weight = self._none()
-            return self.zero
-        return value
+            cycle.weight = n.double()
+        elif n == 0:
+            cycle.weight = self._none()
+        return cycle.loss
 
     def _many(self, state: StepState, loss: Tensor, n: Number | None) -> Tensor:
         cycle = state.cycle

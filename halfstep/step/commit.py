@@ -32,7 +32,7 @@ class Commit:
 
     def on_host(self, state: StepState, grads: Sequence[Tensor | None], *, skip: bool) -> None:
         """Steps, or puts the buffers back; nothing else has moved."""
-        self.rates.set(state.updates, on_device=False)
+        self.rates.set(state.updates)
         if skip:
             self.buffers.restore(state.cycle.buffers)
             return
@@ -43,7 +43,7 @@ class Commit:
 
     def on_device(self, state: StepState, grads: Sequence[Tensor | None], skip: Tensor) -> None:
         """Steps, then keeps new or old by the flag. A fused optimizer takes the flag into its kernel instead."""
-        self.rates.set(state.updates, on_device=True)
+        self.rates.set(state.updates)
         fused = self.kind == "fused" and self.widened is None
         kept = state.ema if fused else [*self.params, *state_tensors(self.optimizer), *state.ema, *state.residue]
         old = Snapshot.of([t.detach() for t in kept]) if kept else None

@@ -66,13 +66,14 @@ _FUNCTIONS: dict[Callable[..., Any], Counter] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Denominator:
-    """How many terms a loss averages over.
+    """How many terms a loss averages over, and whether classes have weights (which may be 0).
 
     `count` gives n from the loss's arguments (None: the loss is a sum). `summed` is the same loss as a sum, for
     micro-batches whose targets are all ignored, where the mean would be 0/0.
     """
 
     known: bool
+    weights: bool = False
     count: Counter | None = None
     summed: Callable[..., Tensor] | None = None
 
@@ -85,7 +86,12 @@ def denominator(loss: Any) -> Denominator:
     if settings["reduction"] in ("sum", "none"):
         return Denominator(known=True)
     masked = _with_sum(loss) if counter is _classes else None
-    return Denominator(known=True, count=lambda *args: counter(_settings(loss), *args), summed=masked)
+    return Denominator(
+        known=True,
+        weights=settings.get("weight") is not None,
+        count=lambda *args: counter(_settings(loss), *args),
+        summed=masked,
+    )
 
 
 def _look_up(loss: Any) -> tuple[dict[str, Any], Counter | None]:

@@ -61,7 +61,7 @@ class EvalStep:
     def _evaluate(self, batch: tuple[Any, ...]) -> EvalRecord:
         o = self.objective
         with self.applied:
-            out = wide(o.forward(self.net, *batch))
+            out = wide(self.applied.unrounded(o.forward(self.net, *batch)))
         if o.loss is None:
             loss, n = wide(own_loss(out)), o.number(batch, ())
         else:

@@ -1,6 +1,5 @@
 """From a batch to its loss and the number of terms that loss averages."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,26 +40,29 @@ class Objective:
 
     @property
     def masked(self) -> bool:
-        """n may be 0 in a batch that has samples, and the loss has a form that stays finite then."""
+        """One of torch's losses that skip ignored targets: all ignored, its mean is 0/0 and its gradients are 0."""
         return self.given is None and self.terms.summed is not None
 
+    @property
+    def may_be_none(self) -> bool:
+        """n may be 0 in a way that loss and gradients do not tell, so that even a cycle of one needs it."""
+        zero_weights = self.masked and self.terms.weights
+        return self.given is not None or self.labels is not None or zero_weights
+
     def __call__(self, applied: Applied, batch: Batch, *, weighted: bool) -> tuple[Tensor, Number | None]:
-        """The loss in float32 or wider, and its n; n is None where it need not be known because it is not 0.
+        """The loss in float32 or wider, and its n; n is None where it need not be known.
 
         `weighted` asks for n always, and for a loss that is 0, not 0/0, when n is 0 and torch knows the sum form.
         """
         with applied:
-            out = self.forward(self.net, *batch)
+            out = applied.unrounded(self.forward(self.net, *batch))
         arguments = () if self.loss is None else _arguments(out)
         if weighted and self.masked:
             n = self.number(batch, arguments)
             assert self.terms.summed is not None
             return wide(self.terms.summed(*arguments)) / (torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n), n
         loss = wide(own_loss(out) if self.loss is None else self.loss(*arguments))
-        on_cpu = loss.device.type == "cpu"
-        if not weighted and on_cpu and math.isfinite(loss.detach().sum().item()):  # on a CPU this look is free
-            return loss, None
-        return loss, self.number(batch, arguments)
+        return loss, self.number(batch, arguments) if weighted or self.may_be_none else None
 
     def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
         """How many terms the loss of this batch averages; None when nobody knows."""

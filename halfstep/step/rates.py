@@ -8,20 +8,24 @@ from torch.optim import Optimizer
 
 
 class Rates:
-    """The rates of each parameter group at each update. The position is the number of real updates."""
+    """The rates of each parameter group at each update. The position is the number of real updates.
 
-    def __init__(self, optimizer: Optimizer, table: Any, device: torch.device) -> None:
+    `tensors`: rates go to the optimizer as device tensors, so that the host need not know the position.
+    """
+
+    def __init__(self, optimizer: Optimizer, table: Any, device: torch.device, *, tensors: bool) -> None:
         self.groups, self.device = optimizer.param_groups, device
         self.table = None if table is None else _table(table, len(self.groups), device)
+        self.tensors = tensors
         self._shown: tuple[list[Any], Tensor] = ([], torch.zeros(()))
 
-    def set(self, update: Tensor, *, on_device: bool) -> None:
+    def set(self, update: Tensor) -> None:
         """The rates of the coming update, into the optimizer's groups. Past the table's end its last column holds."""
         if self.table is None:
             return
         column = self.table.index_select(1, update.clamp(max=self.table.shape[1] - 1).view(1)).squeeze(1)
         for i, group in enumerate(self.groups):
-            if not on_device:
+            if not self.tensors:
                 group["lr"] = column[i].item()
             elif isinstance(group["lr"], Tensor):
                 group["lr"].copy_(column[i])
@@ -41,7 +45,7 @@ class Rates:
 
     def _tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):
-            return value.detach().to(self.device, torch.float64, copy=True)
+            return value.detach().to(self.device, torch.float64).reshape(())
         return torch.full((), value, dtype=torch.float64, device=self.device)  # a fill, not a copy from the host
 
 

@@ -22,3 +22,17 @@ class Record(NamedTuple):
     grad_norm: Tensor
     updated: Tensor
     fingerprint: Tensor
+
+
+class Outcome(NamedTuple):
+    """What became of an update: the cycle's loss, what the update used, and whether it happened.
+
+    Wide dtypes stand first, so that the fields can be packed into bytes without gaps.
+    """
+
+    lr: Tensor
+    loss: Tensor
+    norm: Tensor
+    scale: Tensor
+    skipped: Tensor
+    updated: Tensor

@@ -16,14 +16,16 @@ from halfstep.step.accumulate import Accumulate
 from halfstep.step.commit import Commit
 from halfstep.step.evaluate import EvalStep
 from halfstep.step.fingerprint import combine
-from halfstep.step.host import Host, Watch
+from halfstep.step.host import Host
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.options import StepOptions
 from halfstep.step.rates import Rates
-from halfstep.step.record import Record
+from halfstep.step.record import Outcome, Record
+from halfstep.step.replay import Replay
 from halfstep.step.select import Buffers
 from halfstep.step.state import StepState
-from halfstep.step.update import Outcome, Update
+from halfstep.step.update import Update
+from halfstep.watch import Watch
 
 
 class TrainStep:
@@ -51,18 +53,18 @@ class TrainStep:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
         self.notices = checks.cycle(self.objective, net, self.options.accumulate)
-        self.host, self.watch, self.buffers = Host(), Watch(self.device), Buffers(net)
-        self.rates = Rates(optimizer, self.options.lr, self.device)
+        self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net)
         self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
         self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
+        self.rates = Rates(optimizer, self.options.lr, self.device, tensors=self.on_device)
+        self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
         self._wish = self.options.nonfinite
         self._apply(Precision.parse(precision))
         self.state = StepState.start(self.device, self.precision.loss_scale.start(self.device), len(self.params))
         self.state.ema = ema.start(self.params) if self.options.ema is not None else []
         self.state.residue = self._widened.residue() if self._widened is not None else []
         self._zero = torch.zeros((), device=self.device)
-        self._nothing = Outcome(self._zero.bool(), self._zero.bool(), self._zero)
-        self._no_print = self._zero.long()
+        self._no, self._no_print = self._zero.bool(), self._zero.long()
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
@@ -70,7 +72,7 @@ class TrainStep:
             loss = self._accumulate(self.state, to_device(batch, self.device))
             self.state.steps += 1
             if self.state.cycle.micro < self.options.accumulate:
-                return self._record(loss, self.state.scale, self._nothing)
+                return self._during(loss)
             return self._end(loss)
 
     def flush(self) -> Record | None:
@@ -162,32 +164,51 @@ class TrainStep:
             self.optimizer, self.kind, self.params, self.buffers, self.rates, self.options.ema, self._widened
         )
         self._accumulate = Accumulate(self.objective, self.applied, self.params, self.options, self.buffers)
+        objective = self.objective
         self._update = Update(
-            self.params, precision, self.options, commit, self.host, on_device=self.on_device, sums=self.objective.sums
+            self.params, precision, self.options, commit, self.host, sums=objective.sums, masked=objective.masked
         )
+        self._replay = Replay(self._update)
+
+    def _during(self, loss: Tensor) -> Record:
+        """The record of a batch that does not end its cycle."""
+        cycle = self.state.cycle
+        assert cycle.loss is not None
+        assert cycle.weight is not None
+        mean = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(self.precision.output)
+        scale = self.state.scale.clone()
+        return Record(loss, mean, self.rates.show(), scale, self._no, self._zero, self._no, self._print())
 
     def _end(self, loss: Tensor) -> Record:
-        used, cycle = self.state.scale, self.state.cycle
-        outcome = self._update(self.state)
-        record = self._record(loss, used, outcome)
+        """The update that ends a cycle, by the device where it can, and its record."""
+        cycle, state = self.state.cycle, self.state
+        live = [i for i, g in enumerate(cycle.grads) if g is not None]
+        settled = live and self._moved.issuperset(live) and not any(g is not None and g.is_sparse for g in cycle.grads)
+        if self.on_device and settled:
+            outcome = self._replay(state, live)
+        else:
+            outcome = self._update.on_host(state, live)
+            if outcome.updated is self._update.yes:
+                self._moved.update(live)
+                if self.on_device and self._replay.captures == 0:
+                    self._replay.capture(state, live)
         cycle.micro, cycle.grads, cycle.weight, cycle.nominal, cycle.loss = 0, [], None, None, None
         self._look(outcome)
-        return record
+        own = loss if self.options.accumulate > 1 else outcome.loss
+        return Record(
+            own, outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated, self._print()
+        )
 
-    def _record(self, loss: Tensor, scale: Tensor, outcome: Outcome) -> Record:
-        cycle, every = self.state.cycle, self.options.fingerprint_every
-        whole = loss
-        if cycle.loss is not None and cycle.weight is not None:
-            whole = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(loss.dtype)
+    def _print(self) -> Tensor:
+        every = self.options.fingerprint_every
         due = every and self.state.steps % every == 0
-        mark = combine(self.fingerprints().values()) if due else self._no_print
-        return Record(loss, whole, self.rates.show(), scale, outcome.skipped, outcome.norm, outcome.updated, mark)
+        return combine(self.fingerprints().values()) if due else self._no_print
 
     def _look(self, outcome: Outcome) -> None:
         """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
         if self.on_device:
             state = self.state
-            news = self.watch.look(lambda: torch.stack([state.halted.long(), state.streak]))
+            news = self.watch.look(lambda: torch.stack([state.halted.long(), state.streak]), self.device)
             halted, skips = news or (0, 0)
         elif outcome.skipped is self._update.yes:
             halted, skips = int(self.options.nonfinite == "raise"), int(self.host.read(self.state.streak))

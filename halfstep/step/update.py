@@ -13,14 +13,16 @@ from halfstep.step import gradients
 from halfstep.step.commit import Commit
 from halfstep.step.host import Host
 from halfstep.step.options import StepOptions
+from halfstep.step.record import Outcome
 from halfstep.step.state import Cycle, StepState
 
 
-class Outcome(NamedTuple):
-    """What became of an update, as device tensors. `norm` is taken after unscaling, before clipping."""
+class Ready(NamedTuple):
+    """Gradients as the optimizer takes them, 1.0 if one was non-finite, and the norms from before clipping."""
 
-    skipped: Tensor
-    updated: Tensor
+    given: list[Tensor | None]
+    found: Tensor
+    each: Tensor
     norm: Tensor
 
 
@@ -35,57 +37,87 @@ class Update:
         commit: Commit,
         host: Host,
         *,
-        on_device: bool,
         sums: bool,
+        masked: bool,
     ) -> None:
         self.params, self.options, self.commit, self.host = params, options, commit, host
-        self.scale, self.on_device = precision.loss_scale, on_device
+        self.scale, self.output = precision.loss_scale, precision.output
+        self.masked = masked  # the loss is 0/0, with gradients of 0, when every target is ignored
         self.scaled, self.averages = not isinstance(self.scale, NoScale), options.accumulate > 1 and not sums
         self.edits = self.scaled or options.accumulate > 1 or options.clip_norm or options.clip_value
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
-        device = params[0].device
-        self.zero, self.one = torch.zeros((), device=device), torch.ones((), device=device)
+        self.device = params[0].device
+        self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.yes, self.no = self.one.bool(), self.zero.bool()
-        self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
         self._places: dict[tuple[int, ...], Tensor] = {}
 
-    def __call__(self, state: StepState) -> Outcome:
-        """The transaction. With decide="device" the host reads nothing once every parameter has moved."""
+    def on_host(self, state: StepState, live: list[int]) -> Outcome:
+        """The transaction, decided by the host: one read of the flag, one of N where it may be 0."""
+        ready = self._ready(state, live, looks=self.device.type == "cpu")
+        used = state.scale.clone() if self.scaled else state.scale
+        empty = not live or self._no_terms(state.cycle, ready.norm)
+        overflow = not empty and self.host.read(ready.found) != 0
+        self.commit.on_host(state, ready.given, skip=empty or overflow)
+        if overflow:
+            state.skips += 1
+            state.streak += 1
+            state.bad.copy_(self._blame(ready.each, live))
+        elif not empty:
+            state.updates += 1
+            state.streak.zero_()
+        if not empty:
+            self._move(state, self.scale.next(ScaleState(state.scale, state.growth), ready.found))
+        loss = self._loss(state.cycle, self.yes if empty else None)
+        skipped, updated = self.yes if overflow else self.no, self.no if empty or overflow else self.yes
+        return Outcome(self.commit.rates.show(), loss, ready.norm, used, skipped, updated)
+
+    def on_device(self, state: StepState, live: list[int]) -> Outcome:
+        """The transaction without a host decision: every branch is a select, so that it can be captured."""
+        ready, used = self._ready(state, live, looks=False), state.scale.clone()
+        overflow = ready.found > 0
+        empty = self._empty(state.cycle, ready.norm)
+        hold = state.halted if empty is None else state.halted | empty  # stopped, or no terms: nothing moves
+        skip = overflow | hold
+        self.commit.on_device(state, ready.given, skip)
+        skipped, updated = overflow & ~hold, ~skip
+        state.updates += updated
+        state.skips += skipped
+        state.streak.copy_(torch.where(hold, state.streak, (state.streak + 1) * overflow))
+        state.bad.copy_(torch.where(skipped, self._blame(ready.each, live), state.bad))
+        after = self.scale.next(ScaleState(state.scale, state.growth), ready.found)
+        self._move(
+            state,
+            ScaleState(*(torch.where(hold, a, b) for a, b in zip((state.scale, state.growth), after, strict=True))),
+        )
+        if self.options.nonfinite == "raise":
+            state.halted |= skipped
+        return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), ready.norm, used, skipped, updated)
+
+    def _ready(self, state: StepState, live: list[int], *, looks: bool) -> Ready:
+        """Unscale, average, check, measure, clip: in that order, always."""
         cycle = state.cycle
-        live = [i for i, g in enumerate(cycle.grads) if g is not None]
         grads = self._widened(cycle, live)
         values = gradients.dense(grads)
-        found = self._unscale(state, values)
+        found = self._unscale(state, values, looks)
         self._average(cycle, values)
         each = gradients.norms(values) if values else self.zero.view(1)
         norm = gradients.total(each)
         found = self._check(found, norm, values)
         self._clip(values, norm)
-        given = self._given(cycle, live, grads)
-        if self.on_device and live and self._moved.issuperset(live):
-            skipped, updated = self._on_device(state, found, given)
-        else:
-            skipped, updated = self._on_host(state, found, given, live)
-        self._blame(state, skipped, each, live)
-        return Outcome(skipped, updated, norm)
+        return Ready(self._given(cycle, live, grads), found, each, norm)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
-        grads = (
-            widen([cycle.grads[i] for i in live], [self.wide[i] for i in live])
-            if self._any_low(cycle, live)
-            else [cycle.grads[i] for i in live]
-        )
-        return [g.coalesce() if g.is_sparse else g for g in grads if g is not None]
+        grads = [g for i in live if (g := cycle.grads[i]) is not None]
+        dtypes = [self.wide[i] for i in live]
+        if any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
+            grads = [g for g in widen(grads, dtypes) if g is not None]
+        return [g.coalesce() if g.is_sparse else g for g in grads]
 
-    def _any_low(self, cycle: Cycle, live: list[int]) -> bool:
-        return any(g.dtype != self.wide[i] for i in live if (g := cycle.grads[i]) is not None)
-
-    def _unscale(self, state: StepState, values: list[Tensor]) -> Tensor | None:
+    def _unscale(self, state: StepState, values: list[Tensor], looks: bool) -> Tensor | None:
         """G · inv_scale, and whether anything was non-finite: exact, and without a host read."""
         if self.scaled:
             return gradients.unscale_(values, inverse(state.scale))
-        on_cpu = self.zero.device.type == "cpu" and not self.on_device
-        return None if self.options.nonfinite == "ignore" or on_cpu else gradients.unscale_(values, self.one)
+        return None if self.options.nonfinite == "ignore" or looks else gradients.unscale_(values, self.one)
 
     def _average(self, cycle: Cycle, values: list[Tensor]) -> None:
         """÷ N. N is 0 only for a cycle without terms, whose update is held back anyway."""
@@ -118,44 +150,38 @@ class Update:
             given[i] = g if not low else g.to(self.params[i].dtype) if self.edits else cycle.grads[i]
         return given
 
-    def _on_host(
-        self, state: StepState, found: Tensor, given: list[Tensor | None], live: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        weight = state.cycle.weight
-        empty = not live or (weight is not None and self.host.read(weight) == 0)
-        overflow = not empty and self.host.read(found) != 0
-        self.commit.on_host(state, given, skip=empty or overflow)
-        if empty:
-            return self.no, self.no
-        if overflow:
-            state.skips, state.streak = state.skips + 1, state.streak + 1
-        else:
-            state.updates, state.streak = state.updates + 1, torch.zeros_like(state.streak)
-            self._moved.update(live)
-        state.scale, state.growth = self.scale.next(ScaleState(state.scale, state.growth), found)
-        return (self.yes, self.no) if overflow else (self.no, self.yes)
+    def _empty(self, cycle: Cycle, norm: Tensor) -> Tensor | None:
+        """Whether the cycle held no terms: N = 0, or a mean loss of 0/0 whose gradients are all exactly 0."""
+        if cycle.weight is not None:
+            return cycle.weight == 0
+        assert cycle.loss is not None
+        return torch.isnan(cycle.loss) & (norm == 0) if self.masked else None
 
-    def _on_device(self, state: StepState, found: Tensor, given: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-        weight, overflow = state.cycle.weight, found > 0
-        hold = state.halted if weight is None else state.halted | (weight == 0)  # no terms, or stopped: nothing moves
-        skip = overflow | hold
-        self.commit.on_device(state, given, skip)
-        skipped, updated = overflow & ~hold, ~skip
-        state.updates, state.skips = state.updates + updated, state.skips + skipped
-        state.streak = torch.where(hold, state.streak, (state.streak + 1) * overflow)
-        after = self.scale.next(ScaleState(state.scale, state.growth), found)
-        state.scale = torch.where(hold, state.scale, after.scale)
-        state.growth = torch.where(hold, state.growth, after.growth)
-        if self.options.nonfinite == "raise":
-            state.halted = state.halted | skipped
-        return skipped, updated
+    def _loss(self, cycle: Cycle, empty: Tensor | None) -> Tensor:
+        """The full batch's loss: the weighted mean of its micro-batches, 0 when there was nothing to average."""
+        assert cycle.loss is not None
+        if self.options.accumulate > 1:
+            n = torch.where(cycle.weight > 0, cycle.weight, 1) if cycle.weight is not None else 1
+            return (cycle.loss / n).to(self.output)
+        return cycle.loss if empty is None else torch.where(empty, 0, cycle.loss)
 
-    def _blame(self, state: StepState, skipped: Tensor, each: Tensor, live: list[int]) -> None:
-        """Which parameters were non-finite at the last skip."""
-        if skipped is self.no or not live:
-            return
+    def _no_terms(self, cycle: Cycle, norm: Tensor) -> bool:
+        if cycle.weight is None and self.device.type == "cpu" and norm.item() != 0:  # on a CPU this look is free
+            return False
+        empty = self._empty(cycle, norm)
+        return empty is not None and self.host.read(empty) != 0
+
+    def _blame(self, each: Tensor, live: list[int]) -> Tensor:
+        """Which parameters had a non-finite gradient, among all of them."""
+        bad = ~torch.isfinite(each)
+        if len(live) == len(self.params):
+            return bad
         key = tuple(live)
         if key not in self._places:
-            self._places[key] = torch.tensor(live, device=self.zero.device)
-        bad = torch.zeros_like(state.bad).index_copy(0, self._places[key], ~torch.isfinite(each))
-        state.bad = torch.where(skipped, bad, state.bad)
+            self._places[key] = torch.tensor(live, device=self.device)
+        return torch.zeros(len(self.params), dtype=torch.bool, device=self.device).index_copy(0, self._places[key], bad)
+
+    def _move(self, state: StepState, after: ScaleState) -> None:
+        if self.scaled:
+            state.scale.copy_(after.scale)
+            state.growth.copy_(after.growth)

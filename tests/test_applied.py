@@ -1,0 +1,380 @@
+"""O2 and O3 leave the user's objects alone: low inside the context, untouched outside it. Dtypes are read by hooks."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import halfstep as hs
+from halfstep.precision import Applied
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+Bits = list[tuple[str, int, torch.dtype, Tensor]]
+
+
+def mlp(device: torch.device) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(device)
+
+
+def apply(net: nn.Module, device: torch.device, name: str = "O2", **choices: Any) -> Applied:
+    return Applied(net, hs.Precision(name, kernels="torch", **choices), device)
+
+
+def train(net: nn.Module, name: str = "O2", *, lr: float = 0.1, forward: Any = None, **choices: Any) -> hs.TrainStep:
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+    precision = hs.Precision(name, kernels="torch", **choices)
+    return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, forward=forward)
+
+
+def watch(*modules: nn.Module) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+    """(input, weight, output) dtypes of each call, read by forward hooks."""
+    seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
+    for module in modules:
+        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype, out.dtype)))
+    return seen
+
+
+def bits(net: nn.Module) -> Bits:
+    """The identity, dtype and value of everything that parameters() and state_dict() show."""
+    tensors = [*net.named_parameters(), *net.named_buffers()]
+    return [(name, id(t), t.dtype, t.detach().clone()) for name, t in tensors]
+
+
+def same(one: Bits, other: Bits) -> bool:
+    return [o[:3] for o in one] == [o[:3] for o in other] and all(
+        torch.equal(a[3], b[3]) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("low", [F16, BF16])
+def test_modules_see_low_weights_and_low_inputs_inside(name: str, low: torch.dtype, device: torch.device) -> None:
+    net = mlp(device)
+    seen = watch(net[0], net[2])
+    with apply(net, device, name, dtype=low):
+        out = net(torch.randn(2, 4, device=device))
+    assert seen == [(low, low, low)] * 2
+    assert out.dtype == F32
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_outside_everything_is_as_before_also_after_an_exception(name: str, fails: bool, device: torch.device) -> None:
+    net, x = mlp(device), torch.randn(2, 4, device=device)
+    before, keys, out = bits(net), [set(vars(m)) for m in net.modules()], net(x)
+    applied = apply(net, device, name)
+    for batch in (x, torch.randn(2, 5, device=device) if fails else x):  # five features do not fit
+        try:
+            with applied:
+                net(batch)
+        except RuntimeError:
+            assert fails
+    assert same(bits(net), before)
+    assert [set(vars(m)) for m in net.modules()] == keys
+    assert torch.equal(net(x), out)
+    assert torch.equal(copy.deepcopy(net)(x), out)
+    assert torch.equal(pickle.loads(pickle.dumps(net))(x), out)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), out)
+
+
+def test_training_moves_the_masters_and_nothing_else(device: torch.device) -> None:
+    net, x = mlp(device), torch.randn(8, 4, device=device)
+    before = bits(net)
+    step = train(net)
+    step(x, torch.zeros(8, 3, device=device))
+    after = bits(net)
+    assert [b[:3] for b in before] == [a[:3] for a in after]
+    assert not any(torch.equal(b[3], a[3]) for b, a in zip(before, after, strict=True))
+    assert all(p.grad is None for p in net.parameters())
+    by_hand = F.linear(F.relu(F.linear(x, net[0].weight, net[0].bias)), net[2].weight, net[2].bias)
+    assert torch.equal(net(x), by_hand)  # a plain fp32 forward of the masters
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embed(tokens))
+        return out
+
+
+def test_tied_weights_share_one_low_copy_and_sum_their_gradients(device: torch.device) -> None:
+    net, tokens = Tied().to(device), torch.randint(7, (5,), device=device)
+    with apply(net, device):
+        assert net.head.weight is net.embed.weight
+        assert net.head.weight.dtype == F16
+        net(tokens).square().sum().backward()
+    w = net.embed.weight.detach().clone().requires_grad_()
+    low = w.half()
+    F.linear(F.embedding(tokens, low), low).float().square().sum().backward()
+    assert net.embed.weight.grad is not None
+    assert w.grad is not None
+    assert torch.equal(net.embed.weight.grad, w.grad)
+    assert len(list(net.parameters())) == 1
+
+
+@pytest.mark.parametrize("name", ["fp32", "O2"])
+def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -> None:
+    net, fired = mlp(device), []
+    p = net[2].weight
+    net.register_forward_pre_hook(lambda m, args: fired.append("forward pre"))
+    net[0].register_forward_hook(lambda m, args, out: fired.append("forward"))
+    net[2].register_full_backward_hook(lambda m, gin, gout: fired.append("backward"))
+    p.register_hook(lambda grad: fired.append(f"parameter {grad.dtype}"))
+    p.register_post_accumulate_grad_hook(lambda p: fired.append(f"accumulated {p.grad.dtype}"))
+    step = train(net, name)
+    for _ in range(2):
+        fired.clear()
+        step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+        expected = ["forward pre", "forward", "parameter torch.float32", "accumulated torch.float32", "backward"]
+        assert sorted(fired) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["fp32", "O1", "O2"])
+def test_hooks_that_edit_a_gradient_edit_the_update(name: str, device: torch.device) -> None:
+    net = mlp(device)
+    first, last = net[0].weight, net[2].weight
+    before = bits(net)
+    first.register_hook(torch.zeros_like)
+    scale = 1.0 if name == "fp32" else 1024.0
+
+    def fill(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.fill_(scale)  # hooks see scaled gradients, as under torch's own scaler
+
+    last.register_post_accumulate_grad_hook(fill)
+    step = train(net, name, lr=1.0, scale=None if name == "fp32" else scale)
+    step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+    assert torch.equal(first, before[0][3])
+    assert torch.equal(last, before[2][3] - 1.0)
+
+
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_parametrized_layers_train_in_o2(norm: Any, device: torch.device) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), norm(nn.Linear(6, 3, bias=False))).to(device)
+    names, seen, before = [n for n, _ in net.named_parameters()], [], bits(net)
+    net[0].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
+    step = train(net)
+    x, y = torch.randn(16, 4, device=device), torch.zeros(16, 3, device=device)
+    losses = [step(x, y).loss.item() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert seen[0] == (F16, F16)
+    assert [n for n, _ in net.named_parameters()] == names
+    assert all(t.dtype == F32 for *_, t in bits(net))
+    moved = [not torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)]
+    assert all(moved)  # weights, and the power iteration's vectors in float32
+    assert net[0].weight.dtype == F32
+
+
+def test_a_frozen_parameter_stays_and_its_layers_take_no_backward(device: torch.device) -> None:
+    net = mlp(device)
+    net[0].requires_grad_(False)
+    before, x = bits(net), torch.randn(2, 4, device=device)
+    with apply(net, device):
+        assert not net[0].weight.requires_grad
+        assert not net[0](x).requires_grad
+        assert net[2].weight.requires_grad
+    train(net)(x, torch.zeros(2, 3, device=device))
+    assert [torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)] == [True, True, False, False]
+
+
+def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.device) -> None:
+    net = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)}).to(device)
+    before, grads = copy.deepcopy(net.unused), []
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
+    optimizer.register_step_pre_hook(lambda opt, args, kwargs: grads.append(net.unused.weight.grad))
+    step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision="O2", forward=lambda net, x, y: (net.used(x), y))
+    step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+    assert grads == [None]
+    assert torch.equal(net.unused.weight, before.weight)
+    assert net.unused.weight not in optimizer.state
+
+
+@pytest.mark.parametrize("name", ["O2", "O3"])
+def test_low_copies_are_never_stale(name: str, device: torch.device) -> None:
+    net, other, x = mlp(device), mlp(device), torch.randn(2, 4, device=device)
+    applied, fresh = apply(net, device, name), apply(other, device, name)
+    for edit in (
+        lambda: net[0].weight.data.copy_(other[0].weight),
+        lambda: net.load_state_dict(other.state_dict()),
+        lambda: setattr(other[2].bias, "data", torch.full((3,), 2.0, device=device)) or net[2].bias.data.fill_(2.0),
+    ):
+        with applied:
+            net(x)
+        edit()
+    with applied, fresh:
+        assert torch.equal(net(x), other(x))
+
+
+class Buffered(nn.Module):
+    """A table that is read, a mean that is written in place, one that is replaced, a counter, and a low product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+        self.register_buffer("written", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += [self.table.dtype, self.count.dtype]
+        self.written.add_(1)
+        self.replaced = self.replaced + 1
+        self.count += 1
+        out: Tensor = self.linear(x + self.table)
+        return out
+
+
+@pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
+def test_buffers_are_low_inside_and_keep_what_forward_wrote(name: str, device: torch.device) -> None:
+    net = Buffered().to(device)
+    table = net.table
+    step = train(net, name, scale=1)  # no skip, which would rightly take the buffers back
+    for _ in range(3):
+        step(torch.randn(2, 4, device=device), torch.zeros(2, 4, device=device))
+    assert set(net.seen) == {F16 if name in ("O2", "O3") else F32, torch.int64}
+    assert net.table is table
+    assert torch.equal(table, torch.linspace(0, 1, 4, device=device))  # not rounded through half on the way back
+    assert (net.count.item(), net.written.item(), net.replaced.item()) == (3, 3.0, 3.0)
+    assert all(b.dtype == (torch.int64 if key == "count" else F32) for key, b in net.named_buffers())
+
+
+def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
+    """By hand: the first layer in half precision, the second in fp32 with the masters themselves."""
+    low = F.linear(x.half(), net[0].weight.half(), net[0].bias.half())
+    return F.linear(low.float(), net[1].weight, net[1].bias).detach()
+
+
+def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device), torch.randn(6, 4, device=device)
+    with apply(net, device, keep={"1": "fp32"}):
+        out = net(x)
+    exact = low_then_high(net, x)
+    assert torch.equal(out, exact)
+    assert not torch.equal(exact, exact.half().float())
+
+
+def test_a_kept_head_called_from_forward_is_not_rounded_through_half(device: torch.device) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device), torch.randn(6, 4, device=device)
+    step, y = train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y)), torch.zeros(6, 3).to(device)
+    exact = F.mse_loss(low_then_high(net, x), y)
+    assert torch.equal(step(x, y).loss, exact)
+
+
+def test_an_output_edited_in_place_after_a_kept_module_stays_edited(device: torch.device) -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.ReLU(inplace=True)).to(device)
+    with apply(net, device, keep={"1": "fp32"}):
+        out = net(torch.randn(64, 4, device=device))
+    assert out.min().item() == 0.0
+
+
+def test_a_kept_middle_block_runs_high_between_low_neighbours(device: torch.device) -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"in": nn.Linear(4, 4)}))
+    net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": block, "c": nn.Linear(4, 3)}).to(device)
+    seen = watch(net.a, net.b[0], net.b[1]["in"], net.c)
+    rules = {"b": "fp32", "b.1.in": "float16"}
+    step = train(net, keep=rules, forward=lambda n, x, y: (n.c(n.b[1]["in"](n.b[0](n.a(x)))), y))
+    step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+    assert [weight for _, weight, _ in seen] == [F16, F32, F16, F16]
+
+
+def test_o1_keeps_a_module_out_of_autocast(device: torch.device) -> None:
+    net = mlp(device)
+    seen, x = watch(net[0], net[2]), torch.randn(2, 4, device=device)
+    with apply(net, device, "O1", keep={"2": "fp32"}):
+        out = net(x)
+    assert seen == [(F32, F32, F16), (F16, F32, F32)]  # weights stay fp32 under O1; the output tells where it ran
+    low = F.relu(F.linear(x.half(), net[0].weight.half(), net[0].bias.half()))
+    assert torch.equal(out, F.linear(low.float(), net[2].weight, net[2].bias))
+    with apply(net, device, "O1"):
+        net(x)
+    assert seen[-1] == (F16, F32, F16)
+
+
+def test_a_glob_that_matches_nothing_is_refused_with_the_names(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"(?s)haed.*0, 1, 2"):
+        apply(mlp(device), device, keep={"haed*": "fp32"})
+
+
+class FooRMSNorm(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside = x.dtype
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+NORMS = [
+    nn.BatchNorm1d(6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.InstanceNorm1d(6, affine=True), nn.RMSNorm(6),
+    FooRMSNorm(6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NORMS, ids=lambda norm: type(norm).__name__)
+def test_norms_compute_in_fp32_under_o2_and_low_under_o3(kind: nn.Module, device: torch.device) -> None:
+    norm = copy.deepcopy(kind)
+    nn.init.uniform_(norm.weight, 0.5, 2.0)
+    net, x = nn.Sequential(nn.Identity(), norm).to(device), torch.randn(8, 6, 6, device=device)
+    exact = copy.deepcopy(norm)(x.half().float())  # before anything moves its statistics
+    seen = watch(norm)
+    with apply(net, device, "O2"):
+        out = net(x)
+    assert (seen[-1][1], seen[-1][2]) == (F32, F16)  # fp32 weights; the network around it goes on in half
+    # One rounding of an fp32 result: half a unit of float16 (2**-11 relative), and 1e-6 for another order of summation.
+    assert torch.allclose(out, exact, rtol=2.0**-11, atol=1e-6)
+    with apply(net, device, "O3"):
+        net(x)
+    assert (seen[-1][1], seen[-1][2]) == (F16, F16)
+    with apply(net, device, "O2", keep_batchnorm_fp32=False):
+        net(x)
+    assert (seen[-1][1], seen[-1][2]) == (F16, F16)
+    assert {t.dtype for t in net.state_dict().values() if t.is_floating_point()} == {F32}
+
+
+class Structured(nn.Module):
+    """Takes keywords and nested structures; writes down the dtypes that reached it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, *, extra: dict[str, Any], flag: bool) -> dict[str, Any]:
+        self.seen = [x.dtype, extra["pair"][0].dtype, extra["pair"][1].dtype, extra["mask"].dtype, type(extra["n"])]
+        return {"out": [x * self.weight * extra["pair"][0]], "flag": flag, "ids": extra["pair"][1]}
+
+
+def test_keywords_and_nested_structures_are_cast_leaf_by_leaf(device: torch.device) -> None:
+    net, x = Structured().to(device), torch.ones(2, 4, device=device)
+    extra = {"pair": (x.clone(), torch.arange(4, device=device)), "mask": x > 0, "n": 3}
+    with apply(net, device):
+        out = net(x, extra=extra, flag=True)
+    assert net.seen == [F16, F16, torch.int64, torch.bool, int]
+    assert (out["out"][0].dtype, out["flag"], out["ids"].dtype) == (F32, True, torch.int64)
+    assert extra["pair"][0].dtype == F32  # the caller's structure is not edited
+
+
+def test_submodules_called_from_forward_take_fp32_inputs_low(device: torch.device) -> None:
+    net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 3)}).to(device)
+    seen = watch(net.a, net.b)
+    step = train(net, forward=lambda n, x, y: (n.b(n.a(x).float().tanh()), y))
+    record = step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+    assert seen == [(F32, F16, F16), (F32, F16, F16)]  # hooks see the caller's fp32; the product is low
+    assert record.loss.dtype == F32

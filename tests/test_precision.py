@@ -1,0 +1,276 @@
+"""A precision is one frozen value: what each word means, what is refused, and how its loss scale moves."""
+
+import math
+import re
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfstep as hs
+from halfstep.precision import TABLE
+from halfstep.precision.scale import ScaleState, inverse
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+# DESIGN section 3, written down once more: name → parameters, compute, norms, output, scaled by default.
+CONTRACT = {
+    "fp64": (F64, F64, F64, F64, False),
+    "fp32": (F32, F32, F32, F32, False),
+    "tf32": (F32, F32, F32, F32, False),
+    "O1": (F32, F16, F32, F32, True),
+    "O2": (F32, F16, F32, F32, True),
+    "O3": (F32, F16, F16, F32, False),
+    "fp16": (F16, F16, F16, F32, False),
+    "bf16": (BF16, BF16, BF16, F32, False),
+}
+
+
+def test_the_table_holds_exactly_the_contracted_names() -> None:
+    assert set(TABLE) == set(CONTRACT)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_a_name_means_its_row(name: str) -> None:
+    p = hs.Precision.parse(name)
+    params, compute, norms, output, scaled = CONTRACT[name]
+    assert (p.params, p.compute, p.norms, p.output) == (params, compute, norms, output)
+    assert p.scale == (hs.DynamicScale() if scaled else hs.NoScale())
+    assert (p.rounding, p.kernels, p.keep, p.keep_batchnorm_fp32) == ("nearest", "auto", (), None)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("O0", "fp32"), ("mixed", "O1")])
+def test_an_alias_is_the_same_value(alias: str, name: str) -> None:
+    assert hs.Precision(alias) == hs.Precision(name)
+    assert hs.Precision(alias).name == name
+    assert hash(hs.Precision(alias)) == hash(hs.Precision(name))
+
+
+def test_parse_passes_a_precision_through() -> None:
+    p = hs.Precision("O2", dtype="bfloat16")
+    assert hs.Precision.parse(p) is p
+
+
+@pytest.mark.parametrize("name", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", BF16])
+def test_bfloat16_on_request_and_then_without_loss_scale(name: str, dtype: object) -> None:
+    p = hs.Precision(name, dtype=dtype)
+    assert (p.compute, p.params, p.scale) == (BF16, F32, hs.NoScale())
+    assert p.norms == (BF16 if name == "O3" else F32)
+
+
+@pytest.mark.parametrize("received", ["O4", "half", "", "o2", "FP32", "float16", "fp8", "auto"])
+def test_an_unknown_name_is_refused_with_the_whole_table(received: str) -> None:
+    with pytest.raises(ValueError, match="expected one of") as refusal:
+        hs.Precision(received)
+    text = str(refusal.value)
+    assert repr(received) in text
+    for name, row in TABLE.items():
+        assert f"\n  {name:5} {row.says}" in text
+    assert all(alias in text for alias in ("'O0'", "'mixed'"))
+    assert ("planned" in text) == (received in ("fp8", "auto"))
+
+
+@pytest.mark.parametrize("received", [None, 16, F16, ["O2"]])
+def test_something_that_is_no_name_is_refused_with_the_whole_table(received: object) -> None:
+    with pytest.raises(TypeError, match="expected a name or a Precision") as refusal:
+        hs.Precision.parse(received)  # type: ignore[arg-type]
+    assert all(f"\n  {name:5} " in str(refusal.value) for name in TABLE)
+
+
+REFUSED = [  # name, choice, what the refusal must say: the field first, then what would do
+    ("fp32", {"dtype": "float16"}, ["dtype:", "float32", "O1, O2"]),
+    ("fp16", {"dtype": "bfloat16"}, ["dtype:", "float16", "O1, O2"]),
+    ("O2", {"dtype": "float32"}, ["dtype:", "'float16' or 'bfloat16'"]),
+    ("O2", {"dtype": "float8"}, ["dtype:", "fp16, float16, bf16, bfloat16"]),
+    ("O2", {"keep": {"head": "int8"}}, ["keep['head']:", "fp16, float16, bf16"]),
+    ("fp32", {"keep": {"head": "fp32"}}, ["keep:", "'fp32'", "O2"]),
+    ("tf32", {"keep": {"head": "fp32"}}, ["keep:", "'tf32'", "O2"]),
+    ("O1", {"keep": {"head": "bf16"}}, ["keep:", "'fp32'", "O2"]),
+    ("fp32", {"keep_batchnorm_fp32": True}, ["keep_batchnorm_fp32:", "None", "O2, O3"]),
+    ("fp64", {"keep_batchnorm_fp32": True}, ["keep_batchnorm_fp32:", "None", "O2, O3"]),
+    ("O1", {"keep_batchnorm_fp32": False}, ["keep_batchnorm_fp32:", "None", "O2, O3"]),
+    ("O2", {"rounding": "kahan"}, ["rounding:", "'kahan'", "'fp16'", "'bf16'"]),
+    ("fp32", {"rounding": "stochastic"}, ["rounding:", "'stochastic'", "'fp16'", "'bf16'"]),
+    ("fp16", {"rounding": "up"}, ["rounding:", "nearest, stochastic, kahan", "'up'"]),
+    ("O2", {"kernels": "fast"}, ["kernels:", "auto, torch", "'fast'"]),
+    ("O2", {"scale": "static"}, ["scale:", "'dynamic', 'none'", "'static'"]),
+    ("O2", {"scale": True}, ["scale:", "'dynamic', 'none'", "True"]),
+    ("O2", {"scale": 0}, ["positive", "0"]),
+    ("O2", {"scale": math.inf}, ["positive finite", "inf"]),
+    ("O2", {"scale": math.nan}, ["positive finite", "nan"]),
+]
+
+
+@pytest.mark.parametrize(("name", "choice", "says"), REFUSED)
+def test_a_choice_that_cannot_be_honoured_is_refused(name: str, choice: dict[str, object], says: list[str]) -> None:
+    with pytest.raises(ValueError, match=re.escape(says[0])) as refusal:
+        hs.Precision(name, **choice)
+    assert [word for word in says if word not in str(refusal.value)] == []
+
+
+def test_keep_batchnorm_fp32_has_mindspores_meaning() -> None:
+    """O2 + False: norms low, still scaled. O3 + True: O2's casts without scaling. None: the table."""
+    low, kept = hs.Precision("O2", keep_batchnorm_fp32=False), hs.Precision("O3", keep_batchnorm_fp32=True)
+    assert (low.norms, low.scale) == (F16, hs.DynamicScale())
+    assert (kept.norms, kept.scale, kept.cast) == (F32, hs.NoScale(), hs.Precision("O2").cast)
+    assert hs.Precision("O2", keep_batchnorm_fp32=True).norms == hs.Precision("O2").norms == F32
+    assert hs.Precision("O3", keep_batchnorm_fp32=False).norms == hs.Precision("O3").norms == F16
+    assert hs.Precision("bf16", keep_batchnorm_fp32=True).norms == F32
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (None, hs.DynamicScale()),
+        ("dynamic", hs.DynamicScale()),
+        ("none", hs.NoScale()),
+        (128, hs.FixedScale(value=128.0)),
+        (0.5, hs.FixedScale(value=0.5)),
+        (hs.DynamicScale(init=4.0, interval=3), hs.DynamicScale(init=4.0, interval=3)),
+    ],
+)
+def test_a_scale_is_a_word_a_number_or_a_value(given: object, meant: object) -> None:
+    assert hs.Precision("O2", scale=given).scale == meant
+
+
+def test_a_scale_on_request_where_the_table_has_none() -> None:
+    assert hs.Precision("O3", scale="dynamic").scale == hs.DynamicScale()
+    assert hs.Precision("O2", dtype="bfloat16", scale=8).scale == hs.FixedScale(value=8.0)
+
+
+def test_keep_is_stored_in_one_order_so_that_equal_rules_are_equal() -> None:
+    one = hs.Precision("O2", keep={"head*": "fp32", "body.0": F64})
+    other = hs.Precision("O2", keep={"body.0": "float64", "head*": F32})
+    assert (one, hash(one)) == (other, hash(other))
+    assert one.rules == {"head*": F32, "body.0": F64}
+    assert len({one, other, hs.Precision("O2")}) == 2
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(hs.Precision)])
+def test_no_field_can_be_set(field: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(hs.Precision("O2"), field, None)
+
+
+PERTURBED = {
+    "name": hs.Precision("O3"),
+    "dtype": hs.Precision("O2", dtype="bfloat16", scale="dynamic"),
+    "keep": hs.Precision("O2", keep={"head*": "fp32", "a.b": "float64"}),
+    "keep_batchnorm_fp32": hs.Precision("O2", keep_batchnorm_fp32=False),
+    "scale": hs.Precision("O2", scale=64),
+    "rounding": hs.Precision("fp16", rounding="kahan"),
+    "kernels": hs.Precision("O2", kernels="torch"),
+}
+
+
+def test_every_field_is_perturbed_below() -> None:
+    assert set(PERTURBED) == {f.name for f in fields(hs.Precision)}
+
+
+@pytest.mark.parametrize("field", PERTURBED)
+def test_state_dict_round_trips_every_field(field: str) -> None:
+    p = PERTURBED[field]
+    assert getattr(p, field) != getattr(hs.Precision("O2"), field)
+    assert hs.Precision(**p.state_dict()) == p
+    assert set(p.state_dict()) == {f.name for f in fields(hs.Precision)}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_state_dict_round_trips_every_name(name: str) -> None:
+    assert hs.Precision(**hs.Precision(name).state_dict()) == hs.Precision(name)
+
+
+SCALES = [
+    hs.DynamicScale(init=3.0), hs.DynamicScale(growth=3.0), hs.DynamicScale(backoff=0.25), hs.DynamicScale(interval=7),
+    hs.DynamicScale(floor=1.0), hs.DynamicScale(cap=2.0**20), hs.DynamicScale(max_skips=3),
+    hs.DynamicScale(on_skips="bf16"), hs.FixedScale(value=5.0), hs.FixedScale(value=5.0, max_skips=2),
+    hs.FixedScale(value=5.0, on_skips="fp32"), hs.NoScale(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=repr)
+def test_state_dict_round_trips_every_scale_setting(scale: object) -> None:
+    saved = hs.Precision("O2", scale=scale).state_dict()
+    assert all(isinstance(v, str | int | float | None) for v in saved["scale"].values())
+    assert hs.Precision(**saved).scale == scale
+
+
+BROKEN = [
+    ({"init": 0.0}, "init"), ({"init": math.inf}, "init"), ({"growth": 1.0}, "growth"), ({"backoff": 1.0}, "backoff"),
+    ({"backoff": 0.0}, "backoff"), ({"interval": 0}, "FixedScale"), ({"floor": 2.0**17}, "floor"),
+    ({"floor": -1.0}, "floor"), ({"cap": 1.0}, "cap"), ({"max_skips": 0}, "max_skips"),
+    ({"on_skips": "stop"}, "'raise'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("setting", "says"), BROKEN)
+def test_a_scale_that_could_not_work_is_refused(setting: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        hs.DynamicScale(**setting)  # type: ignore[arg-type]
+
+
+def state(scale: float, growth: int, device: torch.device) -> ScaleState:
+    return ScaleState(torch.tensor(scale, device=device), torch.tensor(growth, dtype=torch.int32, device=device))
+
+
+def found(overflow: bool, device: torch.device) -> Tensor:
+    return torch.tensor(float(overflow), device=device)
+
+
+MAX = torch.finfo(F32).max
+TRANSITIONS = {  # setting, (scale, growth), overflow, expected (scale, growth)
+    "counts a finite update": ({"interval": 3}, (8.0, 0), False, (8.0, 1)),
+    "grows at the interval": ({"interval": 3}, (8.0, 2), False, (16.0, 0)),
+    "grows by its factor": ({"interval": 1, "growth": 3.0}, (8.0, 0), False, (24.0, 0)),
+    "backs off and starts counting again": ({"interval": 3}, (8.0, 2), True, (4.0, 0)),
+    "backs off by its factor": ({"backoff": 0.125}, (8.0, 5), True, (1.0, 0)),
+    "stops at the floor": ({"init": 8.0, "floor": 3.0}, (4.0, 0), True, (3.0, 0)),
+    "stays at the floor": ({"init": 8.0, "floor": 3.0}, (3.0, 0), True, (3.0, 0)),
+    "stops at the cap": ({"init": 8.0, "interval": 1, "cap": 12.0}, (8.0, 0), False, (12.0, 0)),
+    "stays at the cap": ({"init": 8.0, "interval": 1, "cap": 12.0}, (12.0, 0), False, (12.0, 0)),
+    "grows from a tracker above the interval": ({"interval": 3}, (8.0, 99), False, (16.0, 0)),
+    "backs off from a tracker above the interval": ({"interval": 3}, (8.0, 99), True, (4.0, 0)),
+    "stays finite": ({"interval": 1}, (MAX, 0), False, (MAX, 0)),
+}
+
+
+@pytest.mark.parametrize("case", TRANSITIONS)
+def test_dynamic_scale(case: str, device: torch.device) -> None:
+    setting, before, overflow, after = TRANSITIONS[case]
+    old = state(*before, device)
+    new = hs.DynamicScale(**setting).next(old, found(overflow, device))  # type: ignore[arg-type]
+    assert (new.scale.item(), new.growth.item()) == after
+    assert (new.scale.dtype, new.growth.dtype) == (F32, torch.int32)
+    assert (old.scale.item(), old.growth.item()) == before  # pure: the input is left as it was
+
+
+def test_dynamic_scale_follows_torchs_scaler_through_a_random_history(device: torch.device) -> None:
+    history = torch.rand(300, generator=torch.Generator().manual_seed(7)) < 0.1
+    theirs = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4)
+    p = torch.nn.Parameter(torch.zeros(1, device=device))
+    optimizer = torch.optim.SGD([p], lr=0.0)
+    ours = hs.DynamicScale(init=2.0**10, interval=4, floor=0.0)
+    now = ours.start(device)
+    for overflow in history.tolist():
+        p.grad = theirs.scale(torch.full((1,), math.inf if overflow else 1.0, device=device))
+        theirs.step(optimizer)
+        theirs.update()
+        now = ours.next(now, found(overflow, device))
+        assert now.scale.item() == theirs.get_scale()
+    assert 2 <= history.sum() <= 60  # both directions were really taken
+
+
+@pytest.mark.parametrize("scale", [hs.FixedScale(value=128.0), hs.NoScale()], ids=repr)
+def test_a_fixed_scale_never_moves(scale: hs.FixedScale | hs.NoScale, device: torch.device) -> None:
+    start = scale.start(device)
+    assert start.scale.item() == (128.0 if isinstance(scale, hs.FixedScale) else 1.0)
+    for overflow in (True, False, True):
+        assert torch.equal(scale.next(start, found(overflow, device)).scale, start.scale)
+
+
+def test_inverse_is_torchs_inv_scale() -> None:
+    """The float64 reciprocal, rounded once to float32."""
+    scales = torch.tensor([3.0, 65536.0, 1e-3, 12345.678])
+    assert torch.equal(inverse(scales), (1 / scales.double()).float())

@@ -349,6 +349,21 @@ def test_norms_compute_in_fp32_under_o2_and_low_under_o3(kind: nn.Module, device
     assert {t.dtype for t in net.state_dict().values() if t.is_floating_point()} == {F32}
 
 
+@pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
+def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(name: str, device: torch.device) -> None:
+    net, x = nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device), torch.randn(32, 6, device=device) + 1.0
+    with apply(net, device, name):
+        net(x)
+        net(x)
+    mean, var = x.double().mean(0), x.double().var(0)
+    # momentum 0.1, twice: 0.19 of the batch's own; under O3 input and statistics are rounded to float16, twice
+    expected = [0.19 * mean, 0.81 + 0.19 * var]
+    for got, want in zip((net[1].running_mean, net[1].running_var), expected, strict=True):
+        assert got.dtype == F32
+        assert torch.allclose(got.double(), want, rtol=4 * 2.0**-11, atol=1e-4)
+    assert net[1].num_batches_tracked == 2
+
+
 class Structured(nn.Module):
     """Takes keywords and nested structures; writes down the dtypes that reached it."""
 

@@ -1,7 +1,7 @@
 """An update cycle is the full batch: any split gives its gradient, its update and its reported loss."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": partial(torch.optim.Adam, lr=0.1),
 }
 Batch = tuple[Tensor, ...]
+Cycles = list[list[Batch]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a second thread would only wait for the first."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def network(out: int = CLASSES, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -40,7 +50,7 @@ def labels(*shape: int, keep: float = 0.7) -> Tensor:
     return torch.where(torch.rand(shape) < keep, target, IGNORED).to(DEVICE)
 
 
-def full_steps(net: nn.Module, make: Any, loss: Any, cycles: list[list[Batch]]) -> list[tuple[Tensor, list[Tensor]]]:
+def full_steps(net: nn.Module, make: Any, loss: Any, cycles: Cycles) -> list[tuple[Tensor, list[Tensor]]]:
     """Plain torch: one update per full batch; the loss and the gradients of each."""
     optimizer, seen = make(net.parameters()), []
     for micros in cycles:
@@ -54,7 +64,7 @@ def full_steps(net: nn.Module, make: Any, loss: Any, cycles: list[list[Batch]]) 
 
 
 def split_steps(
-    net: nn.Module, make: Any, loss: Any, cycles: list[list[Batch]], **options: Any
+    net: nn.Module, make: Any, loss: Any, cycles: Cycles, **options: Any
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """The same through TrainStep, micro-batch by micro-batch; a cycle shorter than `accumulate` ends by flush."""
     optimizer, grads = make(net.parameters()), []
@@ -71,12 +81,12 @@ def split_steps(
 
 
 def assert_near(got: Tensor, expected: Tensor) -> None:
-    """Within 1e-12 of the largest element: elements that cancel to nearly nothing have no relative accuracy of their own."""
+    """Within 1e-12 of the largest element: one that cancels to nearly nothing has no relative accuracy of its own."""
     assert got.dtype == expected.dtype, f"expected {expected.dtype}, received {got.dtype}"
     assert (got - expected).abs().max() <= EXACT * expected.abs().max()
 
 
-def assert_same_training(make: Any, loss: Any, cycles: list[list[Batch]], *, out: int = CLASSES, **options: Any) -> None:
+def assert_same_training(make: Any, loss: Any, cycles: Cycles, *, out: int = CLASSES, **options: Any) -> None:
     plain, split = network(out), network(out)
     expected = full_steps(plain, make, loss, cycles)
     for got, want in zip(split_steps(split, make, loss, cycles, **options), expected, strict=True):
@@ -142,7 +152,9 @@ def test_any_split_of_masked_sequences_is_the_full_batch(sizes: list[int], token
 
 @settings(max_examples=20)
 @given(sizes=SPLITS.filter(any), seed=st.integers(0, 2**20), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
-@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.SmoothL1Loss(), nn.MSELoss(reduction="sum"), nn.L1Loss(reduction="none")])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.HuberLoss(), nn.MSELoss(reduction="sum"), nn.L1Loss(reduction="none")]
+)
 def test_any_split_of_a_regression_is_the_full_batch(loss: Any, sizes: list[int], seed: int, optimizer: str) -> None:
     """Means are weighted by their elements; sums, and losses that stay arrays, add up as they are."""
     torch.manual_seed(seed)
@@ -187,6 +199,25 @@ def test_any_split_of_a_network_with_its_own_loss_is_the_full_batch(sizes: list[
         assert_near(p.detach(), (q - q.grad).detach())
 
 
+def test_sparse_gradients_accumulate_and_a_micro_batch_without_terms_adds_none() -> None:
+    def mean(out: Tensor, target: Tensor) -> Tensor:
+        mask = target != IGNORED
+        return ((out.squeeze(-1) - target) ** 2 * mask).sum() / mask.sum()  # 0/0 when nothing is left
+
+    def embedding(*, sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Embedding(CLASSES, 1, sparse=sparse).to(DEVICE, torch.float64)
+
+    micros = [(labels(n, keep=1), labels(n, keep=keep)) for n, keep in ((4, 1), (3, 0), (5, 0.5))]
+    plain, net = embedding(sparse=False), embedding(sparse=True)
+    full_steps(plain, partial(torch.optim.SGD, lr=0.5), mean, [micros])
+    options = {"accumulate": 3, "count": lambda b: (b[1] != IGNORED).sum(), "precision": "fp64"}
+    step = hs.TrainStep(net, mean, torch.optim.SGD(net.parameters(), lr=0.5), **options)
+    records = [step(*micro) for micro in micros]
+    assert records[-1].updated
+    assert_near(net.weight.detach(), plain.weight.detach())
+
+
 def test_63_batches_at_cycle_8_are_8_updates_and_nothing_leaks_into_the_next_pass() -> None:
     batches = [(draw(2, 3), draw(2, 2)) for _ in range(63)]
     plain, split = network(2), network(2)
@@ -213,7 +244,7 @@ def test_63_batches_at_cycle_8_are_8_updates_and_nothing_leaks_into_the_next_pas
         (torch.float32, 10 * 2.0**-23),  # ten AdamW updates of weights below 2, each rounded to within one ulp
     ],
 )
-def test_the_seed_network_at_batch_8_and_cycle_8_lands_on_the_weights_of_batch_64(dtype: torch.dtype, bound: float) -> None:
+def test_the_seed_network_at_batch_8_and_cycle_8_lands_where_batch_64_does(dtype: torch.dtype, bound: float) -> None:
     """Seed 001's data: 63 samples, so that the last of the eight batches holds 7. Its loss has shape (1,)."""
 
     def squared(out: Tensor, y: Tensor) -> Tensor:
@@ -253,14 +284,16 @@ def test_sens_multiplies_the_gradient_and_leaves_the_reported_loss(accumulate: i
 
 
 def test_an_array_loss_is_summed_and_a_sens_of_its_shape_weights_its_entries() -> None:
-    x, y, sens = draw(4, 3), draw(4, 2), draw(4)
+    def row_means(out: Tensor, target: Tensor) -> Tensor:
+        return ((out - target) ** 2).mean(1)
+
+    x, y, sens, sgd = draw(4, 3), draw(4, 2), draw(4), partial(torch.optim.SGD, lr=1.0)
     for weights in (None, sens):
         plain, net = network(2), network(2)
-        rows = ((plain(x) - y) ** 2).mean(1)
+        rows = row_means(plain(x), y)
         rows.backward(torch.ones_like(rows) if weights is None else weights)
         options = {} if weights is None else {"sens": weights}
-        loss = lambda out, t: ((out - t) ** 2).mean(1)  # noqa: E731
-        (value, grads), *_ = split_steps(net, partial(torch.optim.SGD, lr=1.0), loss, [[(x, y)]], accumulate=1, **options)
+        (value, grads), *_ = split_steps(net, sgd, row_means, [[(x, y)]], accumulate=1, **options)
         assert torch.equal(value, rows.detach().sum())
         assert all(torch.equal(g, p.grad) for g, p in zip(grads, plain.parameters(), strict=True))
 

@@ -35,7 +35,7 @@ MODULES = ["body.0", "body.1", "body.2", "head"]
 SEEN = {  # precision → (input, weight, output) of Linear, LayerNorm, ReLU, Linear
     "fp32": [(HIGH, HIGH, HIGH), (HIGH, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, HIGH)],
     "fp64": [("float64",) * 3, ("float64",) * 3, ("float64", "-", "float64"), ("float64",) * 3],
-    "O1": [(HIGH, HIGH, LOW), (LOW, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, LOW)],  # autocast casts inside
+    "O1": [(HIGH, HIGH, LOW), (LOW, HIGH, LOW), (LOW, "-", LOW), (LOW, HIGH, LOW)],  # autocast casts inside
     "O2": [(LOW, LOW, LOW), (HIGH, HIGH, HIGH), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "O3": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "fp16": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
@@ -46,7 +46,10 @@ SEEN = {  # precision → (input, weight, output) of Linear, LayerNorm, ReLU, Li
 @pytest.mark.parametrize("name", SEEN)
 def test_each_module_is_listed_with_the_dtypes_it_really_used(name: str, device: torch.device) -> None:
     modules = ran(Net(), device, name).report().modules
-    assert [(m.input, m.weight, m.output) for m in (modules[n] for n in MODULES)] == SEEN[name]
+    seen = SEEN[name]
+    if name == "O1" and device.type == "cuda":  # whose op list has layer_norm return float32; the CPU's does not
+        seen = [seen[0], (LOW, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, LOW)]
+    assert [(m.input, m.weight, m.output) for m in (modules[n] for n in MODULES)] == seen
     assert [modules[n].kind for n in MODULES] == ["Linear", "LayerNorm", "ReLU", "Linear"]
     network = modules[""]
     assert (network.kind, network.input, network.output) == ("Net", HIGH, "float64" if name == "fp64" else HIGH)
@@ -63,10 +66,14 @@ def test_a_kept_module_is_listed_in_the_dtype_it_was_kept_in(device: torch.devic
 
 def test_the_report_agrees_with_a_hook_of_the_users_own(device: torch.device) -> None:
     net, seen = Net(), {}
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        seen[module] = out.dtype
+
     for name in MODULES:
-        net.get_submodule(name).register_forward_hook(lambda m, args, out, name=name: seen.setdefault(name, out.dtype))
+        net.get_submodule(name).register_forward_hook(look)
     modules = ran(net, device, "O3").report().modules
-    assert {n: f"torch.{modules[n].output}" for n in MODULES} == {n: str(d) for n, d in seen.items()}
+    assert [f"torch.{modules[n].output}" for n in MODULES] == [str(seen[net.get_submodule(n)]) for n in MODULES]
 
 
 class Attention(nn.Module):

@@ -25,7 +25,7 @@ HIGH = (F32,)
 class autocast:
     """Inside, products round their operands to the low dtype, delicate ops widen to float32; each entry is its own.
 
-    None takes `amp.low_prec_dtype` / `amp.high_prec_dtype` as they are at entry, and the accelerator if there is one.
+    None takes `amp.low_prec_dtype` / `amp.high_prec_dtype` as they are at entry, and every device of this machine.
     A low dtype of float32 casts nothing. On a CPU without half units `kernels="auto"` forms round(fp32 product).
     """
 
@@ -145,14 +145,15 @@ def _open(block: autocast, *, switch: bool) -> Frame:
     low = block.low_prec_dtype or defaults.low
     fast = _here.frames[-1].fast if _here.frames else None  # a block for another device leaves the CPU's as it is
     with ExitStack() as contexts:
+        kinds = {block.device_type} if block.device_type else {"cpu", accelerator()}
         if block.enabled and low != F32:
-            kind = block.device_type or accelerator()
-            _check_there(kind)
-            contexts.enter_context(torch.autocast(kind, dtype=low, cache_enabled=False))  # a cached cast goes stale
-            if kind == "cpu":
+            for kind in kinds:
+                _check_there(kind)
+                contexts.enter_context(torch.autocast(kind, dtype=low, cache_enabled=False))  # a cached cast goes stale
+            if kinds == {"cpu"}:  # beside an accelerator, where a CPU product is the exception, torch's kernel will do
                 fast = _enter_fast(contexts, low) if block.kernels == "auto" and not has_native(low) else None
         else:
-            for kind in {block.device_type} if block.device_type else {"cpu", accelerator()}:
+            for kind in kinds:
                 if torch.is_autocast_enabled(kind):
                     contexts.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         return Frame(block.enabled, low, fast, contexts.pop_all(), switch)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from halfstep.precision.casting import Exact, Forward, cast_both, cast_inputs, native_mixed, outside_autocast
 from halfstep.precision.device import refuse
@@ -30,7 +31,6 @@ class Applied:
         self._forwards = self._wrap(observing=True)
         self._weights, self._copies = self._low_weights()
         self._buffers = self._low_buffers()
-        self._lows: list[tuple[Slot, Tensor]] = []
         self._contexts = self._make_contexts()
         self._observing = True
 
@@ -55,11 +55,10 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        written = [(slot, now) for slot, put in self._lows if (now := slot.get()) is not put or now._version]
-        self._lows = []
+        low = [(slot, slot.get()) for slot, _ in self._buffers]
         self._swap.undo()
         self._exact.clear()
-        for slot, now in written:  # statistics that a low norm moved
+        for slot, now in low:  # statistics that a low norm moved
             _write_back(slot, now)
         if self._observing and self.observed:
             self._observing, self._forwards = False, self._wrap(observing=False)
@@ -74,9 +73,8 @@ class Applied:
         fresh = self._copies.fresh()
         for slot, index in self._weights:
             self._swap.put(slot, fresh[index])
-        self._lows = [(slot, slot.get().detach().to(dtype)) for slot, dtype in self._buffers]
-        for slot, low in self._lows:
-            self._swap.put(slot, low)
+        for slot, dtype in self._buffers:
+            self._swap.put(slot, slot.get().detach().to(dtype))
 
     def _make_contexts(self) -> list[Any]:
         autocast, low = self.precision.cast == "autocast", self.precision.compute
@@ -91,7 +89,7 @@ class Applied:
         wrapped = []
         for name, module in self.net.named_modules():
             plain = forward = module.forward
-            if observing and name and not any(True for _ in module.children()):
+            if observing and name and _reported(module):
                 forward = observe(forward, module, name, self.observed)
             forward = self._cast(self.places[name], module, forward)
             if not name and self.precision.cast != "none":
@@ -139,12 +137,21 @@ class Applied:
         return found
 
 
+def _reported(module: nn.Module) -> bool:
+    """Modules whose dtypes are listed: leaves, and those that own weights beside their children."""
+    own = any(True for _ in module.parameters(recurse=False)) or parametrize.is_parametrized(module)
+    return own or not any(True for _ in module.children())
+
+
 def _write_back(slot: Slot, now: Tensor | None) -> None:
-    """What forward left in a low buffer, into the stored one; a buffer that changed shape is replaced."""
+    """What forward wrote into a low buffer, into the stored one, element by element: what it did not write stays exact.
+
+    (Versions would not tell: batch norm's kernels move the statistics without counting.)
+    """
     stored = slot.get()
     if now is not None and now.shape == stored.shape:
         with torch.no_grad():
-            stored.copy_(now)
+            stored.copy_(torch.where(now == stored.to(now.dtype), stored, now.to(stored.dtype)))
     else:
         slot.owner[slot.key] = None if now is None else now.detach().to(stored.dtype)
 

@@ -5,15 +5,20 @@ the backward products are formed the same way and each gradient is rounded once.
 """
 
 from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from halfstep.precision.linear import Images, linear
 
 _FUNCTIONS: list[Any] = [
-    *(F.linear, F.bilinear, F.scaled_dot_product_attention, torch.einsum),
+    *(F.linear, F.bilinear, F.scaled_dot_product_attention, torch.einsum, torch.lstm),
     *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
     *(torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
     *(torch.matmul, torch.mm, torch.bmm, torch.mv, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm),
@@ -22,6 +27,8 @@ _FUNCTIONS: list[Any] = [
 ]
 PRODUCTS: frozenset[Any] = frozenset(_FUNCTIONS)
 """The functions whose products are formed in fp32; every other function runs torch's own kernel."""
+COMPOSITES: frozenset[Any] = frozenset([F.multi_head_attention_forward])
+"""Python functions with products inside, which are to be seen one by one."""
 
 
 def has_native(dtype: torch.dtype) -> bool:
@@ -36,47 +43,73 @@ class FastHalf(TorchFunctionMode):
 
     def __init__(self, low: torch.dtype, *, cast: bool = False) -> None:
         super().__init__()
-        self.low, self.cast = low, cast
+        self.low, self.cast, self._images = low, cast, Images()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func not in PRODUCTS:
+            if func in COMPOSITES:
+                with self:
+                    return _opened(func)(*args, **kwargs)
             return func(*args, **kwargs)
         if self.cast:
             mine = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == self.low
             return self._autocast(func, args, kwargs) if mine else func(*args, **kwargs)
-        if not any(_is(a, self.low) for a in args):
-            return func(*args, **kwargs)
-        return _in_fp32(func, args, kwargs, self.low)
+        if any(_is(a, self.low) for a in (*args, *kwargs.values())):
+            return self._product(func, args, kwargs)
+        return func(*args, **kwargs)
 
     def _autocast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """autocast's rule for its low list, done here so that the product does not reach torch's half kernel."""
-        low = [self._round(a) for a in args]
         torch.set_autocast_enabled("cpu", False)  # the fp32 product must not be cast again
         try:
-            return _in_fp32(func, tuple(low), {k: self._round(v) for k, v in kwargs.items()}, self.low)
+            return self._product(func, args, kwargs)
         finally:
             torch.set_autocast_enabled("cpu", True)
 
+    def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """round(fp32 product of the low operands); a layer with a weight of its own goes the way that spares memory."""
+        if func is F.linear and not kwargs and _is_layer(*args):
+            return linear(self._round(args[0]), args[1], args[2] if len(args) > 2 else None, self.low, self._images)
+        out = kwargs.pop("out", None)
+        wide = [self._widen(a) for a in args]
+        result = func(*wide, **{k: self._widen(v) for k, v in kwargs.items()})
+        result = tree_map(lambda r: r.to(self.low) if _is(r, torch.float32) else r, result)
+        return result if out is None else out.copy_(result)
+
     def _round(self, value: Any) -> Any:
+        """An operand as autocast takes it: every floating dtype but fp64 becomes the low one."""
+        low = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(self.low) if low and self.cast and value.device.type == "cpu" else value
+
+    def _widen(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(self._round(v) for v in value)
-        return value.to(self.low) if _is(value, torch.float32) else value  # fp64 is left alone, as autocast does
+            return type(value)(self._widen(v) for v in value)
+        value = self._round(value)
+        return value.float() if _is(value, self.low) else value
 
 
-def _in_fp32(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], low: torch.dtype) -> Any:
-    wide = [_widen(a, low) for a in args]
-    out = func(*wide, **{k: _widen(v, low) for k, v in kwargs.items()})
-    return out.to(low) if _is(out, torch.float32) else out
+def _is_layer(x: Any, weight: Any, bias: Any = None) -> bool:
+    """A 2-D weight that is a leaf or the low copy of one, with a bias likewise; anything computed goes by autograd."""
+    own = weight.dim() == 2 and x.dim() > 1 and x.dtype != torch.float64
+    return own and all(_is_own(t) for t in (weight, bias) if t is not None)
 
 
-def _widen(value: Any, low: torch.dtype) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_widen(v, low) for v in value)
-    return value.float() if _is(value, low) else value
+def _is_own(value: Tensor) -> bool:
+    return hasattr(value, "_master") or (value.is_leaf and value.dtype != torch.float64)
 
 
 def _is(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype and value.device.type == "cpu"
+
+
+@cache
+def _opened(func: FunctionType) -> Callable[..., Any]:
+    """A copy of a Python function that does its work instead of handing itself to the mode once more."""
+    names = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
+    scope = {**func.__globals__, **{n: lambda *args: False for n in names}}
+    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy

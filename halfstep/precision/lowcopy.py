@@ -33,7 +33,11 @@ class LowCopies:
 
     def fresh(self) -> tuple[Tensor, ...]:
         """Low copies that autograd connects to the masters."""
-        copies: tuple[Tensor, ...] = _Copy.apply(self.store, *self.masters) if self.masters else ()  # type: ignore[no-untyped-call]
+        if not self.masters:
+            return ()
+        copies: tuple[Tensor, ...] = _Copy.apply(self.store, *self.masters)  # type: ignore[no-untyped-call]
+        for copy, master in zip(copies, self.masters, strict=True):
+            copy._master = master  # type: ignore[attr-defined]
         return copies
 
 

@@ -20,7 +20,8 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Tensor) -> Tensor:
     if dtype == F16:  # below 2**-14 float16 steps by 2**-24 whatever the exponent
         steps = (x.abs() * 2.0**24 + noise * 2.0**-drop).floor()
         up = torch.where(x.abs() < 2.0**-14, torch.copysign(steps * 2.0**-24, x), up)
-    return torch.where(x.isfinite(), up, x).to(dtype)
+    low = torch.where(x.isfinite(), up, x).to(dtype)
+    return torch.where(low.isinf(), x.to(dtype), low)  # at the top of the range: what nearest keeps finite stays so
 
 
 def _hash32(n: int, key: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class DynamicScale:
         _positive("init", self.init)
         _expect(self.growth > 1, "growth", "a factor above 1", self.growth)
         _expect(0 < self.backoff < 1, "backoff", "a factor between 0 and 1", self.backoff)
-        _expect(self.interval >= 1, "interval", "at least 1 update (FixedScale(value) never grows)", self.interval)
+        _expect(self.interval >= 1, "interval", "at least 1 update (FixedScale(value=…) never grows)", self.interval)
         _expect(0 <= self.floor <= self.init, "floor", f"between 0 and init={self.init}", self.floor)
         _expect(self.cap is None or self.cap >= self.init, "cap", f"None or at least init={self.init}", self.cap)
         _check_skips(self.max_skips, self.on_skips)

@@ -15,6 +15,14 @@ from halfstep.step.select import Buffers
 from halfstep.step.state import Cycle, StepState
 
 
+def _where(flag: Tensor, g: Tensor) -> Tensor:
+    """g where the flag is set, else 0; a sparse gradient keeps its indices."""
+    if not g.is_sparse:
+        return torch.where(flag, g, 0)
+    values = torch.where(flag, g._values(), 0)
+    return torch.sparse_coo_tensor(g._indices(), values, g.shape, check_invariants=False)
+
+
 class Accumulate:
     """Adds a batch to the cycle: G += grad(loss · n/nominal · scale), N += n/nominal."""
 
@@ -26,7 +34,7 @@ class Accumulate:
         self.many = options.accumulate > 1
         self.scaled = not isinstance(applied.precision.loss_scale, NoScale)
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
-        self.zero = torch.zeros((), device=applied.device)
+        self.zero = torch.zeros((), dtype=applied.precision.output, device=applied.device)
 
     def __call__(self, state: StepState, batch: Batch) -> Tensor:
         """The batch's own loss (0 when it holds no terms); its gradients are in the cycle, rightly weighted."""
@@ -84,7 +92,7 @@ class Accumulate:
             weight = count / torch.where(cycle.nominal > 0, cycle.nominal, 1)
             grads = self._backward(state, loss, weight)
             if not self.objective.masked:  # a mean over no terms is 0/0
-                grads = [g if g is None or g.is_sparse else torch.where(count > 0, g, 0) for g in grads]
+                grads = [None if g is None else _where(count > 0, g) for g in grads]
             value = torch.where(count > 0, value, 0)
             cycle.weight, cycle.loss = cycle.weight + weight, cycle.loss + value * weight
         add_(cycle.grads, widen(grads, self.wide))

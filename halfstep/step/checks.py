@@ -13,7 +13,7 @@ from halfstep.step.optim import Kind, named_parameters
 
 
 def parameters(net: Any, loss: Any, optimizer: torch.optim.Optimizer) -> tuple[list[str], list[Tensor]]:
-    """Names and tensors of everything the optimizer trains, in its order."""
+    """Names and tensors of everything the optimizer trains, in the network's order."""
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: expected a torch.nn.Module, received {type(net).__name__}")
     named = named_parameters(optimizer, ("", net), ("loss.", loss))

@@ -53,8 +53,7 @@ class Commit:
             ema.move_(state.ema, self.params, self.decay)
         if old is not None:
             old.keep_old_where(skip)
-        if state.cycle.buffers:
-            self.buffers.restore(state.cycle.buffers, where=skip)
+        self.buffers.restore(state.cycle.buffers, where=skip)
 
     def _step(self, grads: Sequence[Tensor | None], found: Tensor | None = None) -> None:
         """optimizer.step() on these gradients; `found` goes to optimizers that skip by themselves, torch's protocol."""

@@ -20,7 +20,7 @@ def _elements(s: Any, x: Tensor, target: Tensor, *rest: Any) -> int:
 
 
 def _rows(s: Any, x: Tensor, *rest: Any) -> int:
-    return x.shape[0] if x.dim() > 1 else 1
+    return x.numel() // x.shape[-1]
 
 
 def _ranked(s: Any, x: Tensor, *rest: Any) -> int:
@@ -35,14 +35,15 @@ def _sequences(s: Any, log_probs: Tensor, *rest: Any) -> int:
     return log_probs.shape[1] if log_probs.dim() == 3 else 1
 
 
-def _classes(s: Any, x: Tensor, target: Tensor) -> Number:
+def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Number:
     """Σ class weight over targets that are not ignored: a device value. Probability targets count every position."""
     if target.is_floating_point():
         return x.numel() // x.shape[1 if x.dim() > 1 else 0]
     kept = target != s["ignore_index"]
-    if s["weight"] is None:
+    weight = s["weight"] if weight is None else weight
+    if weight is None:
         return torch.sum(kept)
-    each = s["weight"].index_select(0, torch.where(kept, target, 0).flatten())
+    each = weight.index_select(0, torch.where(kept, target, 0).flatten())
     return torch.sum(each.double() * kept.flatten())
 
 
@@ -129,8 +130,10 @@ def _with_sum(loss: Any) -> Callable[..., Tensor]:
 
 def hugging_face(net: nn.Module) -> Callable[[Any], Number] | None:
     """The count of a Hugging Face model's own loss from the batch's labels, by the model's declared loss type."""
-    kind = getattr(net, "loss_type", None)
-    if kind == "ForCausalLM":
+    kind, name = getattr(net, "loss_type", None), type(net).__name__
+    whole = getattr(getattr(net, "config", None), "is_encoder_decoder", False)
+    shifts = kind == "ForConditionalGeneration" and not whole  # image-text models; T5 and Whisper do not shift
+    if kind == "ForCausalLM" or shifts or name in ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel"):
         return lambda batch: (batch["labels"][..., 1:] != -100).sum()  # position t predicts label t+1
     if kind in ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"):
         return lambda batch: (batch["labels"] != -100).sum()

@@ -15,6 +15,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         t = tensor.coalesce()
         return combine([fingerprint(t.indices()), fingerprint(t.values())])
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = flat.detach().contiguous().reshape(-1).view(_INT[flat.element_size()])
     total = torch.full((), bits.numel(), dtype=torch.int64, device=tensor.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+LARGE = 1 << 16  # elements: below, torch's kernel is as fast
 
 
 def dense(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -22,8 +23,24 @@ def unscale_(grads: list[Tensor], inverse: Tensor) -> Tensor:
 
 
 def norms(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of each gradient, as torch's clip_grad_norm_ computes them."""
-    return torch.stack([n.to(grads[0].dtype) for n in torch._foreach_norm(grads)])
+    """The 2-norm of each gradient, as torch's clip_grad_norm_ computes them; of low gradients in float32."""
+    low = grads[0].dtype.itemsize == 2
+    each = torch._foreach_norm(grads, 2, torch.float32) if low else torch._foreach_norm(grads)
+    mixed = any(n.dtype != each[0].dtype for n in each)
+    return torch.stack([n.to(each[0].dtype) for n in each] if mixed else each)
+
+
+def quick_norms(grads: list[Tensor]) -> Tensor:
+    """norms() at memory speed on a CPU: a large gradient by BLAS, which rounds in another order (a few ulp)."""
+    large = [i for i, g in enumerate(grads) if g.numel() >= LARGE and g.dtype == torch.float32 and g.is_contiguous()]
+    if not large:
+        return norms(grads)
+    squares = {i: torch.dot(flat, flat) for i in large for flat in (grads[i].view(-1),)}
+    rest = norms([g for i, g in enumerate(grads) if i not in squares]).unbind() if len(large) < len(grads) else ()
+    small = iter(rest)
+    each = torch.stack([squares[i].sqrt() if i in squares else next(small) for i in range(len(grads))])
+    sure = bool(torch.isfinite(each).all()) and bool((each > 0).all())
+    return each if sure else norms(grads)  # squares beyond the range of float32
 
 
 def total(each: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Looking at a step: its saved state, its fingerprints, its report."""
 
+import copy
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from halfstep.errors import Notice
 from halfstep.precision.observe import Observed
@@ -20,7 +22,10 @@ def save_step(step: "TrainStep") -> dict[str, Any]:
     """Everything that decides the next step: network, optimizer, counters, scale, averages, the open cycle."""
     return {
         "net": {k: v.detach().clone() for k, v in step.net.state_dict().items()},
-        "optimizer": step.optimizer.state_dict(),
+        "beside": {k: v.detach().clone() for k, v in beside(step).items()},
+        "optimizer": tree_map(
+            lambda v: v.detach().clone() if isinstance(v, Tensor) else v, step.optimizer.state_dict()
+        ),
         "state": save(step.state),
         "precision": step.precision.state_dict(),
     }
@@ -28,12 +33,16 @@ def save_step(step: "TrainStep") -> dict[str, Any]:
 
 def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
     """Puts `saved` back, bit for bit; a change of precision is announced and keeps this step's own loss scale."""
-    expected = ("net", "optimizer", "state", "precision")
+    expected = ("net", "beside", "optimizer", "state", "precision")
     if set(saved) != set(expected):
         raise ValueError(f"TrainStep.load_state_dict: expected {', '.join(expected)}, received {', '.join(saved)}")
+    _check_fit(step, saved)
     scale = step.state.scale, step.state.growth
     step.net.load_state_dict(saved["net"])
-    step.load_optimizer(saved["optimizer"])
+    with torch.no_grad():
+        for name, tensor in beside(step).items():
+            tensor.copy_(saved["beside"][name])
+    step.load_optimizer(copy.deepcopy(saved["optimizer"]))  # torch would keep the caller's tensors
     load(step.state, saved["state"], step.device)
     if saved["precision"] != step.precision.state_dict():
         was, now = saved["precision"]["name"], step.precision.name
@@ -46,9 +55,36 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         )
 
 
+def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:
+    """Refuses, before anything is loaded, what could not continue."""
+    if saved["precision"]["scale"] != step.precision.state_dict()["scale"] and saved["state"]["cycle"]["micro"]:
+        raise ValueError(
+            "TrainStep.load_state_dict: the saved update cycle is open and its gradients carry another loss scale; "
+            "call flush() before saving, or load it with the same scale"
+        )
+    for field, option in (("ema", "ema="), ("residue", "rounding=")):
+        expected, came = len(getattr(step.state, field)), len(saved["state"][field])
+        if expected != came:
+            raise ValueError(
+                f"TrainStep.load_state_dict: expected {expected} tensors of {field}, received {came}; "
+                f"build the step with the {option} it was saved with"
+            )
+
+
+def beside(step: "TrainStep") -> dict[str, Tensor]:
+    """What decides the next step outside the network's state_dict: unsaved buffers, the loss's tensors, free ones."""
+    known = {id(v) for v in step.net.state_dict(keep_vars=True).values()}
+    parts = [*step.net.named_buffers(), *zip(step.names, step.params, strict=True)]
+    loss = step.objective.loss
+    if isinstance(loss, nn.Module):
+        parts += [(f"loss.{k}", v) for k, v in (*loss.named_parameters(), *loss.named_buffers())]
+    return {name: t for name, t in parts if id(t) not in known}
+
+
 def named_state(step: "TrainStep") -> dict[str, Tensor]:
     """Every tensor that decides the next step, by name."""
     named = {f"net.{k}": v for k, v in step.net.state_dict().items() if isinstance(v, Tensor)}
+    named |= {f"beside.{k}": v for k, v in beside(step).items()}
     for name, p in zip(step.names, step.params, strict=True):
         for key, value in step.optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):

@@ -93,13 +93,16 @@ def has_state(optimizer: Optimizer, params: list[Tensor], stateless: bool) -> bo
 
 
 def named_parameters(optimizer: Optimizer, *modules: tuple[str, Any]) -> list[tuple[str, Tensor]]:
-    """The optimizer's parameters in its order, named as the modules name them."""
-    names: dict[int, str] = {}
+    """The optimizer's parameters, in the modules' order and by their names, so that norms add up as torch's would."""
+    held = {
+        id(p): (f"group{g}.{i}", p)
+        for g, group in enumerate(optimizer.param_groups)
+        for i, p in enumerate(group["params"])
+    }
+    found: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in modules:
         if isinstance(module, torch.nn.Module):
             for name, p in module.named_parameters():
-                names.setdefault(id(p), f"{prefix}{name}")
-    found = []
-    for g, group in enumerate(optimizer.param_groups):
-        found += [(names.get(id(p), f"group{g}.{i}"), p) for i, p in enumerate(group["params"])]
-    return found
+                if id(p) in held:
+                    found.setdefault(id(p), (f"{prefix}{name}", p))
+    return list({**found, **{k: v for k, v in held.items() if k not in found}}.values())

@@ -40,12 +40,13 @@ class StepOptions:
     """Where an update is committed or skipped; "auto" keeps it on the device whenever the optimizer allows."""
 
     def __post_init__(self) -> None:
-        _expect(self.accumulate >= 1, "accumulate", "1 or more batches per update", self.accumulate)
-        _expect(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "a positive number or None", self.clip_norm)
-        _expect(
-            self.clip_value is None or self.clip_value > 0, "clip_value", "a positive number or None", self.clip_value
-        )
-        _expect(self.ema is None or 0 < self.ema < 1, "ema", "a decay between 0 and 1, or None", self.ema)
+        whole = isinstance(self.accumulate, int) and self.accumulate >= 1
+        _expect(whole, "accumulate", "1 or more batches per update", self.accumulate)
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            _expect(value is None or (_is_number(value) and value > 0), name, "a positive number or None", value)
+        decay = self.ema is None or (_is_number(self.ema) and 0 < self.ema < 1)
+        _expect(decay, "ema", "a decay between 0 and 1, or None", self.ema)
         _expect(isinstance(self.sens, Tensor) or self.sens != 0, "sens", "a number other than 0", self.sens)
         _expect(
             self.nonfinite in (None, "raise", "skip", "ignore"),
@@ -71,6 +72,10 @@ class StepOptions:
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise TypeError(f"TrainStep: unknown option {name!r}; {hint}options are: precision, {', '.join(known)}")
         return cls(**options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _expect(ok: bool, name: str, expected: str, received: object) -> None:

@@ -14,10 +14,14 @@ class Rates:
     """
 
     def __init__(self, optimizer: Optimizer, table: Any, device: torch.device, *, tensors: bool) -> None:
-        self.groups, self.device = optimizer.param_groups, device
+        self.optimizer, self.device = optimizer, device
         self.table = None if table is None else _table(table, len(self.groups), device)
         self.tensors = tensors
         self._shown: tuple[list[Any], Tensor] = ([], torch.zeros(()))
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # load_state_dict replaces them
 
     def set(self, update: Tensor) -> None:
         """The rates of the coming update, into the optimizer's groups. Past the table's end its last column holds."""
@@ -56,5 +60,6 @@ def _table(table: Any, groups: int, device: torch.device) -> Tensor:
         expected = f"one row of rates, or {groups} rows (one per parameter group)"
         raise ValueError(f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}")
     if not bool(torch.isfinite(rows).all()) or bool((rows < 0).any()):
-        raise ValueError("lr: expected finite rates of 0 or more")
+        bad = rows[~torch.isfinite(rows) | (rows < 0)][0].item()
+        raise ValueError(f"lr: expected finite rates of 0 or more, received {bad}")
     return rows.to(device, torch.float64 if device.type == "cpu" else torch.float32)

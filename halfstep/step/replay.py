@@ -104,7 +104,15 @@ class Replay:
             tuple((k, v) for k, v in g.items() if isinstance(v, (int, float, str, tuple)))
             for g in optimizer.param_groups
         ]
-        own = (state.updates, state.skips, state.streak, state.scale, state.growth, state.halted, state.bad)
+        own = (
+            state.updates,
+            state.skips,
+            state.streak,
+            state.scale,
+            state.growth,
+            state.halted,
+            state.bad,
+        )
         rates = [g["lr"] for g in optimizer.param_groups if isinstance(g["lr"], Tensor)]
         held = (
             *own,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,9 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 class Buffers:
     """A network's buffers at the start of a cycle, and their return when its update is skipped."""
 
-    def __init__(self, net: nn.Module) -> None:
-        self._slots = [(m._buffers, k) for m in net.modules() for k, b in m._buffers.items() if b is not None]
+    def __init__(self, *roots: Any) -> None:
+        modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+        self._slots = [(m._buffers, k) for m in modules for k, b in m._buffers.items() if b is not None]
 
     def __bool__(self) -> bool:
         return bool(self._slots)
@@ -61,6 +62,8 @@ class Buffers:
 
     def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
         """The buffers as copied: always, or where the device flag is set."""
+        if not old:
+            return
         now = self.tensors()
         new = Snapshot.of(now) if where is not None else None
         torch._foreach_copy_(now, list(old))

@@ -27,7 +27,8 @@ class StepState:
     """Counters, loss scale, averages and the open cycle, beside the network's and the optimizer's own state.
 
     `updates` is the schedule position, `streak` the skips in a row, `bad` the parameters whose gradients were
-    non-finite at the last skip, `halted` set when nonfinite="raise" has tripped and nothing may move any more.
+    non-finite at the last skip, `halted` the cycle at which nonfinite="raise" tripped and after which nothing may move,
+    counted by the Update that ran it (0: none).
     """
 
     steps: int
@@ -45,9 +46,9 @@ class StepState:
     @classmethod
     def start(cls, device: torch.device, scale: ScaleState, parameters: int) -> "StepState":
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        off = torch.zeros((), dtype=torch.bool, device=device)
         bad = torch.zeros(parameters, dtype=torch.bool, device=device)
-        return cls(0, zero, zero.clone(), zero.clone(), scale.scale, scale.growth, off, bad, [], [])
+        updates, skips, streak = (zero.clone() for _ in range(3))
+        return cls(0, updates, skips, streak, scale.scale, scale.growth, zero, bad, [], [])
 
 
 def save(state: Any) -> Any:

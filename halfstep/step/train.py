@@ -53,13 +53,14 @@ class TrainStep:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
         self.notices = checks.cycle(self.objective, net, self.options.accumulate)
-        self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net)
+        self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
         self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
         self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
         self.rates = Rates(optimizer, self.options.lr, self.device, tensors=self.on_device)
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
         self._wish = self.options.nonfinite
         self._apply(Precision.parse(precision))
+        trouble.check(self.precision)
         self.state = StepState.start(self.device, self.precision.loss_scale.start(self.device), len(self.params))
         self.state.ema = ema.start(self.params) if self.options.ema is not None else []
         self.state.residue = self._widened.residue() if self._widened is not None else []
@@ -80,12 +81,12 @@ class TrainStep:
         if self.state.cycle.micro == 0:
             return None
         with backend(self.precision, self.device, deterministic=self.options.deterministic):
-            return self._end(self._zero)
+            return self._end(self._accumulate.zero)
 
     def check(self) -> None:
         """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
         if self.host.read(self.state.halted):
-            raise trouble.nonfinite(self)
+            raise self._resume(int(self.host.read(self.state.halted)))
         trouble.streak(self, int(self.host.read(self.state.streak)))
 
     def evaluator(self) -> EvalStep:
@@ -169,6 +170,8 @@ class TrainStep:
             self.params, precision, self.options, commit, self.host, sums=objective.sums, masked=objective.masked
         )
         self._replay = Replay(self._update)
+        self._tried = 0
+        self._ended: dict[int, int] = {}  # cycle → its last step, of late: the device tells where it stopped
 
     def _during(self, loss: Tensor) -> Record:
         """The record of a batch that does not end its cycle."""
@@ -192,12 +195,22 @@ class TrainStep:
                 self._moved.update(live)
                 if self.on_device and self._replay.captures == 0:
                     self._replay.capture(state, live)
+        self._tried += 1
+        self._ended[self._tried] = state.steps
+        self._ended.pop(self._tried - 256, None)
         cycle.micro, cycle.grads, cycle.weight, cycle.nominal, cycle.loss = 0, [], None, None, None
         self._look(outcome)
         own = loss if self.options.accumulate > 1 else outcome.loss
         return Record(
             own, outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated, self._print()
         )
+
+    def _resume(self, tried: int) -> Exception:
+        """The error of the update that was tried as number `tried`; once the user knows, training may go on."""
+        error = trouble.nonfinite(self, self._ended.get(tried, self.state.steps))
+        self.state.halted.zero_()
+        self.watch = Watch(every_calls=16)
+        return error
 
     def _print(self) -> Tensor:
         every = self.options.fingerprint_every
@@ -206,14 +219,14 @@ class TrainStep:
 
     def _look(self, outcome: Outcome) -> None:
         """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
-        if self.on_device:
+        if outcome.skipped is self._update.yes:  # the host decided, a first update under decide="device" too
+            halted, skips = self._tried * (self.options.nonfinite == "raise"), int(self.host.read(self.state.streak))
+        elif self.on_device:
             state = self.state
-            news = self.watch.look(lambda: torch.stack([state.halted.long(), state.streak]), self.device)
+            news = self.watch.look(lambda: torch.stack([state.halted, state.streak]), self.device)
             halted, skips = news or (0, 0)
-        elif outcome.skipped is self._update.yes:
-            halted, skips = int(self.options.nonfinite == "raise"), int(self.host.read(self.state.streak))
         else:
             return
         if halted:
-            raise trouble.nonfinite(self)
+            raise self._resume(halted)
         trouble.streak(self, skips)

@@ -17,10 +17,10 @@ def culprits(step: "TrainStep", most: int = 6) -> str:
     return (", ".join(bad[:most]) + more) or "none that is still known"
 
 
-def nonfinite(step: "TrainStep") -> NonFiniteError:
-    """The error of nonfinite="raise"."""
+def nonfinite(step: "TrainStep", at: int) -> NonFiniteError:
+    """The error of nonfinite="raise" for the update that ended at step `at`."""
     return NonFiniteError(
-        f"step {step.state.steps}: non-finite gradient in {culprits(step)}. Nothing of this update was committed. "
+        f"step {at}: non-finite gradient in {culprits(step)}. Nothing of this update was committed. "
         "Look for log(0), 0/0 or a learning rate that diverged; "
         "nonfinite='skip' drops such updates, nonfinite='ignore' applies them."
     )
@@ -38,6 +38,21 @@ def streak(step: "TrainStep", skips: int) -> None:
     fallback = _fallback(step.precision, scale.on_skips)
     warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=4)
     step.switch(fallback)
+
+
+def check(precision: Precision) -> None:
+    """Refuses an on_skips that could not be carried out when it is needed."""
+    to = getattr(precision.loss_scale, "on_skips", "raise")
+    if to == "raise":
+        return
+    try:
+        other = _fallback(precision, to)
+        same = (other.params, other.rounding) == (precision.params, precision.rounding)
+    except ValueError:
+        same = False
+    if not same:
+        can = "O1, O2 and O3 can go on in bf16 or fp32"
+        raise ValueError(f"on_skips: expected 'raise' for {precision.name!r}, received {to!r}; {can}")
 
 
 def _fallback(precision: Precision, to: str) -> Precision:

@@ -49,19 +49,22 @@ class Update:
         self.device = params[0].device
         self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.yes, self.no = self.one.bool(), self.zero.bool()
+        self.tries = torch.zeros((), dtype=torch.int64, device=self.device)  # cycles ended, updated or not
         self._places: dict[tuple[int, ...], Tensor] = {}
 
     def on_host(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction, decided by the host: one read of the flag, one of N where it may be 0."""
         ready = self._ready(state, live, looks=self.device.type == "cpu")
         used = state.scale.clone() if self.scaled else state.scale
+        self.tries += 1
         empty = not live or self._no_terms(state.cycle, ready.norm)
         overflow = not empty and self.host.read(ready.found) != 0
         self.commit.on_host(state, ready.given, skip=empty or overflow)
         if overflow:
             state.skips += 1
             state.streak += 1
-            state.bad.copy_(self._blame(ready.each, live))
+            most = torch.stack([v.abs().max() for v in gradients.dense([g for g in ready.given if g is not None])])
+            state.bad.copy_(self._blame(most, live))
         elif not empty:
             state.updates += 1
             state.streak.zero_()
@@ -74,9 +77,10 @@ class Update:
     def on_device(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction without a host decision: every branch is a select, so that it can be captured."""
         ready, used = self._ready(state, live, looks=False), state.scale.clone()
+        self.tries += 1
         overflow = ready.found > 0
-        empty = self._empty(state.cycle, ready.norm)
-        hold = state.halted if empty is None else state.halted | empty  # stopped, or no terms: nothing moves
+        empty, hold = self._empty(state.cycle, ready.norm), state.halted > 0
+        hold = hold if empty is None else hold | empty  # stopped, or no terms: nothing moves
         skip = overflow | hold
         self.commit.on_device(state, ready.given, skip)
         skipped, updated = overflow & ~hold, ~skip
@@ -90,7 +94,7 @@ class Update:
             ScaleState(*(torch.where(hold, a, b) for a, b in zip((state.scale, state.growth), after, strict=True))),
         )
         if self.options.nonfinite == "raise":
-            state.halted |= skipped
+            state.halted.copy_(torch.where(skipped, self.tries, state.halted))
         return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), ready.norm, used, skipped, updated)
 
     def _ready(self, state: StepState, live: list[int], *, looks: bool) -> Ready:
@@ -100,16 +104,22 @@ class Update:
         values = gradients.dense(grads)
         found = self._unscale(state, values, looks)
         self._average(cycle, values)
-        each = gradients.norms(values) if values else self.zero.view(1)
+        measure = gradients.quick_norms if looks and self.options.clip_norm is None else gradients.norms
+        each = measure(values) if values else self.zero.view(1)
         norm = gradients.total(each)
+        if cycle.weight is not None:  # 0/0 is no gradient
+            norm = torch.where(cycle.weight > 0, norm, 0)
         found = self._check(found, norm, values)
         self._clip(values, norm)
-        return Ready(self._given(cycle, live, grads), found, each, norm)
+        return Ready(self._given(live, grads), found, each, norm)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
         grads = [g for i in live if (g := cycle.grads[i]) is not None]
         dtypes = [self.wide[i] for i in live]
-        if any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
+        as_is = (
+            not self.edits and self.commit.widened is None
+        )  # low gradients go to the optimizer as backward left them
+        if not as_is and any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
             grads = [g for g in widen(grads, dtypes) if g is not None]
         return [g.coalesce() if g.is_sparse else g for g in grads]
 
@@ -142,12 +152,12 @@ class Update:
         if self.options.clip_norm is not None and values:
             gradients.clip_norm_(values, norm, self.options.clip_norm)
 
-    def _given(self, cycle: Cycle, live: list[int], grads: list[Tensor]) -> list[Tensor | None]:
-        """What the optimizer gets: gradients in its parameters' dtype; low ones as backward left them, or rounded."""
+    def _given(self, live: list[int], grads: list[Tensor]) -> list[Tensor | None]:
+        """What the optimizer gets: gradients in its parameters' dtype."""
         given: list[Tensor | None] = [None] * len(self.params)
         for i, g in zip(live, grads, strict=True):
             low = self.params[i].dtype != g.dtype and self.commit.widened is None
-            given[i] = g if not low else g.to(self.params[i].dtype) if self.edits else cycle.grads[i]
+            given[i] = g.to(self.params[i].dtype) if low else g
         return given
 
     def _empty(self, cycle: Cycle, norm: Tensor) -> Tensor | None:

@@ -25,7 +25,10 @@ PRECISIONS: dict[str, tuple[hs.Precision, Spec]] = {
     "O3-bf16": (hs.Precision("O3", dtype="bfloat16", kernels="torch"), Spec("copies", BF16, low_norms=True)),
     "fp16": (hs.Precision("fp16", kernels="torch"), Spec("whole", F16)),
     "bf16": (hs.Precision("bf16", kernels="torch"), Spec("whole", BF16)),
+}
+SCALED = {  # scales that the table does not choose
     "fp16-scaled": (hs.Precision("fp16", kernels="torch", scale="dynamic"), Spec("whole", F16, scaled=True)),
+    "O3-scaled": (hs.Precision("O3", kernels="torch", scale="dynamic"), Spec("copies", F16, True, low_norms=True)),
 }
 ROUNDED = {
     f"{name}-{how}": (hs.Precision(name, kernels="torch", rounding=how), Spec("whole", dtype, rounding=how))
@@ -95,15 +98,32 @@ def maker(name: str, **settings: Any) -> Make:
     return lambda params: getattr(optim, name)(params, **{**OPTIMIZERS[name], **settings})
 
 
-def in_groups(name: str, rates: Sequence[float], **settings: Any) -> Make:
-    """params → the optimizer with one parameter group per rate."""
+def in_groups(name: str, rates: Sequence[float], *, interleaved: bool = False, **settings: Any) -> Make:
+    """params → the optimizer with one parameter group per rate: runs of neighbours, or every n-th parameter."""
 
     def make(params: list[Tensor]) -> optim.Optimizer:
-        cut = [params[i :: len(rates)] for i in range(len(rates))]
+        n = len(rates)
+        cut = [params[i::n] if interleaved else params[i * len(params) // n :][: len(params) // n] for i in range(n)]
         groups = [{"params": part, "lr": rate} for part, rate in zip(cut, rates, strict=True)]
         return getattr(optim, name)(groups, **{**OPTIMIZERS[name], **settings})
 
     return make
+
+
+def fused_sgd_works(dtype: torch.dtype) -> bool:
+    """Whether torch's fused SGD moves every element of a long parameter; on CPUs half ones stay (pytorch#191763)."""
+    p = nn.Parameter(torch.ones(256, dtype=dtype, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optim.SGD([p], lr=1.0, fused=True).step()
+    return not p.any()
+
+
+def overflow_at(batches: Batches, steps: Sequence[int]) -> Batches:
+    """The batches with an inf among the inputs of these steps."""
+    spoiled = [(x.clone(), y) for x, y in batches]
+    for i in steps:
+        spoiled[i][0][0, 0] = float("inf")
+    return spoiled
 
 
 def run(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
@@ -115,7 +135,7 @@ def run(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
 
 def both(net: nn.Module, make: Make, precision: str, batches: Batches, **options: Any) -> tuple[hs.TrainStep, Loop]:
     """Runs halfstep and plain torch from the same start and asserts that nothing differs."""
-    ours, spec = {**PRECISIONS, **ROUNDED}[precision]
+    ours, spec = {**PRECISIONS, **SCALED, **ROUNDED}[precision]
     loss = options.pop("loss", nn.CrossEntropyLoss())
     loop = Loop(copy.deepcopy(net), make, spec, loss=loss, **options)
     step = hs.TrainStep(net, loss, make(list(net.parameters())), precision=ours, **options)

@@ -58,7 +58,7 @@ class Loop:
         # GradScaler refuses half gradients: there it scales stand-ins, under an optimizer that moves nothing.
         self.scales = torch.optim.SGD(self.held, lr=0.0) if self.low else self.optimizer
         self.scaler = torch.amp.GradScaler(self.device, enabled=spec.scaled, **(scaler or {}))
-        self.decay, self.ema = ema, [p.detach().clone().float() for p in self.params]
+        self.decay, self.ema = ema, [h.detach().clone() for h in self.held]
         self.updates = 0
         self._open()
 
@@ -75,10 +75,10 @@ class Loop:
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
         self._widen()
         self.micro, self.N = self.micro + 1, self.N + weight
-        self.total = self.total + loss.detach().double() * weight
+        self.total, self.dtype = self.total + loss.detach().double() * weight, loss.dtype
         if self.micro == self.accumulate:
             return self._end(loss.detach())
-        return Row(loss.detach(), self._mean(loss), self._scale(), None, False)
+        return Row(loss.detach(), self._mean(), self._scale(), None, False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The network's output, in float32 or wider."""
@@ -99,8 +99,8 @@ class Loop:
         swapped = {**dict(zip(named, self.leaves, strict=True)), **stats}
         out: Tensor = functional_call(self.net, swapped, (_to(x, self.spec.dtype),))
         with torch.no_grad():
-            for name, b in self.net.named_buffers():
-                b.copy_(stats.get(name, b))
+            for name, low in stats.items():
+                self.net.get_buffer(name).copy_(low)
         return out
 
     def _stays(self, name: str) -> bool:
@@ -111,7 +111,9 @@ class Loop:
         """Half gradients are added up in float32."""
         for h, leaf in zip(self.held, self.leaves, strict=True):
             if h is not leaf:
-                wide = leaf.grad.float()
+                # model.half() and nothing else: the optimizer adds repeated rows in half
+                sums_itself = self.low and self._untouched and leaf.grad.is_sparse
+                wide = (leaf.grad.coalesce() if sums_itself else leaf.grad).float()
                 h.grad = wide if h.grad is None else h.grad + wide
                 leaf.grad = leaf.grad if self._untouched else None
 
@@ -121,7 +123,7 @@ class Loop:
         return not self.rounded and self.accumulate == 1 and self.clip_norm is None and not self.spec.scaled
 
     def _end(self, loss: Tensor) -> Row:
-        cycle_loss, scale = self._mean(loss), self._scale()
+        cycle_loss, scale = self._mean(), self._scale()
         if self.spec.scaled:
             self.scaler.unscale_(self.scales)
         values = self._values()
@@ -190,8 +192,8 @@ class Loop:
     def _scale(self) -> float:
         return self.scaler.get_scale()
 
-    def _mean(self, loss: Tensor) -> Tensor:
-        return (self.total / self.N).to(loss.dtype)
+    def _mean(self) -> Tensor:
+        return (self.total / self.N).to(self.dtype)
 
     def _open(self) -> None:
         self.micro, self.N, self.first, self.total = 0, 0.0, 0, torch.zeros((), dtype=F64, device=self.device)

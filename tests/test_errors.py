@@ -89,6 +89,16 @@ def switched(was: str, to: str, *, open_cycle: bool = False, flush: bool = False
     runs(made) if made.options.accumulate == 1 else made(X, Y)
 
 
+def carried(scale: float, *, flush: bool = False) -> None:
+    """An open cycle saved at loss scale 8, loaded into a step of another one."""
+    one, other = (step(precision=hs.Precision("O2", scale=s), accumulate=2) for s in (8.0, scale))
+    one(X, Y)
+    if flush:
+        one.flush()
+    other.load_state_dict(one.state_dict())
+    other(X, Y)
+
+
 def lazy(*, forward: bool) -> None:
     net = nn.LazyLinear(2).to(DEVICE)
     if forward:
@@ -232,6 +242,11 @@ PRECISIONS = {
     "switch": Case(
         lambda: switched("O2", "fp16"), ("'fp16'", "'O2'", "new TrainStep"), lambda: runs(step(precision="fp16"))
     ),
+    "fallback": Case(
+        lambda: step(precision=hs.Precision("fp16", scale=hs.DynamicScale(on_skips="bf16"))),
+        ("on_skips", "expected 'raise' for 'fp16'", "received 'bf16'", "O1, O2 and O3"),
+        lambda: runs(step(precision=hs.Precision("O2", scale=hs.DynamicScale(on_skips="bf16")))),
+    ),
     "open cycle": Case(
         lambda: switched("O2", "fp32", open_cycle=True), ("cycle is open", "flush()"),
         lambda: switched("O2", "fp32", open_cycle=True, flush=True),
@@ -297,6 +312,11 @@ STEPS = {
     "saved fields": Case(
         lambda: edited(lambda s: s["state"].pop("skips")), ("expected the fields", "skips", "received steps"),
         lambda: edited(lambda s: None),
+    ),
+    "saved scale": Case(lambda: carried(2.0), ("cycle is open", "same scale"), lambda: carried(8.0)),
+    "saved average": Case(
+        lambda: step(ema=0.9).load_state_dict(step().state_dict()), ("expected 2", "received 0", "ema="),
+        lambda: step(ema=0.9).load_state_dict(step(ema=0.9).state_dict()),
     ),
     "averaged": Case(averaged, ("no moving average", "ema=0.999"), lambda: averaged(ema=0.999)),
 }  # fmt: skip

@@ -18,14 +18,18 @@ from halfstep.precision.slots import Slot, Swap
 
 
 class Applied:
-    """`with applied:` swaps a precision into the network's slots; afterwards every slot holds what it held before."""
+    """`with applied:` swaps a precision into the network's slots; afterwards every slot holds what it held before.
 
-    def __init__(self, net: nn.Module, precision: Precision, device: torch.device) -> None:
+    fp64, fp16 and bf16 store the parameters themselves in that dtype; with `convert=False` they work on copies instead.
+    """
+
+    def __init__(self, net: nn.Module, precision: Precision, device: torch.device, *, convert: bool = True) -> None:
         refuse(precision, device)
         self.net, self.precision, self.device = net, precision, device
+        self.cast = "copies" if precision.cast == "whole" and not convert else precision.cast
         self.places = plan(net, precision)
-        _check_parameters(net, precision)
-        self.converted = _convert(net, self.places) if precision.cast == "whole" else []
+        _check_parameters(net, precision, any_dtype=precision.cast == "whole")
+        self.converted = _convert(net, self.places) if self.cast == "whole" else []
         self.observed: dict[str, Observed] = {}  # dtypes of the first forward, leaf module by leaf module
         self._exact, self._swap = Exact(), Swap()
         self._forwards = self._wrap(observing=True)
@@ -77,7 +81,7 @@ class Applied:
             self._swap.put(slot, slot.get().detach().to(dtype))
 
     def _make_contexts(self) -> list[Any]:
-        autocast, low = self.precision.cast == "autocast", self.precision.compute
+        autocast, low = self.cast == "autocast", self.precision.compute
         contexts: list[Any] = []
         if autocast:  # cache off: an update or a no-grad forward inside one context must not serve stale casts
             contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
@@ -92,7 +96,7 @@ class Applied:
             if observing and name and _reported(module):
                 forward = observe(forward, module, name, self.observed)
             forward = self._cast(self.places[name], module, forward)
-            if not name and self.precision.cast != "none":
+            if not name and self.cast != "none":
                 forward = self._exact.leave(forward, self.precision.output)
             if observing and not name:
                 forward = observe(forward, module, name, self.observed)
@@ -101,9 +105,9 @@ class Applied:
         return wrapped
 
     def _cast(self, place: Place, module: nn.Module, forward: Forward) -> Forward:
-        if self.precision.cast == "none":
+        if self.cast == "none":
             return forward
-        if self.precision.cast == "autocast":
+        if self.cast == "autocast":
             return outside_autocast(forward, self.device.type) if place.kept else forward
         if place.inside != place.around:
             if native_mixed(module) and not place.kept:
@@ -126,7 +130,7 @@ class Applied:
 
     def _floating(self, kind: str) -> list[tuple[Slot, torch.dtype]]:
         """Slots of floating tensors whose module runs in another dtype than they are stored in (O2, O3)."""
-        if self.precision.cast != "copies":
+        if self.cast != "copies":
             return []
         found = []
         for name, module in self.net.named_modules():
@@ -156,13 +160,13 @@ def _write_back(slot: Slot, now: Tensor | None) -> None:
         slot.owner[slot.key] = None if now is None else now.detach().to(stored.dtype)
 
 
-def _check_parameters(net: nn.Module, precision: Precision) -> None:
+def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) -> None:
     for name, p in net.named_parameters():
         if is_lazy(p):
             raise ValueError(
                 f"parameter {name!r} has no shape yet: run one forward of the network before building the step"
             )
-        if precision.cast != "whole" and p.is_floating_point() and p.dtype != precision.params:
+        if not any_dtype and p.is_floating_point() and p.dtype != precision.params:
             raise ValueError(
                 f"precision {precision.name!r} keeps parameters in {precision.params}, but {name!r} is {p.dtype}; "
                 "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to train low parameters"

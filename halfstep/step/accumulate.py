@@ -9,7 +9,7 @@ from halfstep.precision import Applied, NoScale
 from halfstep.precision.lowcopy import widen
 from halfstep.step.count import Number
 from halfstep.step.gradients import add_
-from halfstep.step.objective import Batch, Objective, is_empty
+from halfstep.step.objective import Batch, Objective, rows
 from halfstep.step.options import StepOptions
 from halfstep.step.select import Buffers
 from halfstep.step.state import Cycle, StepState
@@ -41,7 +41,7 @@ class Accumulate:
         cycle = state.cycle
         if cycle.micro == 0:
             self._open(cycle)
-        if is_empty(batch):
+        if rows(batch) == 0:
             loss = self.zero
             cycle.weight = self._none() if cycle.weight is None else cycle.weight
             cycle.loss = loss if cycle.loss is None else cycle.loss

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfstep.precision import Applied, Precision
 from halfstep.precision.device import backend
 from halfstep.step.count import Number
-from halfstep.step.objective import Objective, own_loss, to_device, wide
+from halfstep.step.objective import Objective, own_loss, rows, to_device, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,35 +37,41 @@ class EvalStep:
         precision: str | Precision = "fp32",
         forward: Callable[..., Any] | None = None,
         count: Callable[[Any], Number] | None = None,
-        _applied: Applied | None = None,
+        _applied: Callable[[], Applied] | None = None,
     ) -> None:
         tensor = next(iter([*net.parameters(), *net.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self.net, self.precision = net, Precision.parse(precision)
-        self.applied = _applied or Applied(net, self.precision, self.device)
+        self.net = net
+        self._applied = _applied or self._own(Precision.parse(precision))  # a training step may switch its precision
         self.objective = Objective(net, loss, forward, count)
+
+    def _own(self, precision: Precision) -> Callable[[], Applied]:
+        own = Applied(self.net, precision, self.device, convert=False)
+        return lambda: own
 
     @torch.no_grad()
     def __call__(self, *batch: Any) -> EvalRecord:
         """Loss, count and outputs of one batch, on the device."""
-        batch = to_device(batch, self.device)
+        batch, applied = to_device(batch, self.device), self._applied()
         modes = [(m, m.training) for m in self.net.modules()]
         self.net.eval()
         try:
-            with backend(self.precision, self.device, deterministic=False):
-                return self._evaluate(batch)
+            with backend(applied.precision, self.device, deterministic=False):
+                return self._evaluate(applied, batch)
         finally:
             for module, training in modes:
                 module.training = training
 
-    def _evaluate(self, batch: tuple[Any, ...]) -> EvalRecord:
+    def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
         o = self.objective
-        with self.applied:
-            out = wide(self.applied.unrounded(o.forward(self.net, *batch)))
+        with applied:
+            out = wide(applied.unrounded(o.forward(self.net, *batch)))
         if o.loss is None:
             loss, n = wide(own_loss(out)), o.number(batch, ())
         else:
             loss, n = wide(o.loss(*out)), o.number(batch, out)
             out = out[0]
-        count = torch.as_tensor(1 if n is None else n, device=loss.device)
+        if n is None:  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
+            n = 1 if o.sums else rows(batch)
+        count = torch.as_tensor(n, device=loss.device)
         return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)

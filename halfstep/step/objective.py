@@ -1,6 +1,6 @@
 """From a batch to its loss and the number of terms that loss averages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -127,13 +127,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`, structure kept."""
     if all(isinstance(x, Tensor) and x.device == device for x in batch):
         return batch
-    moved: Batch = tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, batch)
+    plain = tuple(dict(x) if isinstance(x, Mapping) else x for x in batch)  # Hugging Face's batches are mappings
+    moved: Batch = tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, plain)
     return moved
 
 
-def is_empty(batch: Batch) -> bool:
-    """A batch of no samples: its first tensor has no rows."""
+def rows(batch: Batch) -> int:
+    """The samples of a batch: the rows of its first tensor, 1 when it has none."""
     first = batch[0] if batch and isinstance(batch[0], Tensor) else None
     if first is None:
         first = next((x for x in tree_leaves(batch) if isinstance(x, Tensor)), None)
-    return first is not None and first.dim() > 0 and first.shape[0] == 0
+    return first.shape[0] if first is not None and first.dim() > 0 else 1

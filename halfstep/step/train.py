@@ -97,7 +97,7 @@ class TrainStep:
             precision=self.precision,
             forward=self.options.forward,
             count=self.options.count,
-            _applied=self.applied,
+            _applied=lambda: self.applied,
         )
 
     @contextmanager

@@ -65,7 +65,7 @@ class Loop:
     def run(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Row]:
         """Every batch, then the tail of the last cycle as an update of its own."""
         rows = [self.step(x, y) for x, y in batches]
-        return rows if self.micro == 0 else [*rows, self._end(torch.zeros((), device=self.device))]
+        return rows if self.micro == 0 else [*rows, self._end(torch.zeros((), dtype=self.dtype, device=self.device))]
 
     def step(self, x: Tensor, y: Tensor) -> Row:
         """One micro-batch; the last of its cycle updates."""

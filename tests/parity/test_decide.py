@@ -232,3 +232,15 @@ def test_a_skipped_update_does_not_move_the_position(flags: dict[str, bool], dec
         assert bool(record.skipped) == (i in (1, 4, 8, 9))
         assert record.lr.item() == expected[min(done, len(expected) - 1)]
         done += bool(record.updated)
+
+
+@pytest.mark.parametrize("flags", [{"foreach": False}, {"fused": True}], ids=str)
+def test_a_table_goes_on_driving_after_a_resume(flags: dict[str, bool]) -> None:
+    """torch's load_state_dict replaces an optimizer's group dictionaries; the rates must reach the new ones."""
+    straight, resumed = (build("SGD", flags, "O2", lr=RATES) for _ in range(2))
+    for i, (x, y) in enumerate(batches_for(straight.net, 6)):
+        if i == 2:
+            resumed.load_state_dict(resumed.state_dict())
+        for field, ours, theirs in zip(hs.Record._fields, straight(x, y), resumed(x, y), strict=True):
+            assert same(ours, theirs), (i, field, ours, theirs)
+    same_prints(straight, resumed)

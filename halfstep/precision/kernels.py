@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from halfstep.precision.linear import Images, linear
-
 _FUNCTIONS: list[Any] = [
     *(F.linear, F.bilinear, F.scaled_dot_product_attention, torch.einsum, torch.lstm),
     *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
@@ -43,7 +41,7 @@ class FastHalf(TorchFunctionMode):
 
     def __init__(self, low: torch.dtype, *, cast: bool = False) -> None:
         super().__init__()
-        self.low, self.cast, self._images = low, cast, Images()
+        self.low, self.cast = low, cast
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,35 +68,23 @@ class FastHalf(TorchFunctionMode):
             torch.set_autocast_enabled("cpu", True)
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """round(fp32 product of the low operands); a layer with a weight of its own goes the way that spares memory."""
-        if func is F.linear and not kwargs and _is_layer(*args):
-            return linear(self._round(args[0]), args[1], args[2] if len(args) > 2 else None, self.low, self._images)
+        """round(fp32 product of the low operands)."""
         out = kwargs.pop("out", None)
         wide = [self._widen(a) for a in args]
-        result = func(*wide, **{k: self._widen(v) for k, v in kwargs.items()})
-        result = tree_map(lambda r: r.to(self.low) if _is(r, torch.float32) else r, result)
-        return result if out is None else out.copy_(result)
-
-    def _round(self, value: Any) -> Any:
-        """An operand as autocast takes it: every floating dtype but fp64 becomes the low one."""
-        low = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
-        return value.to(self.low) if low and self.cast and value.device.type == "cpu" else value
+        result = func(*wide, **{k: self._widen(v) for k, v in kwargs.items()}) if kwargs else func(*wide)
+        if isinstance(result, Tensor):
+            result = result.to(self.low) if result.dtype == torch.float32 else result
+            return result if out is None else out.copy_(result)
+        return tree_map(lambda r: r.to(self.low) if _is(r, torch.float32) else r, result)  # an LSTM's (out, h, c)
 
     def _widen(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._widen(v) for v in value)
-        value = self._round(value)
-        return value.float() if _is(value, self.low) else value
-
-
-def _is_layer(x: Any, weight: Any, bias: Any = None) -> bool:
-    """A 2-D weight that is a leaf or the low copy of one, with a bias likewise; anything computed goes by autograd."""
-    own = weight.dim() == 2 and x.dim() > 1 and x.dtype != torch.float64
-    return own and all(_is_own(t) for t in (weight, bias) if t is not None)
-
-
-def _is_own(value: Tensor) -> bool:
-    return hasattr(value, "_master") or (value.is_leaf and value.dtype != torch.float64)
+        """An operand, rounded to low where autocast would (every floating dtype but fp64), as fp32."""
+        if not isinstance(value, Tensor):
+            return type(value)(self._widen(v) for v in value) if isinstance(value, (list, tuple)) else value
+        if value.device.type != "cpu" or not value.is_floating_point() or value.dtype == torch.float64:
+            return value
+        low = value.to(self.low) if self.cast else value
+        return low.float() if low.dtype == self.low else low
 
 
 def _is(value: Any, dtype: torch.dtype) -> bool:

@@ -36,8 +36,6 @@ class LowCopies:
         if not self.masters:
             return ()
         copies: tuple[Tensor, ...] = _Copy.apply(self.store, *self.masters)  # type: ignore[no-untyped-call]
-        for copy, master in zip(copies, self.masters, strict=True):
-            copy._master = master  # type: ignore[attr-defined]
         return copies
 
 

@@ -27,7 +27,7 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Tensor) -> Tensor:
 def _hash32(n: int, key: Tensor) -> Tensor:
     """n well-mixed 32-bit integers (lowbias32 on a counter); int32 arithmetic wraps, alike on host and device."""
     h = torch.arange(n, dtype=torch.int32, device=key.device) * -1640531527 + key
-    for shift, factor in ((16, 0x7FEB352D), (15, -2073319797)):  # 0x846CA68B as int32
+    for shift, factor in ((16, 0x7FEB352D), (15, -2073254261)):  # 0x846CA68B as int32
         h = (h ^ (h >> shift & (1 << (32 - shift)) - 1)) * factor
     return h ^ (h >> 16 & 0xFFFF)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import Notice
+from halfstep.precision import Precision
 from halfstep.precision.plan import batch_coupled
 from halfstep.step.objective import Objective
 from halfstep.step.optim import Kind, named_parameters
@@ -60,6 +61,22 @@ def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
     )
     warnings.warn(notice, Notice, stacklevel=4)
     return [notice]
+
+
+def kernel(optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
+    """torch's fused SGD leaves half parameters on a CPU where they were (pytorch#191763): refused where it does."""
+    fused = isinstance(optimizer, torch.optim.SGD) and any(g["fused"] for g in optimizer.param_groups)
+    low = precision.params in (torch.float16, torch.bfloat16) and precision.rounding == "nearest"
+    if not (fused and low and device.type == "cpu"):
+        return
+    p = nn.Parameter(torch.ones(256, dtype=precision.params))
+    p.grad = torch.ones_like(p)
+    torch.optim.SGD([p], lr=1.0, fused=True).step()
+    if p.any():
+        raise ValueError(
+            f"optimizer: torch {torch.__version__}'s fused SGD does not update {precision.params} parameters on a CPU "
+            "(pytorch#191763); build it without fused=True, or use rounding='kahan' or 'stochastic'"
+        )
 
 
 def decide(wish: str, kind: Kind, device: torch.device) -> str:

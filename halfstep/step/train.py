@@ -157,10 +157,11 @@ class TrainStep:
         scaled = not isinstance(precision.loss_scale, NoScale)
         self.precision = precision
         self.options = replace(self.options, nonfinite=self._wish or ("skip" if scaled else "raise"))
+        checks.kernel(self.optimizer, precision, self.device)
         self.applied = Applied(self.net, precision, self.device)
-        if self.applied.converted and self.optimizer.state:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())  # torch casts state to its parameter's dtype
         self._widened = Widened(self.params, precision.rounding) if precision.rounding != "nearest" else None
+        if self.optimizer.state and (self.applied.converted or self._widened is not None):
+            self.load_optimizer(self.optimizer.state_dict())  # torch casts state to its parameter's dtype
         commit = Commit(
             self.optimizer, self.kind, self.params, self.buffers, self.rates, self.options.ema, self._widened
         )
@@ -186,15 +187,12 @@ class TrainStep:
         """The update that ends a cycle, by the device where it can, and its record."""
         cycle, state = self.state.cycle, self.state
         live = [i for i, g in enumerate(cycle.grads) if g is not None]
-        settled = live and self._moved.issuperset(live) and not any(g is not None and g.is_sparse for g in cycle.grads)
-        if self.on_device and settled:
+        if self.on_device and self._settled(cycle.grads, live):
             outcome = self._replay(state, live)
         else:
             outcome = self._update.on_host(state, live)
             if outcome.updated is self._update.yes:
                 self._moved.update(live)
-                if self.on_device and self._replay.captures == 0:
-                    self._replay.capture(state, live)
         self._tried += 1
         self._ended[self._tried] = state.steps
         self._ended.pop(self._tried - 256, None)
@@ -204,6 +202,11 @@ class TrainStep:
         return Record(
             own, outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated, self._print()
         )
+
+    def _settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
+        """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
+        dense = not any(g is not None and g.is_sparse for g in grads)
+        return bool(live) and dense and self._moved.issuperset(live)
 
     def _resume(self, tried: int) -> Exception:
         """The error of the update that was tried as number `tried`; once the user knows, training may go on."""

@@ -20,7 +20,7 @@ def error(precision: str) -> float:
     x = torch.randn(256, 2048, device="cuda")
     out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(x, torch.zeros(256, 512, device="cuda")).outputs
     exact = x.double() @ net.weight.double().T
-    return float((out.double() - exact).norm() / exact.norm())
+    return float(((out.double() - exact).norm() / exact.norm()).detach())
 
 
 def test_fp32_is_strict_and_tf32_is_asked_for() -> None:
@@ -40,7 +40,7 @@ def test_convolutions_too() -> None:
 
     def off(precision: str) -> float:
         out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(x, torch.zeros_like(exact).float()).outputs
-        return float((out.double() - exact).norm() / exact.norm())
+        return float(((out.double() - exact).norm() / exact.norm()).detach())
 
     assert off("fp32") < 2e-6  # 576 products: √576 · 2⁻²⁴ ≈ 1.4e-6
     assert off("tf32") > 5e-5

@@ -1,6 +1,6 @@
 """What storing weights in float16 costs, and what rounding well gives back: the seed MLP on full Fashion-MNIST.
 
-    python benchmarks/rounding.py [--device cuda] [--epochs 5] [--data DIR] [--json benchmarks/results/rounding-cpu.json]
+    python benchmarks/rounding.py [--device cuda] [--epochs 5] [--data DIR] [--json FILE]
 
 Batch 64, SGD with learning rate 1e-3, one seed, the same order for every precision, as in the torch-tpu guide's table.
 """
@@ -15,7 +15,7 @@ from measure import conditions, write
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.data.idx import read_idx
+from halfstep.data import read_split
 
 WAYS = {
     "fp32": hs.Precision("fp32"), "O1": hs.Precision("O1"), "O2": hs.Precision("O2"),
@@ -26,9 +26,9 @@ WAYS = {
 DEBIAN = "/usr/share/datasets/fashion-mnist"
 
 
-def load(folder: Path, part: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    images = read_idx(folder / f"{part}-images-idx3-ubyte.gz").to(device).float().div_(255).unsqueeze(1)
-    return images, read_idx(folder / f"{part}-labels-idx1-ubyte.gz").to(device).long()
+def load(folder: Path, device: torch.device, *, train: bool) -> tuple[Tensor, Tensor]:
+    images, labels = read_split(folder, train=train)
+    return images.to(device).float().div_(255).unsqueeze(1), labels.to(device)
 
 
 def mlp(seed: int) -> nn.Module:
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     device, folder = torch.device(args.device), Path(args.data)
-    data, test = load(folder, "train", device), load(folder, "t10k", device)
+    data, test = load(folder, device, train=True), load(folder, device, train=False)
     result = {
         "conditions": conditions(device),
         "epochs": args.epochs,

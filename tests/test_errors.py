@@ -142,9 +142,10 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> None:
     step().load_state_dict(saved)
 
 
-def averaged(**options: Any) -> None:
-    with step(**options).averaged():
-        pass
+def averaged(*, train: bool = False, **options: Any) -> None:
+    made = step(**options)
+    with made.averaged():
+        runs(made) if train else None
 
 
 def cublas(value: str | None) -> None:
@@ -317,6 +318,9 @@ STEPS = {
     "saved average": Case(
         lambda: step(ema=0.9).load_state_dict(step().state_dict()), ("expected 2", "received 0", "ema="),
         lambda: step(ema=0.9).load_state_dict(step(ema=0.9).state_dict()),
+    ),
+    "in averaged": Case(
+        lambda: averaged(train=True, ema=0.9), ("to evaluate", "leave the block"), lambda: runs(step(ema=0.9))
     ),
     "averaged": Case(averaged, ("no moving average", "ema=0.999"), lambda: averaged(ema=0.999)),
 }  # fmt: skip

@@ -10,6 +10,9 @@ import torch
 from halfstep.precision.policy import BF16, F64, Precision
 
 _NOTHING = nullcontext()
+_SWITCHES = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+_get_fp32: Any = torch._C._get_fp32_precision_getter  # torch.backends.….fp32_precision, without a module look-up
+_set_fp32: Any = torch._C._set_fp32_precision_setter
 
 
 def refuse(precision: Precision, device: torch.device) -> None:
@@ -36,17 +39,16 @@ def backend(precision: Precision, device: torch.device, *, deterministic: bool) 
 
 @contextmanager
 def _cuda(mode: str, deterministic: bool) -> Iterator[None]:
-    cudnn: Any = torch.backends.cudnn
-    switches: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-    before = [s.fp32_precision for s in switches]
+    before = [_get_fp32(*switch) for switch in _SWITCHES]
+    moved = [(switch, value) for switch, value in zip(_SWITCHES, before, strict=True) if value != mode]
     try:
-        for s in switches:
-            s.fp32_precision = mode
+        for switch, _ in moved:
+            _set_fp32(*switch, mode)
         with _deterministic() if deterministic else _NOTHING:
             yield
     finally:
-        for s, value in zip(switches, before, strict=True):
-            s.fp32_precision = value
+        for switch, value in moved:
+            _set_fp32(*switch, value)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Accumulate:
         self.many = options.accumulate > 1
         self.scaled = not isinstance(applied.precision.loss_scale, NoScale)
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
+        self.one = torch.ones((), dtype=applied.precision.output, device=applied.device)
         self.zero = torch.zeros((), dtype=applied.precision.output, device=applied.device)
 
     def __call__(self, state: StepState, batch: Batch) -> Tensor:
@@ -120,5 +121,6 @@ class Accumulate:
         if self.scaled:
             seed = state.scale * seed
         if not isinstance(seed, Tensor):
-            return torch.full_like(loss, seed)
+            one = seed == 1.0 and loss.dim() == 0 and loss.dtype == self.one.dtype
+            return self.one if one else torch.full_like(loss, seed)
         return seed.to(loss.device, loss.dtype).expand_as(loss)

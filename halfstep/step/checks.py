@@ -43,14 +43,13 @@ def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
     if accumulate == 1:
         return []
     if not objective.known:
-        name = (
-            type(objective.loss).__name__
-            if isinstance(objective.loss, nn.Module)
-            else getattr(objective.loss, "__name__", objective.loss)
-        )
+        loss, example = objective.loss, "len(batch[1])"
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", str(loss))
+        if loss is None:
+            name, example = "the network's own loss", 'len(batch["labels"])'
         raise ValueError(
             f"accumulate={accumulate}: expected to know how many terms the loss averages, but {name} is not a loss of "
-            "torch.nn; give count=, for instance count=lambda batch: len(batch[1])"
+            f"torch.nn; give count=, for instance count=lambda batch: {example}"
         )
     coupled = batch_coupled(net)
     if not coupled:
@@ -59,7 +58,7 @@ def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
         f"{len(coupled)} batch-coupled layers ({', '.join(coupled[:3])}{', …' if len(coupled) > 3 else ''}) see "
         f"micro-batches: accumulate={accumulate} is then not exactly the full batch"
     )
-    warnings.warn(notice, Notice, stacklevel=4)
+    warnings.warn(notice, Notice, stacklevel=3)
     return [notice]
 
 

@@ -73,5 +73,5 @@ class EvalStep:
             out = out[0]
         if n is None:  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
             n = 1 if o.sums else rows(batch)
-        count = torch.as_tensor(n, device=loss.device)
+        count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)
         return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)

@@ -89,7 +89,7 @@ def named_state(step: "TrainStep") -> dict[str, Tensor]:
         for key, value in step.optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):
                 named[f"optimizer.{name}.{key}"] = value
-    return {**named, **_flatten("state", save(step.state))}
+    return {**named, **_flatten("state", save(step.state), step.device)}
 
 
 def fingerprints(step: "TrainStep") -> dict[str, Tensor]:
@@ -97,13 +97,13 @@ def fingerprints(step: "TrainStep") -> dict[str, Tensor]:
     return {name: fingerprint(t).to(step.device) for name, t in named_state(step).items()}
 
 
-def _flatten(prefix: str, value: Any) -> dict[str, Tensor]:
+def _flatten(prefix: str, value: Any, device: torch.device) -> dict[str, Tensor]:
     if isinstance(value, Tensor):
         return {prefix: value}
     if isinstance(value, int):
-        return {prefix: torch.tensor(value)}
+        return {prefix: torch.full((), value, device=device)}  # a fill, not a copy from the host
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {name: t for key, v in items for name, t in _flatten(f"{prefix}.{key}", v).items()}
+    return {name: t for key, v in items for name, t in _flatten(f"{prefix}.{key}", v, device).items()}
 
 
 @dataclass(frozen=True)

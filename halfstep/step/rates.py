@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.step.host import Host
+
 
 class Rates:
     """The rates of each parameter group at each update. The position is the number of real updates.
@@ -13,8 +15,8 @@ class Rates:
     `tensors`: rates go to the optimizer as device tensors, so that the host need not know the position.
     """
 
-    def __init__(self, optimizer: Optimizer, table: Any, device: torch.device, *, tensors: bool) -> None:
-        self.optimizer, self.device = optimizer, device
+    def __init__(self, optimizer: Optimizer, table: Any, device: torch.device, host: Host, *, tensors: bool) -> None:
+        self.optimizer, self.device, self.host = optimizer, device, host
         self.table = None if table is None else _table(table, len(self.groups), device)
         self.tensors = tensors
         self._shown: tuple[list[Any], Tensor] = ([], torch.zeros(()))
@@ -28,9 +30,10 @@ class Rates:
         if self.table is None:
             return
         column = self.table.index_select(1, update.clamp(max=self.table.shape[1] - 1).view(1)).squeeze(1)
+        numbers = [] if self.tensors else self.host.read_all(column)
         for i, group in enumerate(self.groups):
             if not self.tensors:
-                group["lr"] = column[i].item()
+                group["lr"] = numbers[i]
             elif isinstance(group["lr"], Tensor):
                 group["lr"].copy_(column[i])
             else:

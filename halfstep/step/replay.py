@@ -1,8 +1,8 @@
 """The device half of an update as one CUDA graph: forty small launches become one, with the same kernels inside.
 
-Small networks spend more time launching the bookkeeping of an update than computing it. A graph is replayed only while
-everything baked into it still holds: the addresses of gradients, parameters and state (torch's allocator repeats them
-from step to step) and every hyper-parameter. Otherwise the update runs eagerly, and is captured when things settle.
+Small networks spend more time launching the bookkeeping of an update than computing it. Gradients are copied into the
+graph's inputs; everything else it touches stays where it is. A graph is replayed only while every address and every
+hyper-parameter baked into it still holds; otherwise the update runs eagerly, and is captured when things settle.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,17 @@ from halfstep.step.record import Outcome
 from halfstep.step.state import StepState
 from halfstep.step.update import Update
 
+LIMIT_BYTES = 256 << 20  # of gradients: larger networks are not bound by launches, and the copy would cost memory
 SETTLED = 3  # updates in a row with the same key before a capture
 MOST = 16  # captures in all: whatever changes more often than that is left to run eagerly
 ROWS = 64  # outcomes per allocation
 
 
 class Captured(NamedTuple):
-    """A graph, and the outcome it leaves, packed into bytes."""
+    """A graph, the tensors it reads gradients from (by dtype), and the outcome it leaves, packed into bytes."""
 
     graph: torch.cuda.CUDAGraph
+    inputs: list[list[Tensor]]
     packed: Tensor
     like: Outcome
 
@@ -47,12 +49,13 @@ class Replay:
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._settle(key, state, live)
-        return self.update.on_device(state, live) if captured is None else self._replay(captured)
+        return self.update.on_device(state, live) if captured is None else self._replay(captured, state)
 
     def _settle(self, key: Any, state: StepState, live: list[int]) -> Captured | None:
         """A new graph once the same key has come three times running."""
         self._seen = (key, self._seen[1] + 1 if self._seen[0] == key else 1)
-        if self._seen[1] < SETTLED or self.captures >= MOST:
+        large = sum(g.nbytes for g in state.cycle.grads if g is not None) > LIMIT_BYTES
+        if self._seen[1] < SETTLED or self.captures >= MOST or large:
             return None
         try:
             captured = self._graphs[key] = self._capture(state, live)
@@ -63,13 +66,23 @@ class Replay:
         return captured
 
     def _capture(self, state: StepState, live: list[int]) -> Captured:
-        graph = torch.cuda.CUDAGraph()
-        with _allowed(self.update), _capturing(graph, self.update.device):
-            outcome = self.update.on_device(state, live)
-            packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
-        return Captured(graph, packed, outcome)
+        graph, cycle = torch.cuda.CUDAGraph(), state.cycle
+        before = cycle.grads, cycle.weight, cycle.loss
+        cycle.grads = [None if g is None else torch.empty_like(g) for g in cycle.grads]
+        cycle.weight = None if cycle.weight is None else torch.empty_like(cycle.weight)
+        cycle.loss = None if cycle.loss is None else torch.empty_like(cycle.loss)
+        inputs = _inputs(state)
+        try:
+            with _allowed(self.update), _capturing(graph, self.update.device):
+                outcome = self.update.on_device(state, live)
+                packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
+        finally:
+            cycle.grads, cycle.weight, cycle.loss = before
+        return Captured(graph, inputs, packed, outcome)
 
-    def _replay(self, captured: Captured) -> Outcome:
+    def _replay(self, captured: Captured, state: StepState) -> Outcome:
+        for static, now in zip(captured.inputs, _inputs(state), strict=True):
+            torch._foreach_copy_(static, now)
         captured.graph.replay()
         row = next(self._rows, None)
         if row is None:
@@ -85,10 +98,18 @@ class Replay:
         settings = [v for g in groups for v in g.values() if isinstance(v, (int, float, str, tuple))]
         rates = [g["lr"] for g in groups if isinstance(g["lr"], Tensor)]
         own = (state.updates, state.skips, state.streak, state.scale, state.growth, state.halted, state.bad)
-        inputs = (*cycle.grads, cycle.weight, cycle.loss)
         beside = (*state.ema, *state.residue, *cycle.buffers, *commit.buffers.tensors())
         held = (*own, *rates, *self.update.params, *state_tensors(commit.optimizer), *beside)
-        return (*(0 if t is None else t.data_ptr() for t in inputs), *(t.data_ptr() for t in held), *settings)
+        return (cycle.weight is None, *live, *settings, *[t.data_ptr() for t in held])
+
+
+def _inputs(state: StepState) -> list[list[Tensor]]:
+    """What changes from update to update, by dtype, so that each copy is one kernel."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in (*state.cycle.grads, state.cycle.weight, state.cycle.loss):
+        if t is not None:
+            groups.setdefault(t.dtype, []).append(t)
+    return list(groups.values())
 
 
 def _rows(like: Outcome) -> Iterator[tuple[Tensor, Outcome]]:

@@ -56,11 +56,11 @@ class TrainStep:
         self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
         self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
         self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
-        self.rates = Rates(optimizer, self.options.lr, self.device, tensors=self.on_device)
+        self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.on_device)
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
-        self._wish = self.options.nonfinite
+        self._wish, self._averaged = self.options.nonfinite, False
+        trouble.check(Precision.parse(precision))
         self._apply(Precision.parse(precision))
-        trouble.check(self.precision)
         self.state = StepState.start(self.device, self.precision.loss_scale.start(self.device), len(self.params))
         self.state.ema = ema.start(self.params) if self.options.ema is not None else []
         self.state.residue = self._widened.residue() if self._widened is not None else []
@@ -69,6 +69,10 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
+        if self._averaged:
+            raise ValueError(
+                "step: inside averaged() the network holds averages, to evaluate; leave the block to train"
+            )
         with backend(self.precision, self.device, deterministic=self.options.deterministic):
             loss = self._accumulate(self.state, to_device(batch, self.device))
             self.state.steps += 1
@@ -102,15 +106,16 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the network holds the moving average of its weights; afterwards the weights themselves, untouched."""
+        """Inside, the network holds the moving average of its weights, to evaluate; afterwards its weights again."""
         if not self.state.ema:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
-        kept = [p.data for p in self.params]
+        self._averaged, kept = True, [p.data for p in self.params]
         for p, average in zip(self.params, self.state.ema, strict=True):
             p.data = average.to(p.dtype, copy=True)
         try:
             yield
         finally:
+            self._averaged = False
             for p, data in zip(self.params, kept, strict=True):
                 p.data = data
 

@@ -36,7 +36,7 @@ def streak(step: "TrainStep", skips: int) -> None:
     if scale.on_skips == "raise":
         raise NonFiniteError(f"{said}. If gradients are that large, use dtype='bfloat16', 'fp32', or on_skips='bf16'.")
     fallback = _fallback(step.precision, scale.on_skips)
-    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=4)
+    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=5)
     step.switch(fallback)
 
 

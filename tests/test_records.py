@@ -33,7 +33,7 @@ def build(*, groups: int = 1, precision: Any = None, **options: Any) -> hs.Train
     torch.manual_seed(0)
     net = nn.Linear(3, 2).to(DEVICE)
     parts = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(net.parameters())]
-    optimizer = torch.optim.SGD(net.parameters() if groups == 1 else parts, lr=0.1, fused=True)
+    optimizer = torch.optim.SGD(net.parameters() if groups == 1 else parts, lr=0.1, fused=precision != "bf16")
     precision = precision or hs.Precision("fp32", scale=hs.DynamicScale(init=8.0, interval=1))
     return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, **options)
 

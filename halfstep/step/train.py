@@ -56,7 +56,7 @@ class TrainStep:
         self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
         self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
         self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
-        self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.on_device)
+        self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host")
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
         self._wish, self._averaged = self.options.nonfinite, False
         trouble.check(Precision.parse(precision))

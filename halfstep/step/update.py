@@ -116,12 +116,14 @@ class Update:
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
         grads = [g for i in live if (g := cycle.grads[i]) is not None]
         dtypes = [self.wide[i] for i in live]
-        as_is = (
-            not self.edits and self.commit.widened is None
-        )  # low gradients go to the optimizer as backward left them
-        if not as_is and any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
+        if not self._as_is(grads) and any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
             grads = [g for g in widen(grads, dtypes) if g is not None]
         return [g.coalesce() if g.is_sparse else g for g in grads]
+
+    def _as_is(self, grads: list[Tensor]) -> bool:
+        """Whether low gradients go to the optimizer as backward left them; CUDA's check does not take bfloat16."""
+        checkable = self.device.type == "cpu" or all(g.dtype != torch.bfloat16 for g in grads)
+        return checkable and not self.edits and self.commit.widened is None
 
     def _unscale(self, state: StepState, values: list[Tensor], looks: bool) -> Tensor | None:
         """G · inv_scale, and whether anything was non-finite: exact, and without a host read."""

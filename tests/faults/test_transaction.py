@@ -128,6 +128,8 @@ def assert_skipped(step: hs.TrainStep, record: hs.Record, scale: Tensor, streak:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_skipped_step_leaves_everything_bit_identical(precision: str, optimizer: str) -> None:
     """Every fault as the very first step, and again after each of two updates."""
+    if (precision, optimizer) == ("fp16", "sgd-fused") and not torch.cuda.is_available():
+        pytest.skip("torch's fused SGD does not update half parameters on a CPU (pytorch#191763): the step refuses it")
     rates = {} if optimizer == "sgd-device" else {"lr": [0.05, 0.04, 0.03]}  # unfused SGD reads a tensor rate
     step = build(precision, optimizer, ema=0.9, **rates)
     for i in range(3):

@@ -82,7 +82,10 @@ def takes_tensor_rates(name: str, **flags: bool) -> bool:
 
 def test_fused_flags_are_seen() -> None:
     fused = {param.values[0] for param in variants("fused")}
-    assert fused == {name for name in OPTIMIZERS if {"fused": True} in switches(name)}
+    said = [name for name in OPTIMIZERS if {"fused": True} in switches(name)]
+    takes = {n for n in said if getattr(build(n, {"fused": True}).optimizer, "_step_supports_amp_scaling", False)}
+    assert fused == takes  # torch 2.11 has no fused Adagrad for CUDA
+    assert fused >= {"SGD", "Adam", "AdamW"}
 
 
 @pytest.mark.gpu

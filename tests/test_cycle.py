@@ -324,3 +324,17 @@ def test_batch_norm_in_a_cycle_gets_one_notice() -> None:
     assert notice.category is hs.Notice
     assert "batch-coupled layers (1)" in str(notice.message), "the layer is named"
     assert notice.filename == __file__
+
+
+def test_a_cycle_without_terms_does_not_age_the_scale() -> None:
+    """Neither the scale nor the count of finite updates since it last moved."""
+    net = nn.Linear(3, 2).to(DEVICE)
+    scale = hs.Precision("fp32", scale=hs.DynamicScale(init=8.0, interval=2))
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=scale)
+    x, y = torch.randn(4, 3, device=DEVICE), torch.randint(0, 2, (4,), device=DEVICE)
+    step(x, y)
+    for _ in range(3):
+        step(x, torch.full_like(y, -100))
+    assert (step.state.growth.item(), step.state.scale.item()) == (1, 8.0)
+    step(x, y)
+    assert step.state.scale.item() == 16.0

@@ -34,7 +34,7 @@ def test_one_step_is_one_call(net: nn.Module, data: list[tuple[Tensor, Tensor]])
     assert last.loss < 0.5 * first.loss  # tensors on the device: looking at one is your decision, not the step's
     assert last.updated
     assert not last.skipped
-    assert last.lr == pytest.approx(0.01)
+    assert last.lr.item() == pytest.approx(0.01)
 
 
 def test_the_precision_is_one_word(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:

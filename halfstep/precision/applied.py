@@ -82,7 +82,7 @@ class Applied:
 
     def _make_contexts(self) -> list[Any]:
         autocast, low = self.cast == "autocast", self.precision.compute
-        contexts: list[Any] = []
+        contexts: list[Any] = [_OwnLayers()] if self.cast in ("copies", "whole") else []
         if autocast:  # cache off: an update or a no-grad forward inside one context must not serve stale casts
             contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
         if self.fast:
@@ -139,6 +139,17 @@ class Applied:
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.places[name].inside:
                     found.append((Slot(owner, key), self.places[name].inside))
         return found
+
+
+class _OwnLayers:
+    """torch's fused transformer layer reads its children's weights as if they had one dtype: off while active."""
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def __exit__(self, *exc: object) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._before)
 
 
 def _reported(module: nn.Module) -> bool:

@@ -19,8 +19,8 @@ def _where(flag: Tensor, g: Tensor) -> Tensor:
     """g where the flag is set, else 0; a sparse gradient keeps its indices."""
     if not g.is_sparse:
         return torch.where(flag, g, 0)
-    values = torch.where(flag, g._values(), 0)
-    return torch.sparse_coo_tensor(g._indices(), values, g.shape, check_invariants=False)
+    g._values().copy_(torch.where(flag, g._values(), 0))
+    return g
 
 
 class Accumulate:

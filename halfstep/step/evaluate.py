@@ -63,13 +63,13 @@ class EvalStep:
                 module.training = training
 
     def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
-        o = self.objective
+        o, least = self.objective, applied.precision.output
         with applied:
-            out = wide(applied.unrounded(o.forward(self.net, *batch)))
+            out = wide(applied.unrounded(o.forward(self.net, *batch)), least)
         if o.loss is None:
-            loss, n = wide(own_loss(out)), o.number(batch, ())
+            loss, n = wide(own_loss(out), least), o.number(batch, ())
         else:
-            loss, n = wide(o.loss(*out)), o.number(batch, out)
+            loss, n = wide(o.loss(*out), least), o.number(batch, out)
             out = out[0]
         if n is None:  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
             n = 1 if o.sums else rows(batch)

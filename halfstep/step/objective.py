@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
-from halfstep.precision.policy import BF16, F16
 from halfstep.step.count import Number, denominator, hugging_face
 
 Batch = tuple[Any, ...]
@@ -56,12 +55,15 @@ class Objective:
         """
         with applied:
             out = applied.unrounded(self.forward(self.net, *batch))
-        arguments = () if self.loss is None else _arguments(out)
+        least = applied.precision.output
+        arguments = () if self.loss is None else _arguments(out, least)
         if weighted and self.masked:
             n = self.number(batch, arguments)
             assert self.terms.summed is not None
-            return wide(self.terms.summed(*arguments)) / (torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n), n
-        loss = wide(own_loss(out) if self.loss is None else self.loss(*arguments))
+            return wide(self.terms.summed(*arguments), least) / (
+                torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
+            ), n
+        loss = wide(own_loss(out) if self.loss is None else self.loss(*arguments), least)
         return loss, self.number(batch, arguments) if weighted or self.may_be_none else None
 
     def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
@@ -92,13 +94,13 @@ def _by_convention(loss: Any) -> Callable[..., Any]:
     return own if loss is None else with_target
 
 
-def _arguments(out: Any) -> tuple[Any, ...]:
+def _arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
     if not isinstance(out, tuple):
         raise TypeError(
             f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "
             "return (outputs, target), or give loss=None and return the loss"
         )
-    return tuple(wide(a) for a in out)
+    return tuple(wide(a, least) for a in out)
 
 
 def own_loss(out: Any) -> Tensor:
@@ -116,11 +118,12 @@ def own_loss(out: Any) -> Tensor:
     return loss
 
 
-def wide(value: Any) -> Any:
-    """Half tensors as float32: a loss in half loses what the network kept (exp overflows at 11)."""
+def wide(value: Any, least: torch.dtype) -> Any:
+    """Floating tensors in `least` (float32, or float64) or wider: a loss in half loses what the network kept."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in (F16, BF16) else value
-    return tree_map(lambda leaf: wide(leaf) if isinstance(leaf, Tensor) else leaf, value)
+        narrow = value.is_floating_point() and torch.finfo(value.dtype).bits < torch.finfo(least).bits
+        return value.to(least) if narrow else value
+    return tree_map(lambda leaf: wide(leaf, least) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

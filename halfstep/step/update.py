@@ -114,11 +114,11 @@ class Update:
         return Ready(self._given(live, grads), found, each, norm)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
-        grads = [g for i in live if (g := cycle.grads[i]) is not None]
+        grads = [g.coalesce() if g.is_sparse else g for i in live if (g := cycle.grads[i]) is not None]
         dtypes = [self.wide[i] for i in live]
         if not self._as_is(grads) and any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
             grads = [g for g in widen(grads, dtypes) if g is not None]
-        return [g.coalesce() if g.is_sparse else g for g in grads]
+        return grads
 
     def _as_is(self, grads: list[Tensor]) -> bool:
         """Whether low gradients go to the optimizer as backward left them; CUDA's check does not take bfloat16."""

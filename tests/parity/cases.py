@@ -110,6 +110,17 @@ def in_groups(name: str, rates: Sequence[float], *, interleaved: bool = False, *
     return make
 
 
+def has_fused(name: str) -> bool:
+    """Whether this torch has a fused kernel of that optimizer for the device (2.11 has no Adagrad for CUDA)."""
+    p = nn.Parameter(torch.ones(2, 2, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    try:
+        getattr(optim, name)([p], fused=True).step()
+    except RuntimeError:
+        return False
+    return True
+
+
 def fused_sgd_works(dtype: torch.dtype) -> bool:
     """Whether torch's fused SGD moves every element of a long parameter; on CPUs half ones stay (pytorch#191763)."""
     p = nn.Parameter(torch.ones(256, dtype=dtype, device=DEVICE))
@@ -149,7 +160,10 @@ def same_records(records: list[hs.Record], rows: list[Row]) -> None:
     assert len(records) == len(rows)
     for i, (record, row) in enumerate(zip(records, rows, strict=True)):
         assert same(record.loss, row.loss), (i, "loss", record.loss, row.loss)
-        assert same(record.cycle_loss, row.cycle_loss), (i, "cycle_loss", record.cycle_loss, row.cycle_loss)
+        # CUDA divides by a Python number as a product with its reciprocal: one ulp of float64
+        close = torch.allclose(record.cycle_loss, row.cycle_loss, rtol=2.0**-52, atol=0, equal_nan=True)
+        exact = record.cycle_loss.device.type == "cpu" or record.cycle_loss.dtype != torch.float64
+        assert same(record.cycle_loss, row.cycle_loss) if exact else close, (i, record.cycle_loss, row.cycle_loss)
         assert record.scale.item() == row.scale, (i, "scale")
         assert bool(record.updated) == row.updated, (i, "updated")
         assert bool(record.skipped) == (row.norm is not None and not row.updated), (i, "skipped")

@@ -15,6 +15,7 @@ from parity.cases import (
     Batches,
     batches_for,
     fused_sgd_works,
+    has_fused,
     in_groups,
     maker,
     net_for,
@@ -44,7 +45,7 @@ def switches(name: str) -> list[dict[str, bool]]:
     """The optimizer's implementations, or its only one."""
     known = inspect.signature(getattr(optim, name)).parameters
     pairs = [(flag, value == "True") for flag, value in (i.split("=") for i in IMPLEMENTATIONS) if flag in known]
-    return [dict([pair]) for pair in pairs] or [{}]
+    return [dict([pair]) for pair in pairs if pair != ("fused", True) or has_fused(name)] or [{}]
 
 
 def variants(*kinds: str) -> list[Any]:

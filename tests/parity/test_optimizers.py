@@ -18,6 +18,7 @@ from parity.cases import (
     both,
     conv,
     fused_sgd_works,
+    has_fused,
     in_groups,
     maker,
     mlp,
@@ -43,7 +44,8 @@ def flags_of(name: str) -> list[str]:
     """The constructor's switches: parameters whose default is a bool or, for implementations, None."""
     parameters = inspect.signature(CLASSES[name]).parameters.values()
     implementation = ("foreach", "fused")
-    return [p.name for p in parameters if isinstance(p.default, bool) or p.name in implementation]
+    names = [p.name for p in parameters if isinstance(p.default, bool) or p.name in implementation]
+    return [n for n in names if n != "fused" or has_fused(name)]
 
 
 def variants() -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from parity.cases import (
     DEVICE,
     batches_for,
+    has_fused,
     in_groups,
     maker,
     net_for,
@@ -36,7 +37,7 @@ MAKERS: dict[str, Make] = {
     "SGD-fused": maker("SGD", fused=True),
     "Adam": maker("Adam"),
     "AdamW-fused": maker("AdamW", fused=True),
-    "Adagrad-fused": maker("Adagrad", fused=True),
+    **({"Adagrad-fused": maker("Adagrad", fused=True)} if has_fused("Adagrad") else {}),
 }
 SETTINGS = {"init_scale": 2.0**10, "growth_interval": 3}
 
@@ -46,6 +47,24 @@ def zero_momentum(optimizer: optim.Optimizer) -> None:
     if isinstance(optimizer, optim.SGD) and optimizer.defaults["fused"]:
         for group in optimizer.param_groups:
             optimizer.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in group["params"]})
+
+
+def divides_exactly(make: Make) -> bool:
+    """Whether torch's optimizer moves alike on gradients of g and, told of the scale, on gradients of 1024 g."""
+    torch.manual_seed(0)
+    one, two = (nn.Parameter(torch.linspace(-1, 1, 64, device=DEVICE)) for _ in range(2))
+    plain, scaled = make([one]), make([two])
+    for optimizer in (plain, scaled):
+        zero_momentum(optimizer)
+    if not getattr(scaled, "_step_supports_amp_scaling", False):
+        return True
+    for _ in range(5):
+        one.grad = torch.randn(64, device=DEVICE)
+        two.grad = one.grad * 1024
+        plain.step()
+        scaled.grad_scale, scaled.found_inf = torch.tensor(1024.0, device=DEVICE), torch.zeros((), device=DEVICE)
+        scaled.step()
+    return torch.equal(one, two)
 
 
 def pair(way: str, make: Make, torch_settings: dict[str, Any], **options: Any) -> tuple[hs.TrainStep, Loop]:
@@ -118,6 +137,8 @@ def test_groups_with_rates_of_their_own_share_one_scale(name: str) -> None:
 def test_the_protocol_as_documented_scale_step_update(make: Make, way: str) -> None:
     """Without unscale_, where a fused optimizer divides by the scale itself: powers of two give the same bits."""
     step, loop = pair(way, make, SETTINGS)
+    if not divides_exactly(make):
+        pytest.skip("this torch's fused kernel gives other bits when it divides by a power of two itself")
     scaler = torch.amp.GradScaler(DEVICE, **SETTINGS)
     for x, y in overflow_at(batches_for(step.net, STEPS), PLANTED):
         used, loss = scaler.get_scale(), loop.loss(loop.forward(x), y)

@@ -124,6 +124,7 @@ def test_lazily_conjugated_and_negated_tensors_count_by_their_values() -> None:
     assert not torch.equal(fingerprint(z.conj()), fingerprint(z))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch 2.11 says so even when asked to check
 def test_sparse_tensors_count_by_indices_and_values() -> None:
     def sparse(places: list[int], values: list[float]) -> Tensor:
         where = torch.tensor([places], dtype=torch.int64)

@@ -40,11 +40,12 @@ class LowCopies:
 
 
 def widen(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    """Each gradient in its dtype, None and sparse ones included, by one foreach cast."""
-    out: list[Tensor | None] = [
-        g if g is None or g.is_sparse else torch.empty_like(g, dtype=d) for g, d in zip(grads, dtypes, strict=True)
+    """Each gradient in its dtype, None and sparse ones included: as it is, or all the rest by one foreach cast."""
+    out = [
+        g if g is None or g.dtype == d or g.is_sparse else torch.empty_like(g, dtype=d)
+        for g, d in zip(grads, dtypes, strict=True)
     ]
-    pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o is not None and g is not None and not g.is_sparse]
+    pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o is not None and g is not None and o is not g]
     if pairs:
         torch._foreach_copy_([o for o, _ in pairs], [g for _, g in pairs])
     return [o.to(d) if o is not None and o.is_sparse else o for o, d in zip(out, dtypes, strict=True)]

@@ -114,16 +114,15 @@ class Update:
         return Ready(self._given(live, grads), found, each, norm)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
-        grads = [g.coalesce() if g.is_sparse else g for i in live if (g := cycle.grads[i]) is not None]
-        dtypes = [self.wide[i] for i in live]
-        if not self._as_is(grads) and any(g.dtype != d for g, d in zip(grads, dtypes, strict=True)):
-            grads = [g for g in widen(grads, dtypes) if g is not None]
-        return grads
-
-    def _as_is(self, grads: list[Tensor]) -> bool:
-        """Whether low gradients go to the optimizer as backward left them; CUDA's check does not take bfloat16."""
-        checkable = self.device.type == "cpu" or all(g.dtype != torch.bfloat16 for g in grads)
-        return checkable and not self.edits and self.commit.widened is None
+        """The gradients to work on: wide, unless low ones go to the optimizer as backward left them."""
+        grads = [g for i in live if (g := cycle.grads[i]) is not None]
+        as_is = not self.edits and self.commit.widened is None
+        if as_is:
+            grads = _coalesced(grads)
+            as_is = self.device.type == "cpu" or all(g.dtype != torch.bfloat16 for g in grads)  # CUDA checks no bf16
+        if not as_is:
+            grads = [g for g in widen(grads, [self.wide[i] for i in live]) if g is not None]
+        return _coalesced(grads)
 
     def _unscale(self, state: StepState, values: list[Tensor], looks: bool) -> Tensor | None:
         """G · inv_scale, and whether anything was non-finite: exact, and without a host read."""
@@ -197,3 +196,7 @@ class Update:
         if self.scaled:
             state.scale.copy_(after.scale)
             state.growth.copy_(after.growth)
+
+
+def _coalesced(grads: list[Tensor]) -> list[Tensor]:
+    return [g.coalesce() if g.is_sparse else g for g in grads]

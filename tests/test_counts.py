@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +22,6 @@ C = 4
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0], dtype=torch.float64)
 Sample = Callable[[int], tuple[Any, ...]]
 MEAN_OF_KL = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")  # torch's remark on KLDivLoss
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def real(*shape: int) -> Tensor:

@@ -1,7 +1,7 @@
 """An update cycle is the full batch: any split gives its gradient, its update and its reported loss."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,15 +25,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 Batch = tuple[Tensor, ...]
 Cycles = list[list[Batch]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def network(out: int = CLASSES, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -3,7 +3,7 @@
 import ast
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +18,6 @@ from halfstep.precision.device import check_deterministic, refuse
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(hs.__file__).parent
 X, Y = torch.full((2, 3), 0.1, device=DEVICE), torch.zeros(2, 2, device=DEVICE)  # far from overflow at scale 2**16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Case(NamedTuple):

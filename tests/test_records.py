@@ -1,6 +1,5 @@
 """What a step reports: device tensors with one meaning on updating, waiting, skipped, empty and flushed steps."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,6 @@ import halfstep as hs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {"skipped": torch.bool, "updated": torch.bool, "fingerprint": torch.int64, "lr": torch.float64}
 PLACES = pytest.mark.parametrize("decide", ["host", "device"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batch(i: int, rows: int = 4, *, bad: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,5 @@
 """What a non-finite gradient does, by choice; what is not one; and where the loss scale stops."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,6 @@ SCALED = hs.Precision("fp32", scale=hs.FixedScale(value=2.0**16))
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 FUSED = partial(torch.optim.Adam, lr=0.1, fused=True)
 Batch = tuple[Tensor, ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Gained(nn.Module):

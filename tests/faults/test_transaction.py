@@ -1,7 +1,7 @@
 """A skipped step is no step: after a planted overflow all but scale and skip counters is as it was, bit for bit."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -40,15 +40,6 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], str]] = {
 }
 FAULTS = ("forward", "backward", "one parameter")
 Batch = tuple[Tensor, ...]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread would only wait for the first."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Fragile(nn.Module):

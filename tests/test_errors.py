@@ -90,6 +90,12 @@ def carried(scale: float, *, flush: bool = False) -> None:
     other(X, Y)
 
 
+def opened() -> hs.TrainStep:
+    made = step(accumulate=2)
+    made(X, Y)
+    return made
+
+
 def lazy(*, forward: bool) -> None:
     net = nn.LazyLinear(2).to(DEVICE)
     if forward:
@@ -306,6 +312,10 @@ STEPS = {
         lambda: edited(lambda s: None),
     ),
     "saved scale": Case(lambda: carried(2.0), ("cycle is open", "same scale"), lambda: carried(8.0)),
+    "saved cycle": Case(
+        lambda: step().load_state_dict(opened().state_dict()), ("1 batches", "accumulate=1", "flush()"),
+        lambda: step(accumulate=2).load_state_dict(opened().state_dict()),
+    ),
     "saved average": Case(
         lambda: step(ema=0.9).load_state_dict(step().state_dict()), ("expected 2", "received 0", "ema="),
         lambda: step(ema=0.9).load_state_dict(step(ema=0.9).state_dict()),

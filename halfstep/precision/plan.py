@@ -21,8 +21,8 @@ class Place(NamedTuple):
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Norm layers, torch's own or named like one."""
-    return _NORM_NAME.search(type(module).__name__) is not None
+    """Norm layers, torch's own or named like one; a wrapper such as PreNorm, with layers inside, is none."""
+    return _NORM_NAME.search(type(module).__name__) is not None and not any(True for _ in module.children())
 
 
 def plan(net: nn.Module, precision: Precision) -> dict[str, Place]:

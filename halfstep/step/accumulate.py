@@ -34,6 +34,8 @@ class Accumulate:
         self.many = options.accumulate > 1
         self.scaled = not isinstance(applied.precision.loss_scale, NoScale)
         self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
+        sens = options.sens
+        self.sens = sens.to(applied.device) if isinstance(sens, Tensor) else sens
         self.one = torch.ones((), dtype=applied.precision.output, device=applied.device)
         self.zero = torch.zeros((), dtype=applied.precision.output, device=applied.device)
 
@@ -115,7 +117,7 @@ class Accumulate:
 
     def _seed(self, state: StepState, loss: Tensor, weight: Tensor | None) -> Tensor:
         """What backward starts from. Seeding with the scale is what multiplying the loss by it would do."""
-        seed: Any = self.options.sens
+        seed: Any = self.sens
         if weight is not None:
             seed = weight * seed
         if self.scaled:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from halfstep.precision import Applied, Precision
 from halfstep.precision.device import backend
 from halfstep.step.count import Number
-from halfstep.step.objective import Objective, own_loss, rows, to_device, wide
+from halfstep.step.objective import Objective, arguments, own_loss, rows, to_device, wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +65,13 @@ class EvalStep:
     def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
         o, least = self.objective, applied.precision.output
         with applied:
-            out = wide(applied.unrounded(o.forward(self.net, *batch)), least)
+            out = applied.unrounded(o.forward(self.net, *batch))
         if o.loss is None:
-            loss, n = wide(own_loss(out), least), o.number(batch, ())
+            out = wide(out, least)
+            loss, n = own_loss(out), o.number(batch, ())
         else:
-            loss, n = wide(o.loss(*out), least), o.number(batch, out)
-            out = out[0]
+            taken = arguments(out, least)
+            loss, n, out = wide(o.loss(*taken), least), o.number(batch, taken), taken[0]
         if n is None:  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
             n = 1 if o.sums else rows(batch)
         count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)

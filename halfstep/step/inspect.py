@@ -19,13 +19,11 @@ if TYPE_CHECKING:
 
 
 def save_step(step: "TrainStep") -> dict[str, Any]:
-    """Everything that decides the next step: network, optimizer, counters, scale, averages, the open cycle."""
+    """What decides the next step: network, optimizer, counters, scale, averages, the open cycle; not torch's RNG."""
     return {
-        "net": {k: v.detach().clone() for k, v in step.net.state_dict().items()},
+        "net": _cloned(step.net.state_dict()),
         "beside": {k: v.detach().clone() for k, v in beside(step).items()},
-        "optimizer": tree_map(
-            lambda v: v.detach().clone() if isinstance(v, Tensor) else v, step.optimizer.state_dict()
-        ),
+        "optimizer": _cloned(step.optimizer.state_dict()),
         "state": save(step.state),
         "precision": step.precision.state_dict(),
     }
@@ -44,6 +42,7 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
             tensor.copy_(saved["beside"][name])
     step.load_optimizer(copy.deepcopy(saved["optimizer"]))  # torch would keep the caller's tensors
     load(step.state, saved["state"], step.device)
+    step.forget()
     if saved["precision"] != step.precision.state_dict():
         was, now = saved["precision"]["name"], step.precision.name
         if saved["precision"]["scale"] != step.precision.state_dict()["scale"]:
@@ -55,12 +54,22 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         )
 
 
+def _cloned(tree: Any) -> Any:
+    return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(tree))
+
+
 def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:
     """Refuses, before anything is loaded, what could not continue."""
     if saved["precision"]["scale"] != step.precision.state_dict()["scale"] and saved["state"]["cycle"]["micro"]:
         raise ValueError(
             "TrainStep.load_state_dict: the saved update cycle is open and its gradients carry another loss scale; "
             "call flush() before saving, or load it with the same scale"
+        )
+    micro = saved["state"]["cycle"]["micro"]
+    if micro and micro >= step.options.accumulate:
+        raise ValueError(
+            f"TrainStep.load_state_dict: {micro} batches of the saved update cycle are open, expected fewer than "
+            f"accumulate={step.options.accumulate}; call flush() before saving, or give the accumulate= it had"
         )
     for field, option in (("ema", "ema="), ("residue", "rounding=")):
         expected, came = len(getattr(step.state, field)), len(saved["state"][field])

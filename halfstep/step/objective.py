@@ -56,15 +56,15 @@ class Objective:
         with applied:
             out = applied.unrounded(self.forward(self.net, *batch))
         least = applied.precision.output
-        arguments = () if self.loss is None else _arguments(out, least)
+        taken = () if self.loss is None else arguments(out, least)
         if weighted and self.masked:
-            n = self.number(batch, arguments)
+            n = self.number(batch, taken)
             assert self.terms.summed is not None
-            return wide(self.terms.summed(*arguments), least) / (
+            return wide(self.terms.summed(*taken), least) / (
                 torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
             ), n
-        loss = wide(own_loss(out) if self.loss is None else self.loss(*arguments), least)
-        return loss, self.number(batch, arguments) if weighted or self.may_be_none else None
+        loss = wide(own_loss(out) if self.loss is None else self.loss(*taken), least)
+        return loss, self.number(batch, taken) if weighted or self.may_be_none else None
 
     def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
         """How many terms the loss of this batch averages; None when nobody knows."""
@@ -94,7 +94,8 @@ def _by_convention(loss: Any) -> Callable[..., Any]:
     return own if loss is None else with_target
 
 
-def _arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
+def arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
+    """What a forward returned, as the arguments of the loss, in float32 or wider."""
     if not isinstance(out, tuple):
         raise TypeError(
             f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "

@@ -39,13 +39,20 @@ def classify(optimizer: Optimizer, *, tensor_lr: bool) -> Kind:
 
 def _reads(optimizer: Optimizer, tensor_lr: bool) -> bool:
     twin, p = _twin(optimizer, tensor_lr)
+    before = _plain(twin)
     with _Watcher() as watcher:
         for _ in range(2):
             p.grad = torch.ones_like(p)
             twin.step()
     state = [v for values in twin.state.values() for v in values.values() if v is not None]
     off_device = any(not isinstance(v, Tensor) or v.device != p.device for v in state)
-    return watcher.reads > 0 or off_device
+    return watcher.reads > 0 or off_device or _plain(twin) != before  # a counter in Python cannot be taken back
+
+
+def _plain(optimizer: Optimizer) -> list[Any]:
+    """The optimizer's Python-side values: settings, and counters where it keeps some."""
+    values = [v for g in optimizer.param_groups for k, v in g.items() if k != "params"] + list(vars(optimizer).values())
+    return [v for v in values if isinstance(v, (bool, int, float, str))]
 
 
 def _twin(optimizer: Optimizer, tensor_lr: bool) -> tuple[Optimizer, Tensor]:
@@ -85,11 +92,6 @@ def state_tensors(optimizer: Optimizer) -> list[Tensor]:
     """Every tensor of the optimizer's state, in parameter order."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-
-
-def has_state(optimizer: Optimizer, params: list[Tensor], stateless: bool) -> bool:
-    """Whether each of these parameters has been updated before, so that a device-side skip cannot meet a first step."""
-    return stateless or all(optimizer.state.get(p) for p in params)
 
 
 def named_parameters(optimizer: Optimizer, *modules: tuple[str, Any]) -> list[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ class Rates:
         for i, group in enumerate(self.groups):
             if not self.tensors:
                 group["lr"] = numbers[i]
-            elif isinstance(group["lr"], Tensor):
+            elif isinstance(group["lr"], Tensor) and _alike(group["lr"], column):
                 group["lr"].copy_(column[i])
             else:
                 group["lr"] = column[i].clone()
@@ -54,6 +54,11 @@ class Rates:
         if isinstance(value, Tensor):
             return value.detach().to(self.device, torch.float64).reshape(())
         return torch.full((), value, dtype=torch.float64, device=self.device)  # a fill, not a copy from the host
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether a loaded rate lives where this step's rates do, in their dtype."""
+    return a.device == b.device and a.dtype == b.dtype
 
 
 def _table(table: Any, groups: int, device: torch.device) -> Tensor:

@@ -40,7 +40,9 @@ class Replay:
         self._graphs: dict[Any, Captured] = {}
         self._seen: tuple[Any, int] = (None, 0)
         self._rows: Iterator[tuple[Tensor, Outcome]] = iter(())
-        self._usable = update.device.type == "cuda"
+        optimizer = update.commit.optimizer
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        self._usable = update.device.type == "cuda" and not hooks  # a replay would not run them
 
     def __call__(self, state: StepState, live: list[int]) -> Outcome:
         if not self._usable or torch.cuda.is_current_stream_capturing():
@@ -100,7 +102,8 @@ class Replay:
         own = (state.updates, state.skips, state.streak, state.scale, state.growth, state.halted, state.bad)
         beside = (*state.ema, *state.residue, *cycle.buffers, *commit.buffers.tensors())
         held = (*own, *rates, *self.update.params, *state_tensors(commit.optimizer), *beside)
-        return (cycle.weight is None, *live, *settings, *[t.data_ptr() for t in held])
+        loss = None if cycle.loss is None else cycle.loss.dtype
+        return (cycle.weight is None, loss, *live, *settings, *[t.data_ptr() for t in held])
 
 
 def _inputs(state: StepState) -> list[list[Tensor]]:

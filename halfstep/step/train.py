@@ -69,10 +69,7 @@ class TrainStep:
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
-        if self._averaged:
-            raise ValueError(
-                "step: inside averaged() the network holds averages, to evaluate; leave the block to train"
-            )
+        self._check_weights()
         with backend(self.precision, self.device, deterministic=self.options.deterministic):
             loss = self._accumulate(self.state, to_device(batch, self.device))
             self.state.steps += 1
@@ -82,6 +79,7 @@ class TrainStep:
 
     def flush(self) -> Record | None:
         """Ends the open cycle: a tail shorter than `accumulate` is an update of its own, weighted by what it holds."""
+        self._check_weights()
         if self.state.cycle.micro == 0:
             return None
         with backend(self.precision, self.device, deterministic=self.options.deterministic):
@@ -107,6 +105,7 @@ class TrainStep:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the network holds the moving average of its weights, to evaluate; afterwards its weights again."""
+        self._check_weights()
         if not self.state.ema:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
         self._averaged, kept = True, [p.data for p in self.params]
@@ -121,8 +120,9 @@ class TrainStep:
 
     def switch(self, precision: str | Precision) -> None:
         """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
+        self._check_weights()
         new = Precision.parse(precision)
-        if (new.params, new.rounding) != (self.precision.params, self.precision.rounding):
+        if _storage(new) != _storage(self.precision):
             raise ValueError(
                 f"switch: {new.name!r} stores parameters otherwise than {self.precision.name!r}; build a new TrainStep"
             )
@@ -142,11 +142,13 @@ class TrainStep:
         return inspect.fingerprints(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides the next step, as plain dicts, numbers and tensors."""
+        """What decides the next step, as plain dicts, numbers and tensors; torch's random state is the caller's."""
+        self._check_weights()
         return inspect.save_step(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continues exactly where `saved` was taken, inside a cycle too."""
+        """Continues exactly where `saved` was taken, inside a cycle too; restore torch's random state beside it."""
+        self._check_weights()
         inspect.load_step(self, saved)
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
@@ -208,6 +210,15 @@ class TrainStep:
             own, outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated, self._print()
         )
 
+    def forget(self) -> None:
+        """After a load: what was known of the state before it no longer holds."""
+        self._moved.clear()
+        self.watch = Watch(every_calls=16)
+
+    def _check_weights(self) -> None:
+        if self._averaged:
+            raise ValueError("step: inside averaged() the network holds averages, to evaluate; leave the block first")
+
     def _settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
         """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
         dense = not any(g is not None and g.is_sparse for g in grads)
@@ -238,3 +249,9 @@ class TrainStep:
         if halted:
             raise self._resume(halted)
         trouble.streak(self, skips)
+
+
+def _storage(precision: Precision) -> tuple[Any, ...]:
+    """How a precision stores parameters: what a switch must not change."""
+    whole = precision.cast == "whole"
+    return precision.params, precision.rounding, (precision.keep, precision.norms) if whole else None

@@ -18,11 +18,11 @@ from halfstep.step.state import Cycle, StepState
 
 
 class Ready(NamedTuple):
-    """Gradients as the optimizer takes them, 1.0 if one was non-finite, and the norms from before clipping."""
+    """Gradients as the optimizer takes them, 1.0 if one was non-finite, which were, and the norm before clipping."""
 
     given: list[Tensor | None]
     found: Tensor
-    each: Tensor
+    bad: Tensor
     norm: Tensor
 
 
@@ -63,8 +63,7 @@ class Update:
         if overflow:
             state.skips += 1
             state.streak += 1
-            most = torch.stack([v.abs().max() for v in gradients.dense([g for g in ready.given if g is not None])])
-            state.bad.copy_(self._blame(most, live))
+            state.bad.copy_(self._blame(ready.bad, live))
         elif not empty:
             state.updates += 1
             state.streak.zero_()
@@ -87,7 +86,7 @@ class Update:
         state.updates += updated
         state.skips += skipped
         state.streak.copy_(torch.where(hold, state.streak, (state.streak + 1) * overflow))
-        state.bad.copy_(torch.where(skipped, self._blame(ready.each, live), state.bad))
+        state.bad.copy_(torch.where(skipped, self._blame(ready.bad, live), state.bad))
         after = self.scale.next(ScaleState(state.scale, state.growth), ready.found)
         self._move(
             state,
@@ -110,8 +109,15 @@ class Update:
         if cycle.weight is not None:  # 0/0 is no gradient
             norm = torch.where(cycle.weight > 0, norm, 0)
         found = self._check(found, norm, values)
-        self._clip(values, norm)
-        return Ready(self._given(live, grads), found, each, norm)
+        bad = self._bad(found, each, values, looks)
+        self._clip(values, norm)  # check before clip: a NaN norm destroys every gradient
+        return Ready(self._given(live, grads), found, bad, norm)
+
+    def _bad(self, found: Tensor, each: Tensor, values: list[Tensor], looks: bool) -> Tensor:
+        """Which gradients are non-finite: by their norms, or exactly where the host has seen that some are."""
+        if looks and values and found.item() != 0:
+            return torch.stack([~torch.isfinite(v).all() for v in values])
+        return ~torch.isfinite(each)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
         """The gradients to work on: wide, unless low ones go to the optimizer as backward left them."""
@@ -182,9 +188,8 @@ class Update:
         empty = self._empty(cycle, norm)
         return empty is not None and self.host.read(empty) != 0
 
-    def _blame(self, each: Tensor, live: list[int]) -> Tensor:
+    def _blame(self, bad: Tensor, live: list[int]) -> Tensor:
         """Which parameters had a non-finite gradient, among all of them."""
-        bad = ~torch.isfinite(each)
         if len(live) == len(self.params):
             return bad
         key = tuple(live)

@@ -1,0 +1,131 @@
+"""Where two features meet: loads before the first update, wrappers that look like norms, counters kept in Python."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+X, Y = torch.ones(4, 3, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+BAD = torch.full_like(X, torch.inf)
+
+
+def build(make: Any = None, **options: Any) -> hs.TrainStep:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).to(DEVICE)
+    make = make or (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    return hs.TrainStep(net, nn.CrossEntropyLoss(), make(net.parameters()), **options)
+
+
+def test_a_skip_after_loading_a_state_from_before_the_first_update_poisons_nothing() -> None:
+    step = build(decide="device", nonfinite="skip")
+    fresh = step.state_dict()
+    step(X, Y)
+    step(X, Y)
+    step.load_state_dict(fresh)
+    assert step(BAD, Y).skipped
+    for _ in range(2):
+        assert step(X, Y).loss.isfinite()
+    assert all(p.isfinite().all() for p in step.params)
+
+
+def test_one_saved_state_serves_two_steps_that_then_go_their_own_ways() -> None:
+    first = build()
+    first(X, Y)
+    saved = first.state_dict()
+    one, two = build(), build()
+    one.load_state_dict(saved)
+    two.load_state_dict(saved)
+    before = [t.clone() for s in two.optimizer.state.values() for t in s.values()]
+    one(X, Y)
+    after = [t for s in two.optimizer.state.values() for t in s.values()]
+    assert before
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class PreNorm(nn.Module):
+    """The usual wrapper: its name ends in Norm, but it holds the layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fn = nn.LayerNorm(3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fn(self.norm(x))
+        return out
+
+
+def test_a_wrapper_named_like_a_norm_runs_its_layers_low() -> None:
+    net = nn.Sequential(PreNorm()).to(DEVICE)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2")
+    step(X, Y)
+    seen = step.report().modules
+    assert (seen["0.norm"].weight, seen["0.fn"].weight) == ("float32", "float16")
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["k"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["k"] += 1
+
+
+def test_an_optimizer_that_counts_in_python_is_decided_on_the_host() -> None:
+    step = build(Counting, nonfinite="skip")
+    assert step.kind == "host"
+    step(X, Y)
+    step(BAD, Y)
+    assert step.optimizer.param_groups[0]["k"] == int(step.state.updates) == 1
+
+
+@pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_norm": 1.0}])
+def test_the_blamed_parameter_is_found_before_clipping(clip: dict[str, float]) -> None:
+    step = build(**clip, decide="host")
+    step.params[3].register_hook(lambda g: g * torch.inf)
+    with pytest.raises(hs.NonFiniteError, match=r"gradient in 2\.bias\."):
+        step(X, Y)
+
+
+def test_a_loaded_rate_of_another_dtype_does_not_round_the_table() -> None:
+    step = build(lambda p: torch.optim.SGD(p, lr=0.1, fused=True), lr=[0.1, 0.2, 0.2])
+    step(X, Y)
+    step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.bfloat16, device=DEVICE)
+    expected = 0.2 if DEVICE == "cpu" else torch.tensor(0.2).item()  # float64 on the CPU, float32 on CUDA
+    assert step(X, Y).lr.item() == expected
+
+
+def test_evaluation_refuses_a_forward_that_returns_no_arguments() -> None:
+    net = nn.Linear(3, 2).to(DEVICE)
+    evaluate = hs.EvalStep(net, nn.MSELoss(), forward=lambda n, x: n(x))
+    with pytest.raises(TypeError, match="tuple of the loss's arguments"):
+        evaluate(X)
+
+
+def test_averages_are_not_saved_as_weights() -> None:
+    step = build(ema=0.9)
+    step(X, Y)
+    with step.averaged(), pytest.raises(ValueError, match="leave the block"):
+        step.state_dict()
+
+
+def test_a_halted_device_moves_nothing() -> None:
+    step = build(decide="device")
+    step(X, Y)
+    before = [p.detach().clone() for p in step.params]
+    step.state.halted.fill_(1)
+    step._replay(step.state, halted_cycle(step))
+    assert all(torch.equal(a, b) for a, b in zip(before, step.params, strict=True))
+
+
+def halted_cycle(step: hs.TrainStep) -> list[int]:
+    """A cycle with gradients in it, not yet ended."""
+    step._accumulate(step.state, (X, Y))
+    return list(range(len(step.params)))

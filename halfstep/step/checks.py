@@ -88,3 +88,9 @@ def decide(wish: str, kind: Kind, device: torch.device) -> str:
     if wish != "auto":
         return wish
     return "device" if kind != "host" and device.type != "cpu" else "host"
+
+
+def storage(precision: Precision) -> tuple[Any, ...]:
+    """How a precision stores parameters: what a switch must not change."""
+    whole = precision.cast == "whole"
+    return precision.params, precision.rounding, (precision.keep, precision.norms) if whole else None

@@ -1,6 +1,7 @@
 """An exponential moving average of the weights, moved by real updates only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,3 +16,16 @@ def move_(average: list[Tensor], params: Sequence[Tensor], decay: float) -> None
     """average ← decay · average + (1 − decay) · weights."""
     now = [p.detach().to(a.dtype) for a, p in zip(average, params, strict=True)]
     torch._foreach_lerp_(average, now, 1 - decay)
+
+
+@contextmanager
+def instead_of(params: Sequence[Tensor], average: list[Tensor]) -> Iterator[None]:
+    """Inside, the parameters hold copies of the averages; afterwards their own storage again, untouched."""
+    kept = [p.data for p in params]
+    for p, a in zip(params, average, strict=True):
+        p.data = a.to(p.dtype, copy=True)
+    try:
+        yield
+    finally:
+        for p, data in zip(params, kept, strict=True):
+            p.data = data

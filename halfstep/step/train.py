@@ -108,21 +108,18 @@ class TrainStep:
         self._check_weights()
         if not self.state.ema:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
-        self._averaged, kept = True, [p.data for p in self.params]
-        for p, average in zip(self.params, self.state.ema, strict=True):
-            p.data = average.to(p.dtype, copy=True)
+        self._averaged = True
         try:
-            yield
+            with ema.instead_of(self.params, self.state.ema):
+                yield
         finally:
             self._averaged = False
-            for p, data in zip(self.params, kept, strict=True):
-                p.data = data
 
     def switch(self, precision: str | Precision) -> None:
         """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
         self._check_weights()
         new = Precision.parse(precision)
-        if _storage(new) != _storage(self.precision):
+        if checks.storage(new) != checks.storage(self.precision):
             raise ValueError(
                 f"switch: {new.name!r} stores parameters otherwise than {self.precision.name!r}; build a new TrainStep"
             )
@@ -249,9 +246,3 @@ class TrainStep:
         if halted:
             raise self._resume(halted)
         trouble.streak(self, skips)
-
-
-def _storage(precision: Precision) -> tuple[Any, ...]:
-    """How a precision stores parameters: what a switch must not change."""
-    whole = precision.cast == "whole"
-    return precision.params, precision.rounding, (precision.keep, precision.norms) if whole else None

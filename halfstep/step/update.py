@@ -17,12 +17,13 @@ from halfstep.step.record import Outcome
 from halfstep.step.state import Cycle, StepState
 
 
-class Ready(NamedTuple):
-    """Gradients as the optimizer takes them, 1.0 if one was non-finite, which were, and the norm before clipping."""
+class Measured(NamedTuple):
+    """Gradients after unscaling and averaging, the values behind them, 1.0 if one is non-finite, and their norms."""
 
-    given: list[Tensor | None]
+    grads: list[Tensor]
+    values: list[Tensor]
     found: Tensor
-    bad: Tensor
+    each: Tensor
     norm: Tensor
 
 
@@ -54,50 +55,51 @@ class Update:
 
     def on_host(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction, decided by the host: one read of the flag, one of N where it may be 0."""
-        ready = self._ready(state, live, looks=self.device.type == "cpu")
+        m = self._measure(state, live, looks=self.device.type == "cpu")
         used = state.scale.clone() if self.scaled else state.scale
         self.tries += 1
-        empty = not live or self._no_terms(state.cycle, ready.norm)
-        overflow = not empty and self.host.read(ready.found) != 0
-        self.commit.on_host(state, ready.given, skip=empty or overflow)
+        empty = not live or self._no_terms(state.cycle, m.norm)
+        overflow = not empty and self.host.read(m.found) != 0
+        skip = empty or overflow
+        self.commit.on_host(state, [] if skip else self._finish(m, live), skip=skip)
         if overflow:
             state.skips += 1
             state.streak += 1
-            state.bad.copy_(self._blame(ready.bad, live))
+            state.bad.copy_(self._blame(torch.stack([~torch.isfinite(v).all() for v in m.values]), live))
         elif not empty:
             state.updates += 1
             state.streak.zero_()
         if not empty:
-            self._move(state, self.scale.next(ScaleState(state.scale, state.growth), ready.found))
+            self._move(state, self.scale.next(ScaleState(state.scale, state.growth), m.found))
         loss = self._loss(state.cycle, self.yes if empty else None)
         skipped, updated = self.yes if overflow else self.no, self.no if empty or overflow else self.yes
-        return Outcome(self.commit.rates.show(), loss, ready.norm, used, skipped, updated)
+        return Outcome(self.commit.rates.show(), loss, m.norm, used, skipped, updated)
 
     def on_device(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction without a host decision: every branch is a select, so that it can be captured."""
-        ready, used = self._ready(state, live, looks=False), state.scale.clone()
+        m, used = self._measure(state, live, looks=False), state.scale.clone()
         self.tries += 1
-        overflow = ready.found > 0
-        empty, hold = self._empty(state.cycle, ready.norm), state.halted > 0
+        overflow = m.found > 0
+        empty, hold = self._empty(state.cycle, m.norm), state.halted > 0
         hold = hold if empty is None else hold | empty  # stopped, or no terms: nothing moves
         skip = overflow | hold
-        self.commit.on_device(state, ready.given, skip)
+        self.commit.on_device(state, self._finish(m, live), skip)
         skipped, updated = overflow & ~hold, ~skip
         state.updates += updated
         state.skips += skipped
         state.streak.copy_(torch.where(hold, state.streak, (state.streak + 1) * overflow))
-        state.bad.copy_(torch.where(skipped, self._blame(ready.bad, live), state.bad))
-        after = self.scale.next(ScaleState(state.scale, state.growth), ready.found)
+        state.bad.copy_(torch.where(skipped, self._blame(~torch.isfinite(m.each), live), state.bad))
+        after = self.scale.next(ScaleState(state.scale, state.growth), m.found)
         self._move(
             state,
             ScaleState(*(torch.where(hold, a, b) for a, b in zip((state.scale, state.growth), after, strict=True))),
         )
         if self.options.nonfinite == "raise":
             state.halted.copy_(torch.where(skipped, self.tries, state.halted))
-        return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), ready.norm, used, skipped, updated)
+        return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), m.norm, used, skipped, updated)
 
-    def _ready(self, state: StepState, live: list[int], *, looks: bool) -> Ready:
-        """Unscale, average, check, measure, clip: in that order, always."""
+    def _measure(self, state: StepState, live: list[int], *, looks: bool) -> Measured:
+        """Unscale, average, check, measure: in that order, and before clipping, always."""
         cycle = state.cycle
         grads = self._widened(cycle, live)
         values = gradients.dense(grads)
@@ -108,16 +110,12 @@ class Update:
         norm = gradients.total(each)
         if cycle.weight is not None:  # 0/0 is no gradient
             norm = torch.where(cycle.weight > 0, norm, 0)
-        found = self._check(found, norm, values)
-        bad = self._bad(found, each, values, looks)
-        self._clip(values, norm)  # check before clip: a NaN norm destroys every gradient
-        return Ready(self._given(live, grads), found, bad, norm)
+        return Measured(grads, values, self._check(found, norm, values), each, norm)
 
-    def _bad(self, found: Tensor, each: Tensor, values: list[Tensor], looks: bool) -> Tensor:
-        """Which gradients are non-finite: by their norms, or exactly where the host has seen that some are."""
-        if looks and values and found.item() != 0:
-            return torch.stack([~torch.isfinite(v).all() for v in values])
-        return ~torch.isfinite(each)
+    def _finish(self, m: Measured, live: list[int]) -> list[Tensor | None]:
+        """Clip, and hand over."""
+        self._clip(m.values, m.norm)  # after the check: a NaN norm destroys every gradient
+        return self._given(live, m.grads)
 
     def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
         """The gradients to work on: wide, unless low ones go to the optimizer as backward left them."""

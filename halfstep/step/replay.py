@@ -39,13 +39,13 @@ class Replay:
         self.update, self.captures = update, 0
         self._graphs: dict[Any, Captured] = {}
         self._seen: tuple[Any, int] = (None, 0)
-        self._rows: Iterator[tuple[Tensor, Outcome]] = iter(())
-        optimizer = update.commit.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        self._usable = update.device.type == "cuda" and not hooks  # a replay would not run them
+        self._rows: dict[Any, Iterator[tuple[Tensor, Outcome]]] = {}  # by the dtypes that a row holds
+        self._usable = update.device.type == "cuda"
 
     def __call__(self, state: StepState, live: list[int]) -> Outcome:
-        if not self._usable or torch.cuda.is_current_stream_capturing():
+        optimizer = self.update.commit.optimizer
+        hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # a replay runs no hook
+        if not self._usable or hooked or torch.cuda.is_current_stream_capturing():
             return self.update.on_device(state, live)
         key = self._key(state, live)
         captured = self._graphs.get(key)
@@ -86,10 +86,11 @@ class Replay:
         for static, now in zip(captured.inputs, _inputs(state), strict=True):
             torch._foreach_copy_(static, now)
         captured.graph.replay()
-        row = next(self._rows, None)
+        layout = tuple(t.dtype for t in captured.like)
+        row = next(self._rows.get(layout, iter(())), None)
         if row is None:
-            self._rows = _rows(captured.like)
-            row = next(self._rows)
+            self._rows[layout] = _rows(captured.like)
+            row = next(self._rows[layout])
         row[0].copy_(captured.packed)  # the graph will overwrite its own
         return row[1]
 

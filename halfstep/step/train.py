@@ -87,8 +87,9 @@ class TrainStep:
 
     def check(self) -> None:
         """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
-        if self.host.read(self.state.halted):
-            raise self._resume(int(self.host.read(self.state.halted)))
+        halted = int(self.host.read(self.state.halted))
+        if halted:
+            raise self._resume(halted)
         trouble.streak(self, int(self.host.read(self.state.streak)))
 
     def evaluator(self) -> EvalStep:

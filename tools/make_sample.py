@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.data.idx import read_split
+from halfstep.data.read.idx import read_split
 
 ROOT = Path(__file__).resolve().parent.parent
 

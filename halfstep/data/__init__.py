@@ -1,14 +1,20 @@
-"""Data sets: readers and the sample that ships with the package."""
+"""Data that is exact, seekable and as fast as the device: readers, an order without a table, pipelines, transforms."""
 
-from pathlib import Path
+from halfstep.data.flow.dataset import Dataset
+from halfstep.data.flow.loader import Loader
+from halfstep.data.get.find import find
+from halfstep.data.hashing import below, unit
+from halfstep.data.named import load, sample
+from halfstep.data.order import Order
+from halfstep.data.read.cifar import read_cifar
+from halfstep.data.read.folder import ImageFolder
+from halfstep.data.read.idx import read_idx, read_split
+from halfstep.data.sheet import sheet
+from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
+from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 
-from torch import Tensor
-
-from halfstep.data.idx import read_idx, read_split
-
-__all__ = ["read_idx", "read_split", "sample"]
-
-
-def sample(train: bool = True) -> tuple[Tensor, Tensor]:
-    """The shipped part of Fashion-MNIST, classes in equal numbers: uint8 images [N, 28, 28], int64 labels [N]."""
-    return read_split(Path(__file__).with_name("sample"), train=train)
+__all__ = [
+    "Cast", "Cutout", "Dataset", "Flatten", "Flip", "ImageFolder", "Loader", "Normalize", "OneHot", "Order", "PadCrop",
+    "Rescale", "Resize", "ToCHW", "below", "find", "load", "read_cifar", "read_idx", "read_split", "sample", "sheet",
+    "unit",
+]  # fmt: skip

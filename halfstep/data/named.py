@@ -1,0 +1,41 @@
+"""Known data sets by name, as pipelines ready to be mapped, shuffled and batched."""
+
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from halfstep.data.flow.dataset import Dataset
+from halfstep.data.get.catalog import Entry, known
+from halfstep.data.get.find import find
+from halfstep.data.get.look import SAMPLE
+from halfstep.data.read.cifar import read_cifar
+from halfstep.data.read.idx import read_split
+
+
+def load(
+    name: str, split: Literal["train", "test"] = "train", *, path: str | Path | None = None, download: bool = False,
+    seed: int = 0,
+) -> Dataset:  # fmt: skip
+    """The named set with columns image (uint8, HWC) and label (int64), and its class names.
+
+    Looked for in `path` (a folder, an archive or a URL) when given, else in HALFSTEP_DATA, the user's cache, Debian's
+    packages; downloaded only when asked. Fashion-MNIST alone falls back to the shipped sample, with a notice.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"expected split 'train' or 'test', got {split!r}")
+    entry = known(name)
+    images, labels = _read(entry, find(name, path, download=download).folder, train=split == "train")
+    return Dataset({"image": images, "label": labels}, seed=seed, classes=entry.classes)
+
+
+def _read(entry: Entry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+    if entry.kind == "cifar":
+        return read_cifar(folder, train=train, classes=100 if entry.num_classes == 100 else 10)
+    images, labels = read_split(folder, train=train)
+    return images.unsqueeze(-1), labels
+
+
+def sample(train: bool = True) -> tuple[Tensor, Tensor]:
+    """The shipped part of Fashion-MNIST, classes in equal numbers: uint8 images [N, 28, 28], int64 labels [N]."""
+    return read_split(SAMPLE, train=train)

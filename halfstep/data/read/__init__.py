@@ -1,0 +1,1 @@
+"""Readers of files: strict about every byte, bounded in memory, never unpickling."""

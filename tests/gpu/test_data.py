@@ -1,0 +1,132 @@
+"""The data path on CUDA: host and device agree bit for bit, nothing waits, nothing is copied after the start."""
+
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from halfstep.data import Dataset, Flip, Normalize, Order, PadCrop, Rescale, Resize, ToCHW
+from halfstep.errors import Notice
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda:0")
+
+
+@pytest.fixture
+def no_sync() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 255, 256, 1000, 60_000, 10**9, 2**61 + 12345])
+def test_the_order_is_the_same_on_host_and_device(size: int) -> None:
+    count = min(size, 50_000)
+    for epoch in (0, 5):
+        for start in {0, (size - count) // 2, size - count}:
+            host, there = (Order(size, seed=3).indices(epoch, start, count, device) for device in ("cpu", CUDA))
+            assert torch.equal(host, there.cpu())
+            assert torch.equal(Order(size, seed=3).position_of(epoch, there).cpu(), torch.arange(start, start + count))
+
+
+def test_the_order_runs_without_a_sync_and_inside_a_graph(no_sync: None) -> None:
+    order, places = Order(60_000, seed=1), torch.arange(64_000, device=CUDA) % 60_000
+    epochs = torch.zeros(1, dtype=torch.int64, device=CUDA)
+    order.at(epochs, places)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        order.at(epochs, places)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("default")  # capture itself waits for the device
+    with torch.cuda.graph(graph):
+        found = order.at(epochs, places)
+    torch.cuda.set_sync_debug_mode("error")
+    for epoch in (0, 4):
+        epochs.fill_(epoch)
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found.cpu(), order.at(epoch, places.cpu()))
+        torch.cuda.set_sync_debug_mode("error")
+
+
+def data(size: int = 500) -> Dataset:
+    images = torch.randint(0, 256, (size, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    chain = [PadCrop(32, 4), Flip(), ToCHW(), Rescale(1 / 255, 0.0), Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.3))]
+    return Dataset({"image": images, "label": torch.arange(size)}, seed=4).map(chain, "image").shuffle().batch(64)
+
+
+def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
+    host, resident = data(), data().to_device(CUDA)
+    list(resident)  # constants go to the device with the first batch
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            batches = list(resident)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    copies = [event.name for event in prof.events() if "Memcpy HtoD" in event.name or "Memcpy DtoH" in event.name]
+    assert copies == []
+    list(host)
+    for (x, y), (u, v) in zip(host, batches, strict=True):
+        assert u.is_cuda
+        assert torch.equal(y, v.cpu())
+        assert torch.equal(x, u.cpu())
+
+
+def test_streamed_batches_equal_the_hosts_and_arrive_in_order() -> None:
+    with pytest.warns(Notice, match="not resident"):
+        streamed = data(3000).to_device(CUDA, budget=0)
+    work = torch.randn(2000, 2000, device=CUDA)
+    for (x, y), (u, v) in zip(data(3000), streamed, strict=True):
+        assert u.is_cuda
+        work = work @ work / work.norm()  # the device is busy while the next batch comes in
+        assert torch.equal(y, v.cpu())
+        assert torch.equal(x, u.cpu())
+
+
+def test_a_stream_left_early_ends_its_thread_and_an_error_reaches_the_user() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Notice)
+        streamed = data(3000).to_device(CUDA, budget=0)
+        stream = iter(streamed)
+        next(stream)
+        del stream
+        streamed.seek(0)
+        broken = Dataset({"image": torch.zeros(9, 5, 5, 3)}).batch(3).workers(1).map(lambda x: 1 / 0, "image")
+        with pytest.raises(ZeroDivisionError):
+            list(broken.to_device(CUDA, budget=0))
+    assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
+
+
+def test_memory_stays_flat_over_many_streamed_batches() -> None:
+    with pytest.warns(Notice, match="not resident"):
+        streamed = data(2000).to_device(CUDA, budget=0)
+    list(streamed)
+    before = torch.cuda.memory_reserved()
+    for _ in range(5):
+        for _batch in streamed:
+            pass
+    assert torch.cuda.memory_reserved() <= before + (32 << 20)
+
+
+def test_the_whole_chain_with_resize_stays_within_its_tolerance() -> None:
+    chain = [PadCrop(32, 4), Flip(), Resize(224), ToCHW(), Rescale(1 / 255, 0.0)]
+    images = torch.randint(0, 256, (64, 32, 32, 3), dtype=torch.uint8)
+    host = Dataset({"image": images}).map(chain, "image").batch(64)
+    (x,), (u,) = next(iter(host)), next(iter(host.to_device(CUDA)))
+    # uint8 in, uint8 out of the resize: a value next to a tie may round to the other neighbour
+    assert (x - u.cpu()).abs().max() <= 1 / 255 + 1e-6
+    assert ((x - u.cpu()).abs() > 1e-6).double().mean() < 1e-3
+
+
+def test_the_default_budget_is_half_of_the_free_memory() -> None:
+    free = torch.cuda.mem_get_info(CUDA)[0]
+    placed = data().to_device(CUDA)
+    assert placed.placement.kind == "resident"
+    assert "GiB" in placed.placement.reason
+    assert free > 0

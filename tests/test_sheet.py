@@ -1,0 +1,72 @@
+"""The contact sheet, read back as pixels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from halfstep.data import Dataset, Flip, Normalize, Rescale, ToCHW, sample, sheet
+
+
+def coloured(size: int = 12) -> Dataset:
+    """Sample i is a picture whose left half is (20 i, 0, 0) and whose right half is black."""
+    images = torch.zeros(size, 8, 8, 3, dtype=torch.uint8)
+    images[:, :, :4, 0] = (torch.arange(size) * 20).to(torch.uint8).view(-1, 1, 1)
+    return Dataset({"image": images, "label": torch.arange(size) % 3}, classes=["ape", "bear", "cat"])
+
+
+def red(page: Image.Image, column: int, row: int) -> tuple[int, int]:
+    """Red in the middle of the left and of the right half of a tile."""
+    left, top = 64 + column * 120 + 28, 26 + row * 120 + 56
+    return page.getpixel((left, top))[0], page.getpixel((left + 56, top))[0]  # type: ignore[index]
+
+
+def test_the_sheet_shows_the_samples_of_the_first_epoch_raw_and_as_delivered(tmp_path: Path) -> None:
+    data = coloured().map(Flip(p=1.0), "image").shuffle(seed=1).batch(4)
+    order = torch.cat([y for _, y in Dataset({"x": torch.zeros(12), "i": torch.arange(12)}).shuffle(seed=1).batch(4)])
+    path = tmp_path / "sheet.png"
+    sheet(data, path, samples=6, epochs=2)
+    page = Image.open(path)
+    assert page.format == "PNG"
+    assert page.size == (64 + 6 * 120, 26 + 3 * 120)
+    for column in range(6):
+        value = int(order[column]) * 20
+        assert red(page, column, 0) == (value, 0)
+        assert red(page, column, 1) == red(page, column, 2) == (0, value)  # p=1: flipped in every epoch
+
+
+def test_labels_are_written_by_their_names() -> None:
+    """The text of two sheets differs where only a class name differs."""
+    one, other = coloured(), coloured()
+    other.classes = ("ape", "bear", "dog")
+    a, b = sheet(one, samples=3, epochs=0), sheet(other, samples=3, epochs=0)
+    columns = [a.crop((64 + c * 120, 0, 64 + c * 120 + 112, 20)).tobytes() for c in range(3)]
+    others = [b.crop((64 + c * 120, 0, 64 + c * 120 + 112, 20)).tobytes() for c in range(3)]
+    assert [x == y for x, y in zip(columns, others, strict=True)] == [True, True, False]
+
+
+def test_floats_in_chw_are_stretched_to_what_the_eye_sees() -> None:
+    data = coloured(3).map([ToCHW(), Rescale(1 / 255, 0.0), Normalize((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))], "image")
+    page = sheet(data, samples=3, epochs=1)
+    assert red(page, 2, 1) == (255, 0)
+
+
+def test_the_shipped_sample_is_gray() -> None:
+    images, labels = sample(train=False)
+    page = sheet(Dataset((images, labels)), samples=4, epochs=0)
+    tile = page.crop((64, 26, 64 + 112, 26 + 112)).getchannel(0).resize((28, 28), Image.Resampling.NEAREST)
+    assert torch.equal(torch.frombuffer(bytearray(tile.tobytes()), dtype=torch.uint8).view(28, 28), images[0])
+
+
+def test_fewer_samples_than_asked_for_make_a_smaller_sheet() -> None:
+    assert sheet(coloured(3), samples=8, epochs=1).size == (64 + 3 * 120, 26 + 2 * 120)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ValueError, match="expected at least 1 sample and 0 epochs, got 0 and 1"):
+        sheet(coloured(), samples=0, epochs=1)
+    with pytest.raises(ValueError, match=r"expected a column of images .* got \['x', 'y'\]\. Name it"):
+        sheet(Dataset((torch.zeros(4), torch.zeros(4))))
+    with pytest.raises(ValueError, match=r"expected images \[H, W\], \[H, W, C\] or \[C, H, W\], got \[5, 6, 7\]"):
+        sheet(Dataset({"x": torch.zeros(4, 5, 6, 7)}))

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from halfstep.losses import CrossEntropy
+
 Number: TypeAlias = int | float | Tensor
 Counter: TypeAlias = Callable[..., Number]
 
@@ -53,7 +55,7 @@ _MODULES: dict[type[nn.Module], Counter] = {
     nn.PoissonNLLLoss: _elements, nn.GaussianNLLLoss: _elements, nn.SoftMarginLoss: _elements,
     nn.HingeEmbeddingLoss: _elements, nn.KLDivLoss: _kl, nn.MarginRankingLoss: _ranked, nn.MultiMarginLoss: _rows,
     nn.MultiLabelMarginLoss: _rows, nn.MultiLabelSoftMarginLoss: _rows, nn.CosineEmbeddingLoss: _rows,
-    nn.TripletMarginLoss: _rows, nn.CTCLoss: _sequences,
+    nn.TripletMarginLoss: _rows, nn.CTCLoss: _sequences, CrossEntropy: _classes,
 }  # fmt: skip
 _FUNCTIONS: dict[Callable[..., Any], Counter] = {
     F.cross_entropy: _classes, F.nll_loss: _classes, F.mse_loss: _elements, F.l1_loss: _elements,

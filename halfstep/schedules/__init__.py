@@ -1,0 +1,22 @@
+"""Learning rates by update number: formulas, tables, functions and torch's own schedulers, one value for all."""
+
+from halfstep.schedules.formulas import (
+    constant,
+    cosine,
+    function,
+    linear,
+    one_cycle,
+    per_epoch,
+    poly,
+    sequence,
+    steps,
+    warmup_cosine,
+)
+from halfstep.schedules.resolve import resolve
+from halfstep.schedules.rolled import from_torch
+from halfstep.schedules.schedule import Schedule, tables
+
+__all__ = [
+    "Schedule", "constant", "cosine", "from_torch", "function", "linear", "one_cycle", "per_epoch", "poly", "resolve",
+    "sequence", "steps", "tables", "warmup_cosine",
+]  # fmt: skip

@@ -161,10 +161,14 @@ HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
     "tar-sparse": (sparse, "sparse"),
     "zip-symlink": (lambda: zipped((zip_info("a", stat.S_IFLNK | 0o777), b"/etc")), "but a link"),
     "zip-fifo": (lambda: zipped((zip_info("a", stat.S_IFIFO), b"")), "device or pipe"),
-    # sizes
-    "tar-negative-size": (lambda: header(b"a", b"\xff" * 11 + b"\0") + bytes(1024), "'a' has a negative size"),
-    "tar-negative-unknown": (lambda: header(b"a", OCTAL) + bytes(512) + header(b"b", BACK, b"Z"), "'b' has a negative"),
-    "tar-negative-header": (lambda: header(b"a", BACK, b"x") + bytes(1024), "found one of -1024"),
+    # sizes; Python 3.12's tarfile refuses the first three in words of its own
+    "tar-negative-size": (
+        lambda: header(b"a", b"\xff" * 11 + b"\0") + bytes(1024), "'a' has a negative size|invalid offset",
+    ),
+    "tar-negative-unknown": (
+        lambda: header(b"a", OCTAL) + bytes(512) + header(b"b", BACK, b"Z"), "'b' has a negative|cut off at byte 1536",
+    ),
+    "tar-negative-header": (lambda: header(b"a", BACK, b"x") + bytes(1024), "found one of -1024|invalid offset"),
     "tar-beyond-its-end": (lambda: header(b"a", b"00000010000\0") + bytes(512), "ends after 512 of 4096 bytes"),
     "tar-huge-size": (lambda: header(b"a", b"\x80" + b"\xff" * 11) + bytes(1024), "more than limit_bytes=8388608"),
     "tar-huge-header": (

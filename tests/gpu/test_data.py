@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
 
 
-@pytest.fixture
+@contextmanager
 def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 255, 256, 1000, 60_000, 10**9, 2**61 + 12345])
@@ -33,24 +36,22 @@ def test_the_order_is_the_same_on_host_and_device(size: int) -> None:
             assert torch.equal(Order(size, seed=3).position_of(epoch, there).cpu(), torch.arange(start, start + count))
 
 
-def test_the_order_runs_without_a_sync_and_inside_a_graph(no_sync: None) -> None:
+def test_the_order_runs_without_a_sync_and_inside_a_graph() -> None:
     order, places = Order(60_000, seed=1), torch.arange(64_000, device=CUDA) % 60_000
     epochs = torch.zeros(1, dtype=torch.int64, device=CUDA)
-    order.at(epochs, places)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+    with no_sync(), torch.cuda.stream(stream):
         order.at(epochs, places)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("default")  # capture itself waits for the device
     with torch.cuda.graph(graph):
         found = order.at(epochs, places)
-    torch.cuda.set_sync_debug_mode("error")
     for epoch in (0, 4):
-        epochs.fill_(epoch)
-        graph.replay()
-        torch.cuda.set_sync_debug_mode("default")
+        with no_sync():
+            epochs.fill_(epoch)
+            graph.replay()
         assert torch.equal(found.cpu(), order.at(epoch, places.cpu()))
-        torch.cuda.set_sync_debug_mode("error")
 
 
 def data(size: int = 500) -> Dataset:
@@ -62,13 +63,10 @@ def data(size: int = 500) -> Dataset:
 def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
     host, resident = data(), data().to_device(CUDA)
     list(resident)  # constants go to the device with the first batch
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as prof:
+        with no_sync():
             batches = list(resident)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
     copies = [event.name for event in prof.events() if "Memcpy HtoD" in event.name or "Memcpy DtoH" in event.name]
     assert copies == []
     list(host)

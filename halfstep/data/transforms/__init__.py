@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import hashing
+from halfstep.data.transforms.affine import affine, runs
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale, constant
 
@@ -53,8 +54,12 @@ def apply(transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: 
         if given.dtype != torch.int64 or given.shape != batch.shape[:1] or given.device != batch.device:
             came = f"{given.dtype} {list(given.shape)} on {given.device}"
             raise ValueError(f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}")
-    for transform, words in zip(transforms, _words(transforms, seed, epochs, samples), strict=True):
-        batch = transform(batch, words)
+    words = _words(transforms, seed, epochs, samples)
+    for places in runs(transforms):
+        if len(places) > 1:
+            batch = affine([transforms[place] for place in places], batch)  # type: ignore[misc]
+        else:
+            batch = transforms[places[0]](batch, words[places[0]])
     return batch
 
 

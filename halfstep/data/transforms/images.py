@@ -103,7 +103,7 @@ class Cutout:
 class Resize:
     """Bilinear, corners not aligned, in float32 (float64 stays); `antialias` widens the filter where the image shrinks.
 
-    uint8 is rounded to nearest, ties to even. OpenCV (MindSpore's default) and Pillow (with antialias) use fixed-point
+    uint8 is rounded to nearest, ties up. OpenCV (MindSpore's default) and Pillow (with antialias) use fixed-point
     weights: one level off on up to a quarter of the pixels of noise. CPU, CUDA and compiled code differ in the last
     bits of a float, and so by a level next to a tie.
     """
@@ -124,10 +124,12 @@ class Resize:
         if not (batch.is_floating_point() or batch.dtype == torch.uint8):
             raise TypeError(f"Resize: expected a uint8 or floating batch, got {batch.dtype}. Put a Cast before it.")
         images = _to_chw(batch, at).to(torch.promote_types(batch.dtype, torch.float32))
+        if batch.dtype == torch.uint8:
+            images = (
+                images + 0.5
+            )  # the weights add up to 1: the cast back, which cuts, then rounds without another pass
         target = self._target(batch.shape[at.row], batch.shape[at.column])
         out = F.interpolate(images, target, mode="bilinear", align_corners=False, antialias=self.antialias)
-        if batch.dtype == torch.uint8:
-            out = out.round().clamp(0, 255)  # weights may add up to 1 + 2^-23
         out = out.to(batch.dtype)
         return out.squeeze(1) if at.channel is None else out.movedim(1, at.channel)
 

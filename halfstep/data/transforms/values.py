@@ -41,6 +41,7 @@ class Rescale:
     scale: float
     shift: float = 0.0
     draws: ClassVar[int] = 0
+    channels: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and math.isfinite(self.shift)):
@@ -48,6 +49,13 @@ class Rescale:
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         return _floating(batch) * self.scale + self.shift
+
+    def trailing(self, batch: Tensor) -> list[int]:
+        return []
+
+    def terms(self, channels: int) -> list[tuple[float, float]]:
+        """(a, b) of x · a + b, for each channel."""
+        return [(self.scale, self.shift)] * channels
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,23 @@ class Normalize:
         check_layout("Normalize", self.layout)
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
-        x, trailing = _floating(batch), self._trailing(batch)
+        x, trailing = _floating(batch), self.trailing(batch)
         # tensors, one value or many: CUDA divides by a plain number as it multiplies by the reciprocal, other bits
         mean, std = (constant(_vector("", v), x.dtype, x.device).view(-1, *trailing) for v in (self.mean, self.std))
         return (x - mean) / std
 
-    def _trailing(self, batch: Tensor) -> list[int]:
+    @property
+    def channels(self) -> int:
+        return max(len(_vector("", self.mean)), len(_vector("", self.std)))
+
+    def terms(self, channels: int) -> list[tuple[float, float]]:
+        """(a, b) of x · a + b, for each channel."""
+        mean, std = (_vector("", v) * (1 if len(_vector("", v)) > 1 else channels) for v in (self.mean, self.std))
+        return [(1 / s, -m / s) for m, s in zip(mean, std, strict=True)]
+
+    def trailing(self, batch: Tensor) -> list[int]:
         """Ones for the dimensions after the channel."""
-        count = max(len(_vector("", self.mean)), len(_vector("", self.std)))
+        count = self.channels
         if count == 1 and self.layout is None:
             return []
         channel = axes("Normalize", batch, self.layout).channel

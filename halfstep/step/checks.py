@@ -94,3 +94,11 @@ def storage(precision: Precision) -> tuple[Any, ...]:
     """How a precision stores parameters: what a switch must not change."""
     whole = precision.cast == "whole"
     return precision.params, precision.rounding, (precision.keep, precision.norms) if whole else None
+
+
+def switch(old: Precision, new: Precision, micro: int) -> None:
+    """Refuses a change of precision in mid-run that could not go on from the same weights and gradients."""
+    if storage(new) != storage(old):
+        raise ValueError(f"switch: {new.name!r} stores parameters otherwise than {old.name!r}; build a new TrainStep")
+    if micro:
+        raise ValueError("switch: an update cycle is open and its gradients carry the old scale; call flush() first")

@@ -62,6 +62,21 @@ class EvalStep:
             for module, training in modes:
                 module.training = training
 
+    @torch.no_grad()
+    def predict(self, *inputs: Any) -> Any:
+        """The network's outputs in eval mode, in float32 or wider; no loss and no target."""
+        inputs, applied = to_device(inputs, self.device), self._applied()
+        modes = [(m, m.training) for m in self.net.modules()]
+        self.net.eval()
+        try:
+            with backend(applied.precision, self.device, deterministic=False), applied:
+                named = len(inputs) == 1 and isinstance(inputs[0], dict)
+                out = self.net(**inputs[0]) if named else self.net(*inputs)
+            return wide(applied.unrounded(out), applied.precision.output)
+        finally:
+            for module, training in modes:
+                module.training = training
+
     def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
         o, least = self.objective, applied.precision.output
         with applied:

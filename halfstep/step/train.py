@@ -120,16 +120,17 @@ class TrainStep:
         """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
         self._check_weights()
         new = Precision.parse(precision)
-        if checks.storage(new) != checks.storage(self.precision):
-            raise ValueError(
-                f"switch: {new.name!r} stores parameters otherwise than {self.precision.name!r}; build a new TrainStep"
-            )
-        if self.state.cycle.micro:
-            raise ValueError(
-                "switch: an update cycle is open and its gradients carry the old scale; call flush() first"
-            )
+        checks.switch(self.precision, new, self.state.cycle.micro)
         self._apply(new)
         self.state.scale, self.state.growth = new.loss_scale.start(self.device)
+
+    def set_rates(self, table: Tensor) -> None:
+        """Another table of learning rates, where the step was built with one or with none; positions stay."""
+        self.kind = optim.classify(self.optimizer, tensor_lr=True)
+        self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
+        self.options = replace(self.options, lr=table)
+        self.rates = Rates(self.optimizer, table, self.device, self.host, tensors=self.kind != "host")
+        self._apply(self.precision)
 
     def report(self) -> inspect.Report:
         """The dtypes really used, module by module, and every choice made for the user; print it."""

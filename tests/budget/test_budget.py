@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.engine import Callback
+from halfstep.model import Model
 
 ROOT = Path(hs.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -50,6 +52,17 @@ def test_few_frames_lie_between_the_users_call_and_forward(precision: str, devic
     assert bare == 2
     assert max(later) <= FRAMES[precision]
     assert max(net.between) <= FRAMES[precision] + 1
+
+
+@pytest.mark.parametrize("precision", FRAMES)
+def test_few_frames_lie_between_fit_and_forward(precision: str, device: torch.device) -> None:
+    """At most 10, callbacks or not: they are called beside the step, not around it."""
+    net = Deep().to(device)
+    model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision)
+    data = hs.data.Dataset((torch.randn(8, 4), torch.zeros(8, 3))).batch(2)
+    model.fit(1, data, callbacks=[Callback()])
+    _, *later = net.between
+    assert max(later) <= 10
 
 
 IMPORT = """
@@ -136,6 +149,12 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     "schedules": {"errors"},
     "nets": {"errors"},
     "step": {"errors", "watch", "precision", "grads", "losses"},
+    "checkpoint": {"errors"},
+    "engine": {"errors", "data", "metrics", "step"},
+    "callbacks": {"errors", "engine", "checkpoint", "schedules", "step"},
+    "replay": {"checkpoint", "engine", "model"},
+    "cli": {"replay"},
+    "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
 }
 
 

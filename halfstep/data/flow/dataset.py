@@ -121,6 +121,10 @@ class Dataset:
         """Read every sample into memory once, so that it can be gathered or kept on a device; stages and maps stay."""
         return self._with(self.plan.with_source(loaded(self.plan.source)))
 
+    def fresh(self) -> "Dataset":
+        """The same pipeline with a position of its own, at the start."""
+        return self._with(self.plan)
+
     # iteration
 
     @property
@@ -132,6 +136,11 @@ class Dataset:
     def size(self) -> int:
         """Items in one pass, repeats included: batches, or samples where nothing is batched."""
         return self.plan.size
+
+    @property
+    def pass_size(self) -> int:
+        """Items in the pass that stands next or under way: fewer than `size` in one that other shards began."""
+        return self._position().plan.size
 
     def __len__(self) -> int:
         return self.size

@@ -1,0 +1,9 @@
+"""The loop around a step: feeds, visits, rows, events."""
+
+from halfstep.engine.callback import Callback
+from halfstep.engine.feed import Feed
+from halfstep.engine.loop import Loop, Timing
+from halfstep.engine.rows import Row
+from halfstep.engine.run import Run
+
+__all__ = ["Callback", "Feed", "Loop", "Row", "Run", "Timing"]

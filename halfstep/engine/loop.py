@@ -1,0 +1,222 @@
+"""The loop: steps up to the next visit, their rows to the callbacks, evaluation, visit. It reads top to bottom."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from halfstep.engine.callback import Callback
+from halfstep.engine.feed import Args, Feed
+from halfstep.engine.rows import Place, read, samples_of
+from halfstep.engine.run import Run
+from halfstep.engine.signals import Signals
+from halfstep.step import Record
+
+_LOOK_S, _LOOK_STEPS = 0.25, 50  # how often the host looks in when nobody says: signals are heard, bars move
+_EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When things happen. `valid_epochs` says whether an epoch ends with an evaluation; steps 0: never by steps."""
+
+    epochs: int
+    epoch_steps: int | None
+    sink: int | None
+    valid_epochs: Callable[[int], bool]
+    valid_steps: int = 0
+
+
+class Loop:
+    """Runs `step` over `feed`; `evaluate` returns scores, or None when a signal cut it short."""
+
+    def __init__(
+        self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
+        evaluate: Callable[[Callable[[], bool]], dict[str, float] | None] | None,
+    ) -> None:  # fmt: skip
+        self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
+        self.callbacks = sorted(callbacks, key=lambda c: c.last)
+        self.calls = {event: _overriding(self.callbacks, event) for event in _EVENTS}
+        self.stops = _overriding(self.callbacks, "next_stop")
+        self.exact = any(c.exact for c in self.callbacks)
+        self.signals = Signals()
+        self.pending = False  # rows of this position are out, its evaluation and visit are not
+        self._batches: Iterator[Args] | None = None
+        self._places: list[Place] = []
+        self._records: list[Record] = []
+        self._started = 0.0
+        self._losses: list[float] = [0.0, 0.0]  # weighted sum and weight since the last entry of the history
+
+    def go(self) -> None:
+        """From where the run stands to its end; `end` is called whatever happens."""
+        run = self.run
+        with self.signals:
+            try:
+                self._call("begin")
+                if self.pending:
+                    self._settle()
+                while not run.stopped and (run.epoch < run.epochs or not run.epoch_over):
+                    self._open()
+                    for args in self._due():  # the step is called from here: few frames between fit and forward
+                        self._records.append(self.step(*args))
+                    self._deliver()
+                    self._settle()
+            except BaseException as error:
+                run.error = error
+                self._save_rows()
+                raise
+            finally:
+                self._close()
+        self.signals.raise_again()
+
+    def _open(self) -> None:
+        run = self.run
+        if run.epoch_over:
+            run.epoch, run.step, run.seconds, run.epoch_over = run.epoch + 1, 0, 0.0, False
+        if run.step == 0:
+            self._call("epoch_begin")
+        self._places, self._records = [], []
+        self._started = time.perf_counter()
+
+    def _due(self) -> Iterator[Args]:
+        """The batches up to the next visit. A pass ends a visit, and its tail is flushed with its last step."""
+        run, limit = self.run, self._limit()
+        if self._batches is None:
+            self._batches = self.feed.start()
+        while len(self._places) < limit and not self.signals.caught:
+            args = next(self._batches, None)
+            if args is None:
+                return self._pass_over()
+            yield args
+            self.feed.done(1)
+            run.position += 1
+            self._places.append(Place(run.epoch, run.step + len(self._places) + 1, run.position, samples_of(args)))
+            if self.feed.step == self.feed.size:
+                return self._pass_over()
+            if self.timing.sink is None and time.perf_counter() > self._started + _LOOK_S:
+                return None
+        return None
+
+    def _deliver(self) -> None:
+        """Every step's row to every callback, in order."""
+        run = self.run
+        places, records = self._places, self._records
+        self._places, self._records = [], []
+        rows = read(places, records, fingerprints=self._fingerprints()) if records else []
+        run.seconds += time.perf_counter() - self._started
+        for row in rows:
+            run.step, run.global_step = row.step, row.global_step
+            self._losses[0] += row.loss * row.samples
+            self._losses[1] += row.samples
+            self._call("step", row)
+        self.pending = True
+        if self.signals.caught:
+            run.stop(self.signals.caught.name)
+
+    def _pass_over(self) -> None:
+        self._batches = None
+        self.feed.ended()
+        tail = self.step.flush()
+        if tail is not None and self._records:
+            self._records[-1] = tail._replace(loss=self._records[-1].loss)
+        if self.timing.epoch_steps is None:
+            self.run.epoch_over = True
+
+    def _limit(self) -> int:
+        """Steps until the host must look in."""
+        run, timing = self.run, self.timing
+        limits = [timing.sink or (1 if self.exact else _LOOK_STEPS)]
+        if timing.epoch_steps is not None:
+            limits.append(timing.epoch_steps - run.step)
+        if timing.valid_steps:
+            limits.append(timing.valid_steps - run.position % timing.valid_steps)
+        asked: list[int] = [stop for next_stop in self.stops if (stop := next_stop(run)) is not None]
+        return max(1, min([*limits, *(stop - run.position for stop in asked if stop > run.position)]))
+
+    def _settle(self) -> None:
+        """Evaluation, the end of the epoch, and the visit, in this order: a checkpoint knows all of it."""
+        run, timing = self.run, self.timing
+        if timing.epoch_steps is not None and run.step >= timing.epoch_steps:
+            run.epoch_over = True
+        run.scores = None
+        if self.evaluate and self._evaluation_due():
+            run.scores = self.evaluate(lambda: self.signals.caught is not None)
+            if run.scores is None:  # cut short by a signal: still pending when the run is resumed
+                assert self.signals.caught is not None
+                return run.stop(self.signals.caught.name)
+        if run.epoch_over or run.scores is not None:
+            self._note()
+        if run.epoch_over:
+            self._call("epoch_end")
+        self.pending = False
+        self._call("visit")
+
+    def _evaluation_due(self) -> bool:
+        run, timing = self.run, self.timing
+        by_steps = timing.valid_steps > 0 and run.position % timing.valid_steps == 0
+        return by_steps or (run.epoch_over and timing.valid_epochs(run.epoch))
+
+    def _note(self) -> None:
+        total, weight = self._losses
+        entry = {"epoch": self.run.epoch, "step": self.run.global_step, "loss": total / weight if weight else None}
+        self.run.history.append({**entry, **{f"valid_{k}": v for k, v in (self.run.scores or {}).items()}})
+        self._losses = [0.0, 0.0]
+
+    def _save_rows(self) -> None:
+        """After an error: the rows of the steps that were done. What cannot be read any more is no new error."""
+        with suppress(Exception):
+            if self._places:
+                self._records = self._records[: len(self._places)]
+                self._deliver()
+
+    def _close(self) -> None:
+        """`end` for every callback, also when one of them fails; the first error is the one that is seen."""
+        failed: BaseException | None = None
+        for call in self.calls["end"]:
+            try:
+                self._one(call)
+            except BaseException as error:
+                failed = failed or error
+        if failed is not None and self.run.error is None:
+            raise failed
+
+    def _call(self, event: str, *args: Any) -> None:
+        for call in self.calls[event]:
+            self._one(call, *args)
+
+    def _one(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            call(self.run, *args)
+        except Exception as error:
+            owner = type(call.__self__).__name__  # type: ignore[attr-defined]
+            error.add_note(f"raised by the callback {owner} in {call.__name__}, at step {self.run.global_step}")
+            raise
+
+    def _fingerprints(self) -> bool:
+        return bool(getattr(getattr(self.step, "options", None), "fingerprint_every", 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, between steps."""
+        run = self.run
+        return {
+            "epoch": run.epoch,
+            "step": run.step + run.position - run.global_step,  # after an error rows may lag behind
+            "global_step": run.position,
+            "pending": self.pending,
+            "epoch_over": run.epoch_over,
+            "losses": list(self._losses),
+            "history": [dict(entry) for entry in run.history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        run = self.run
+        run.epoch, run.step = state["epoch"], state["step"]
+        run.global_step = run.position = state["global_step"]
+        self.pending, run.epoch_over = state["pending"], state["epoch_over"]
+        self._losses, run.history = list(state["losses"]), [dict(entry) for entry in state["history"]]
+
+
+def _overriding(callbacks: Sequence[Callback], event: str) -> list[Callable[..., Any]]:
+    """The bound methods of those that override an event: the others cost nothing."""
+    return [getattr(c, event) for c in callbacks if getattr(type(c), event) is not getattr(Callback, event)]

@@ -1,0 +1,178 @@
+"""`Model`: network, loss and optimizer in one precision, with fit, evaluate and predict."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep import checkpoint
+from halfstep.engine import Callback, Feed, Loop, Run
+from halfstep.engine.evaluate import batches_of, evaluate, label_of, logits
+from halfstep.metrics import Metrics
+from halfstep.model import plan, resume, weights
+from halfstep.model.own import OwnStep
+from halfstep.precision import Precision
+from halfstep.step import EvalStep, TrainStep
+
+
+class Model:
+    """Training, evaluation and prediction around one step.
+
+    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels` says where a batch
+    keeps its labels when that is not its last item; `step` and `eval_step` replace the built-in cells. Every other
+    option is TrainStep's: accumulate, clip_norm, clip_value, ema, count, forward, nonfinite, deterministic, …
+    """
+
+    def __init__(
+        self, net: nn.Module, loss: Any = None, optimizer: Optimizer | None = None,
+        precision: str | Precision = "fp32", *, metrics: Mapping[str, Any] | None = None, schedule: Any = None,
+        labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net: expected an nn.Module, got {type(net).__name__}")
+        if optimizer is None and step is None and (options or schedule is not None):
+            given = ", ".join([*options, *(["schedule"] if schedule is not None else [])])
+            raise ValueError(f"{given}: these are about training, and no optimizer was given. Add optimizer=…")
+        self.net, self.loss, self.optimizer, self.schedule = net, loss, optimizer, schedule
+        self.metrics, self.labels = Metrics(metrics), labels or label_of
+        self.step: Any = OwnStep(step) if step is not None else None
+        if step is None and optimizer is not None:
+            self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
+        self._cell = self._evaluator(precision, options)
+        self._eval: Any = eval_step or self._cell
+        self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
+
+    def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
+        if isinstance(self.step, TrainStep):
+            return self.step.evaluator()
+        kept = {k: v for k, v in options.items() if k in ("forward", "count")}
+        return EvalStep(self.net, self.loss, precision=precision, **kept)
+
+    # training
+
+    def fit(
+        self, epochs: int, data: Any, *, valid: Any = None, valid_every: int | Iterable[int] = 1,
+        valid_every_steps: int = 0, callbacks: Any = (), sink: int | None = None, steps_per_epoch: int | None = None,
+        resume: str | Path | None = None,
+    ) -> Run:  # fmt: skip
+        """Train up to epoch number `epochs`.
+
+        `sink` is how many steps pass between two looks of the host; it never changes results. `steps_per_epoch` makes
+        an epoch that many steps, the data going on where it stopped. `resume="auto"` goes on from the newest checkpoint
+        of the Checkpoint callback, a path from that one.
+        """
+        loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
+        self._resume(loop, resume)
+        try:
+            loop.go()
+        finally:
+            self._fit = None
+        return loop.run
+
+    def _loop(
+        self, epochs: int, data: Any, valid: Any, valid_every: int | Iterable[int], valid_every_steps: int,
+        callbacks: Any, sink: int | None, steps_per_epoch: int | None,
+    ) -> Loop:  # fmt: skip
+        if self.step is None:
+            raise ValueError("fit: this model has no optimizer; build it with optimizer=…, or step=…")
+        feed, named = self._feed(data), plan.named(plan.checked(callbacks))
+        timing = plan.timing(
+            epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
+            valid_every_steps=valid_every_steps,
+        )  # fmt: skip
+        if valid is None and valid_every_steps:
+            raise ValueError("valid_every_steps: expected validation data too, got none; give valid=…")
+        if self.schedule is not None:
+            accumulate = self.step.options.accumulate
+            count = plan.updates(epochs, feed.size, steps_per_epoch, accumulate)
+            self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count))
+        run = Run(self, epochs, steps_per_epoch or feed.size)
+        check = self._validation(valid) if valid is not None else None
+        loop = Loop(run, self.step, feed, list(named.values()), timing, check)
+        self._fit = (loop, feed, named)
+        return loop
+
+    def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
+        feed = self._feed(valid)
+        return lambda stop: self._scores(feed, stop)
+
+    def _feed(self, data: Any) -> Feed:
+        return Feed(data, named=self.loss is None and not isinstance(self.step, OwnStep))
+
+    def _resume(self, loop: Loop, source: str | Path | None) -> None:
+        assert self._fit is not None
+        if source is None:
+            return
+        path = Path(source)
+        if source == "auto":
+            folders = [f for c in loop.callbacks if (f := getattr(c, "folder", None)) is not None]
+            if not folders:
+                raise ValueError("resume='auto': expected a Checkpoint among the callbacks, to know where to look")
+            path = folders[0]
+        found = path if (path / "manifest.json").is_file() else checkpoint.latest(path)
+        if found is None:
+            if source != "auto":
+                raise FileNotFoundError(f"resume: no checkpoint in {path}")
+            return
+        _, feed, named = self._fit
+        resume.restore(checkpoint.load(found).tree, self.step, loop, feed, named)
+        loop.run.resumed = str(found)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Inside `fit`: everything that decides the next step, as a tree for halfstep.checkpoint."""
+        if self._fit is None:
+            raise RuntimeError("snapshot: expected to be called inside fit, by a callback; outside use save()")
+        loop, feed, named = self._fit
+        return resume.snapshot(self.step, loop, feed, named)
+
+    # evaluation and prediction
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Mean loss and metrics over one pass, every sample counted once; with ema=, by the averaged weights."""
+        scores = self._scores(self._feed(data), lambda: False)
+        assert scores is not None
+        return scores
+
+    def _scores(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
+        with self._averaged():
+            return evaluate(self._eval, feed, self.metrics, self.labels, stop)
+
+    def _averaged(self) -> Any:
+        kept = isinstance(self.step, TrainStep) and self.step.state.ema
+        return self.step.averaged() if kept else nullcontext()
+
+    def predict(self, data: Any, *, batch: int = 256, stream: bool = False) -> Any:
+        """Outputs for a tensor, a data set or batches (a last target is left out), in float32 or wider, on the host;
+        one tensor, or with `stream` an iterator of batches."""
+        parts = self._predictions(data, batch)
+        if stream:
+            return parts
+        outputs = list(parts)
+        return torch.cat(outputs) if outputs and all(isinstance(o, Tensor) for o in outputs) else outputs
+
+    def _predictions(self, data: Any, batch: int) -> Iterator[Any]:
+        with self._averaged():
+            for inputs in batches_of(data, batch, targets=self.loss is not None):
+                out = logits(self._cell.predict(*inputs))
+                yield out.cpu() if isinstance(out, Tensor) else out
+
+    # looking, saving
+
+    def report(self) -> Any:
+        """The dtypes really used, module by module, and every choice made for the user; print it."""
+        if not isinstance(self.step, TrainStep):
+            raise ValueError("report: expected a model with an optimizer and the built-in step")
+        return self.step.report()
+
+    def save(self, path: str | Path) -> None:
+        """The weights as one safetensors file; with ema=, the averaged ones."""
+        with self._averaged():
+            weights.save(self.net, path)
+
+    def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> weights.Account:
+        """Start from weights: a safetensors file or a state_dict. `strict=False` takes what fits, and says what."""
+        return weights.load(self.net, source, strict=strict)

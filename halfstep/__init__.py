@@ -1,13 +1,59 @@
 """halfstep trains PyTorch models in any numeric precision, and proves that nothing was lost on the way."""
 
-from halfstep import amp, data, losses, metrics, nets, schedules
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from halfstep import amp
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.grads import GradManager, GradOperation
 from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
 from halfstep.step import EvalStep, Record, TrainStep
 
+if TYPE_CHECKING:
+    from halfstep import callbacks, checkpoint, data, losses, metrics, nets, schedules
+    from halfstep.again import diff, replay
+    from halfstep.callbacks import (
+        Checkpoint,
+        CSVLog,
+        EarlyStopping,
+        History,
+        JSONLLog,
+        Lambda,
+        LossMonitor,
+        LRMonitor,
+        ProgressBar,
+        ProgressLines,
+        ReduceLROnPlateau,
+        StepTimer,
+        TensorBoard,
+        TimeMonitor,
+    )
+    from halfstep.engine import Callback
+    from halfstep.model import Model
+
 __version__ = "0.1.0"
 __all__ = [
-    "DynamicScale", "EvalStep", "FixedScale", "GradManager", "GradOperation", "NoScale", "NonFiniteError", "Notice",
-    "Precision", "Record", "TrainStep", "amp", "data", "losses", "metrics", "nets", "schedules",
+    "CSVLog", "Callback", "Checkpoint", "DynamicScale", "EarlyStopping", "EvalStep", "FixedScale", "GradManager",
+    "GradOperation", "History", "JSONLLog", "LRMonitor", "Lambda", "LossMonitor", "Model", "NoScale", "NonFiniteError",
+    "Notice", "Precision", "ProgressBar", "ProgressLines", "Record", "ReduceLROnPlateau", "StepTimer", "TensorBoard",
+    "TimeMonitor", "TrainStep", "amp", "callbacks", "checkpoint", "data", "diff", "losses", "metrics", "nets", "replay",
+    "schedules",
 ]  # fmt: skip
+
+# Rooms around the step, loaded when first used: all of them at once took a third of torch's own import.
+_ROOMS = {"callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
+_HOMES = {"Callback": "engine", "Model": "model", "diff": "again", "replay": "again"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"halfstep.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"halfstep.{_HOMES.get(name, 'callbacks')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

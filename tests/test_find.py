@@ -252,6 +252,12 @@ def test_a_path_is_final(places: Path, path: str) -> None:
         find("mnist", path)
 
 
+def test_an_empty_path_is_a_mistake_and_not_this_folder(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(fill(places / "here"))
+    with pytest.raises(ValueError, match="path: expected a folder, an archive or a URL, got ''"):
+        find("mnist", "")
+
+
 # Archives
 
 

@@ -1,8 +1,12 @@
 """Data sets by name: what `load` makes of the files it finds, and the real sets where HALFSTEP_DATA has them."""
 
+import functools
 import os
+import shutil
 import struct
+import threading
 import warnings
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -64,6 +68,34 @@ def test_without_the_data_fashion_mnist_is_the_sample_and_says_so(nowhere: Path)
     assert data.size == 11_000
     with pytest.raises(FileNotFoundError, match="mnist was not found"):
         hs.data.load("mnist")
+
+
+def test_a_folder_on_the_web_that_gave_a_wrong_file_is_asked_again(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server in maintenance answers every address with the same page."""
+    monkeypatch.setenv("no_proxy", "*")
+    write_idx(tmp_path / "web" / "mended", torch.zeros(5, 6, 7, dtype=torch.uint8), torch.arange(5))
+    shutil.copytree(tmp_path / "web" / "mended", tmp_path / "web" / "set")
+    for path in (tmp_path / "web" / "set").iterdir():
+        path.write_bytes(b"<html>maintenance</html>")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))) as pages:
+        thread = threading.Thread(target=pages.serve_forever, args=(0.01,))
+        thread.start()
+        address = f"http://127.0.0.1:{pages.server_port}/set"
+        with pytest.raises(ValueError, match="web page"):
+            hs.data.load("mnist", path=address)
+        shutil.rmtree(tmp_path / "web" / "set")
+        (tmp_path / "web" / "mended").rename(tmp_path / "web" / "set")
+        assert hs.data.load("mnist", path=address).size == 5
+        pages.shutdown()
+        thread.join()
+    assert hs.data.load("mnist", path=address).size == 5  # from the cache
 
 
 def test_mistakes() -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -161,8 +162,13 @@ def test_a_bad_size_is_refused(size: object) -> None:
         Order(size)  # type: ignore[arg-type]
 
 
+def test_numpys_integers_do() -> None:
+    big = np.uint64(2**63 + 5)
+    assert torch.equal(Order(np.int32(50), seed=big).indices(0, 0, 50), Order(50, seed=2**63 + 5).indices(0, 0, 50))
+
+
 def test_a_bad_seed_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected an integer seed"):
+    with pytest.raises(TypeError, match=r"seed: expected a whole number, got 0\.5"):
         Order(3, seed=0.5)  # type: ignore[arg-type]
 
 

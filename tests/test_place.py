@@ -88,6 +88,11 @@ def test_a_stream_left_early_leaves_no_thread(device: torch.device) -> None:
     assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
 
 
+def test_a_function_of_batches_is_random_alike_on_host_and_device(device: torch.device) -> None:
+    host = data().shuffle().batch(7).map(lambda y: y + torch.randint(0, 1000, ()).to(y.device), "label")
+    assert same(host, host.to_device(device, budget="1MB"))
+
+
 BUDGETS = {
     "0": 0, "12": 12, "1kb": 1024, "1.5 GiB": 3 << 29, "2M": 2 << 20, "1TB": 1 << 40, "7 b": 7,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from halfstep.callbacks import Checkpoint
 from halfstep.cli.app import app
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
-from halfstep.replay import diff, replay
+from halfstep.again import diff, replay
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))

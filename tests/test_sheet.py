@@ -68,5 +68,43 @@ def test_mistakes() -> None:
         sheet(coloured(), samples=0, epochs=1)
     with pytest.raises(ValueError, match=r"expected a column of images .* got \['x', 'y'\]\. Name it"):
         sheet(Dataset((torch.zeros(4), torch.zeros(4))))
-    with pytest.raises(ValueError, match=r"expected images \[H, W\], \[H, W, C\] or \[C, H, W\], got \[5, 6, 7\]"):
+    with pytest.raises(ValueError, match=r"got shape \(1, 5, 6, 7\), where neither would do\. State layout='HWC' or"):
         sheet(Dataset({"x": torch.zeros(4, 5, 6, 7)}))
+    with pytest.raises(ValueError, match=r"expected a path that ends in \.png, got 'sheet\.jpg'"):
+        sheet(coloured(), "sheet.jpg")
+
+
+def tile(page: Image.Image) -> torch.Tensor:
+    """The first tile of the first row, [112, 112, 3]."""
+    part = page.crop((64, 26, 64 + 112, 26 + 112))
+    return torch.frombuffer(bytearray(part.tobytes()), dtype=torch.uint8).view(112, 112, 3)
+
+
+def test_floats_from_0_to_1_are_shown_as_they_are_and_others_by_their_finite_values() -> None:
+    half = torch.full((1, 8, 8), 0.5)
+    assert torch.equal(tile(sheet(Dataset({"x": half}), epochs=0)).unique(), torch.tensor([128], dtype=torch.uint8))
+    wide = torch.full((1, 8, 8), -3.0)
+    wide[0, :, 4:] = 5.0
+    expected = tile(sheet(Dataset({"x": wide}), epochs=0))
+    assert expected.unique().tolist() == [0, 255]
+    wide[0, 0, 0], wide[0, 0, 1], wide[0, 0, 7] = float("nan"), float("-inf"), float("inf")
+    assert torch.equal(tile(sheet(Dataset({"x": wide}), epochs=0)), expected)
+
+
+def test_a_long_image_keeps_its_shape() -> None:
+    page = tile(sheet(Dataset({"x": torch.zeros(1, 8, 32, dtype=torch.uint8)}), epochs=0))
+    black = (page == 0).all(-1)
+    assert (int(black.any(1).sum()), int(black.any(0).sum())) == (28, 112)
+
+
+def test_an_open_layout_is_asked_for_and_taken() -> None:
+    red = torch.zeros(1, 3, 20, 4, dtype=torch.uint8)
+    red[:, 0] = 255
+    with pytest.raises(ValueError, match=r"where both would do\. State layout='HWC' or layout='CHW'"):
+        sheet(Dataset({"x": red}), epochs=0)
+    assert tile(sheet(Dataset({"x": red}), epochs=0, layout="CHW"))[56, 56].tolist() == [255, 0, 0]
+
+
+def test_samples_that_do_not_stack_and_names_that_are_text_can_be_looked_at() -> None:
+    rows = [(torch.zeros(8 + i, 8, 3, dtype=torch.uint8), f"n{i}") for i in range(3)]
+    assert sheet(Dataset(rows, ["image", "name"]).batch(3), epochs=1).size == (64 + 3 * 120, 26 + 2 * 120)

@@ -454,6 +454,19 @@ def test_affine_rounds_after_the_product_and_after_the_sum() -> None:
     assert np.abs(made.numpy() - by_hand).max() <= 4 * np.spacing(np.float32(8))
 
 
+class Brighter(Normalize):
+    """A user's own, made from one of ours."""
+
+    def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
+        return super().__call__(batch, words) + 1
+
+
+def test_a_class_made_from_normalize_keeps_its_own_arithmetic() -> None:
+    batch, brighter = pixels(2, 6, 7, 3), Brighter(0.5, 0.25)
+    expected = brighter(Rescale(1 / 255)(batch, NONE), NONE)
+    assert torch.equal(run([Rescale(1 / 255), brighter], batch), expected)
+
+
 def test_compiled_resize_and_labels() -> None:
     torch._dynamo.reset()
     resize, one_hot = Resize((48, 20)), OneHot(3)  # made outside: torch 2.11 cannot trace their checks

@@ -37,8 +37,8 @@ def diff(
 
     halfstep diff runs/a runs/b --build train:build
     """
-    from halfstep.replay import builder
-    from halfstep.replay import diff as compare
+    from halfstep.again import builder
+    from halfstep.again import diff as compare
 
     builders = (builder(build), builder(build_b or build)) if build else None
     found = compare(run_a, run_b, build=builders)
@@ -62,8 +62,8 @@ def replay(
 
     halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
     """
-    from halfstep.replay import builder
-    from halfstep.replay import replay as again
+    from halfstep.again import builder
+    from halfstep.again import replay as again
 
     if build is None:
         raise ValueError("replay: say how the run was built: --build package.module:function")

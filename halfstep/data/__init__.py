@@ -3,7 +3,6 @@
 from halfstep.data.flow.dataset import Dataset
 from halfstep.data.flow.loader import Loader
 from halfstep.data.get.find import find
-from halfstep.data.hashing import below, unit
 from halfstep.data.named import load, sample
 from halfstep.data.order import Order
 from halfstep.data.read.cifar import read_cifar
@@ -15,6 +14,5 @@ from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Re
 
 __all__ = [
     "Cast", "Cutout", "Dataset", "Flatten", "Flip", "ImageFolder", "Loader", "Normalize", "OneHot", "Order", "PadCrop",
-    "Rescale", "Resize", "ToCHW", "below", "find", "load", "read_cifar", "read_idx", "read_split", "sample", "sheet",
-    "unit",
+    "Rescale", "Resize", "ToCHW", "find", "load", "read_cifar", "read_idx", "read_split", "sample", "sheet",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfstep.data.flow.dataset import Dataset
 from halfstep.data.get.catalog import Entry, known
-from halfstep.data.get.find import find
+from halfstep.data.get.find import find, forget
 from halfstep.data.get.look import SAMPLE
 from halfstep.data.read.cifar import read_cifar
 from halfstep.data.read.idx import read_split
@@ -25,7 +25,12 @@ def load(
     if split not in ("train", "test"):
         raise ValueError(f"expected split 'train' or 'test', got {split!r}")
     entry = known(name)
-    images, labels = _read(entry, find(name, path, download=download).folder, train=split == "train")
+    found = find(name, path, download=download)
+    try:
+        images, labels = _read(entry, found.folder, train=split == "train")
+    except (ValueError, OSError):
+        forget(found)  # an address without a checksum may have given anything, and may do better next time
+        raise
     return Dataset({"image": images, "label": labels}, seed=seed, classes=entry.classes)
 
 

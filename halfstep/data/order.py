@@ -7,11 +7,13 @@ n, in a fixed number of rounds. Integers only: host and device agree bit for bit
 
 import math
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
 
 from halfstep.data import hashing
+from halfstep.data.whole import whole
 
 # Rounds of rows and columns. Pairs of positions pass a chi-square test from 4 rounds at 16 samples and from 3 at 100;
 # all permutations of 5 to 8 samples come out equally often only from 12.
@@ -29,10 +31,10 @@ class Order:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or not 1 <= self.size < 1 << 62:
+        if not hasattr(self.size, "__index__") or not 1 <= self.size < 1 << 62:
             raise ValueError(f"expected a size of 1 to 2^62 samples, got {self.size!r}. Name the data set's length.")
-        if not isinstance(self.seed, int):
-            raise TypeError(f"expected an integer seed, got {self.seed!r}")
+        object.__setattr__(self, "size", index(self.size))  # numpy's integers would wrap at 64 bits
+        object.__setattr__(self, "seed", whole("Order: seed", self.seed))
 
     def indices(self, epoch: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
         """The sample numbers at positions start..start+count−1 of one epoch."""

@@ -152,8 +152,8 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     "checkpoint": {"errors"},
     "engine": {"errors", "data", "metrics", "step"},
     "callbacks": {"errors", "engine", "checkpoint", "schedules", "step"},
-    "replay": {"checkpoint", "engine", "model"},
-    "cli": {"replay"},
+    "again": {"checkpoint", "engine", "model"},
+    "cli": {"again"},
     "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
 }
 

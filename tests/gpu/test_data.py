@@ -101,6 +101,83 @@ def test_a_stream_left_early_ends_its_thread_and_an_error_reaches_the_user() -> 
     assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
 
 
+def test_a_break_ends_the_thread_and_the_next_for_is_the_next_pass() -> None:
+    host = data(3000)
+    with pytest.warns(Notice, match="not resident"):
+        streamed = data(3000).workers(2).to_device(CUDA, budget=0)
+    for _ in streamed:
+        break
+    assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
+    host.seek(1)
+    for (x, y), (u, v) in zip(host, streamed, strict=True):
+        assert torch.equal(x, u.cpu())
+        assert torch.equal(y, v.cpu())
+
+
+def test_streams_within_streams() -> None:
+    with pytest.warns(Notice, match="not resident"):
+        streamed = data(300).workers(1).to_device(CUDA, budget=0)
+    host = data(300)
+    labels = [[y.tolist() for _, y in host] for _ in range(6)]
+    for step, (_, outer) in enumerate(streamed):
+        assert outer.tolist() == labels[0][step]
+        assert [y.tolist() for _, y in streamed] == labels[step + 1]
+
+
+def test_tensors_that_are_on_the_device_are_gathered_there() -> None:
+    x, y = torch.arange(1000, dtype=torch.uint8), torch.arange(1000)
+    there = Dataset({"x": x.to(CUDA), "y": y.to(CUDA)}, seed=1).shuffle().batch(64)
+    host = Dataset({"x": x, "y": y}, seed=1).shuffle().batch(64)
+    assert str(there.placement) == "resident on cuda:0: its tensors were there"
+    list(there)
+    with no_sync():
+        batches = list(there)
+    list(host)
+    for (a, b), (c, d) in zip(host, batches, strict=True):
+        assert c.is_cuda
+        assert torch.equal(a, c.cpu())
+        assert torch.equal(b, d.cpu())
+    with pytest.raises(ValueError, match=r"expected columns on one device, got \{'x': 'cpu', 'y': 'cuda:0'\}"):
+        Dataset({"x": x, "y": y.to(CUDA)})
+
+
+def test_a_function_of_resident_batches_waits_for_nothing_and_is_random_as_on_the_host() -> None:
+    def noisy(y: torch.Tensor) -> torch.Tensor:
+        return y + int(torch.randint(0, 1000, ()))  # the host's generator, seeded for the batch
+
+    host = data().map(noisy, "label")
+    resident = data().map(noisy, "label").to_device(CUDA)
+    list(resident)
+    with no_sync():
+        batches = list(resident)
+    list(host)
+    for (_, y), (_, v) in zip(host, batches, strict=True):
+        assert torch.equal(y, v.cpu())
+
+
+def test_resident_data_can_be_loaded_and_has_no_use_for_workers() -> None:
+    resident = data().to_device(CUDA)
+    assert resident.load().placement == resident.placement
+    for (x, _), (u, _) in zip(resident, resident.load(), strict=True):
+        assert torch.equal(x, u)
+    with pytest.raises(ValueError, match="workers: expected data on the host, got it resident on cuda:0"):
+        resident.workers(2)
+    for (x, _), (u, _) in zip(data(), data().workers(2).to_device(CUDA), strict=True):
+        assert torch.equal(x, u.cpu())
+
+
+def test_rows_that_were_streamed_are_resident_once_loaded() -> None:
+    rows = [(torch.full((3,), i), i) for i in range(20)]
+    with pytest.warns(Notice, match="not resident"):
+        streamed = Dataset(rows).batch(6).to_device(CUDA)
+    loaded = streamed.load()
+    assert loaded.placement.kind == "resident"
+    for (x, y), (u, v) in zip(streamed, loaded, strict=True):
+        assert u.is_cuda
+        assert torch.equal(x, u)
+        assert torch.equal(y, v)
+
+
 def test_memory_stays_flat_over_many_streamed_batches() -> None:
     with pytest.warns(Notice, match="not resident"):
         streamed = data(2000).to_device(CUDA, budget=0)

@@ -1,125 +1,145 @@
 """The fluent pipeline: `Dataset(...).map(...).shuffle().batch(64).repeat(2)`, exact and seekable."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from halfstep.data import hashing
-from halfstep.data.flow.cursor import Cursor, Placement, Workers
-from halfstep.data.flow.maps import mapped
-from halfstep.data.flow.place import place
+from halfstep.data.flow.cursor import Mark, Pass, Workers
+from halfstep.data.flow.given import source_of
+from halfstep.data.flow.load import loaded
+from halfstep.data.flow.maps import Select, is_transform, listed, mapped
+from halfstep.data.flow.parts import Batch
+from halfstep.data.flow.place import found, place
 from halfstep.data.flow.plan import Plan
 from halfstep.data.flow.position import Position, load
-from halfstep.data.flow.source import Batch, loaded, source_of
 from halfstep.data.flow.stages import Part, Repeat, Shard, Shuffle, Stage, Window
+from halfstep.data.whole import whole
 from halfstep.errors import Notice
+
+Budget = int | float | str | None
 
 
 class Dataset:
     """Samples by column name, in an order that is a function of (seed, epoch, position).
 
     Every method gives a new Dataset and leaves this one alone. Each `for` over it is one pass and the next `for` the
-    next pass, shuffled anew. `state_dict()` says where the newest pass stands; after `load_state_dict` the next `for`
-    goes on exactly there.
+    next pass, shuffled anew, whether or not the last one was gone through. `state_dict()` says where the newest pass
+    stands; after `load_state_dict` the next `for` goes on exactly there. Tensors and arrays are not copied.
     """
 
     def __init__(
-        self, data: Any, columns: Sequence[str] | None = None, *, seed: int = 0, classes: Sequence[str] = ()
+        self, data: Any, columns: str | Sequence[str] | None = None, *, seed: int = 0, classes: Sequence[str] = ()
     ) -> None:
-        if not isinstance(seed, int):
-            raise TypeError(f"expected an integer seed, got {seed!r}")
-        self.plan = Plan(source_of(data, columns), seed)
-        self.classes = tuple(classes)  # the names of the labels, where the reader knows them
-        self.placement = Placement()
+        self.plan = Plan(source_of(data, columns), whole("seed", seed))
+        known = getattr(data, "classes", ())  # as torchvision's data sets and ImageFolder have them
+        self.classes = tuple(classes or (known if isinstance(known, list | tuple) else ()))
+        self.placement = found(self.plan)
+        self._budget: Budget = None
         self._workers: tuple[int, int] | Workers | None = None
         self._next = Position(self.plan)
-        self._cursor: Cursor | None = None
+        self._mark: Mark | None = None
 
     # stages
 
     def map(self, operations: Any, columns: str | Sequence[str] | None = None, *, output: Any = None) -> "Dataset":
         """Change columns: a transform of hs.data, or a function (of one sample before `batch`, of the batch after it)
         that takes the columns in order and returns the new ones. `output` names them where the names change."""
-        inputs = self._known(columns if columns is not None else self.columns)
-        names = (output,) if isinstance(output, str) else tuple(output) if output is not None else inputs
+        if columns is None and len(self.columns) > 1 and any(map(is_transform, listed(operations))):
+            raise ValueError(f"map: expected the columns that the transform is for, out of {list(self.columns)}")
+        inputs = self._known(self.columns if columns is None else columns)
+        names = inputs if output is None else (output,) if isinstance(output, str) else tuple(output)
+        if len(set(names)) < len(names):
+            raise ValueError(f"map: expected different names in output=, got {list(names)}")
         return self._with(self.plan.mapped(mapped(operations, inputs, names, per_sample=not self.plan.batch)))
+
+    def select(self, *columns: str | Sequence[str]) -> "Dataset":
+        """Only these columns, in this order."""
+        names = columns[0] if len(columns) == 1 else columns
+        return self._with(self.plan.mapped([Select(self._known(names))]))  # type: ignore[arg-type]
 
     def shuffle(self, buffer_size: int | None = None, *, seed: int | None = None) -> "Dataset":
         """A full shuffle, without a table and free to seek; with `buffer_size`, the sliding window of that size."""
         count = len(self.plan.stages) + len(self.plan.batch_stages)
-        key = hashing.key(self.plan.seed, count) if seed is None else seed
+        key = hashing.key(self.plan.seed, count) if seed is None else whole("shuffle: seed", seed)
         if buffer_size is None:
             return self._staged(Shuffle(self.size, key))
-        if buffer_size < 2:
-            raise ValueError(f"shuffle: expected a buffer of at least 2 items, got {buffer_size}. None shuffles fully.")
-        return self._staged(Window(self.size, buffer_size, key))
+        if (buffer := whole("shuffle", buffer_size)) < 2:
+            raise ValueError(f"shuffle: expected a buffer of at least 2 items, got {buffer}. None shuffles fully.")
+        return self._staged(Window(self.size, buffer, key))
 
-    def batch(self, size: int, *, drop_remainder: bool = False) -> "Dataset":
+    def batch(self, size: int, drop_remainder: bool = False) -> "Dataset":
         """Items of `size` samples, stacked; the last of a pass may be shorter unless it is dropped."""
         if self.plan.batch:
             raise ValueError(f"batch: expected samples, got batches of {self.plan.batch}. Call batch once.")
-        if size < 1 or (drop_remainder and size > self.size):
-            raise ValueError(f"batch: expected 1 to {self.size} samples, got {size}")
-        return self._with(replace(self.plan, batch=size, drop_remainder=drop_remainder))
+        if (count := whole("batch", size)) < 1 or (drop_remainder and count > self.size):
+            raise ValueError(f"batch: expected 1 to {self.size} samples, got {count}")
+        return self._with(replace(self.plan, batch=count, drop_remainder=bool(drop_remainder)))
 
     def repeat(self, times: int) -> "Dataset":
         """`times` passes as one, each shuffled and augmented anew; before `batch`, batches reach across."""
-        if times < 1:
-            raise ValueError(f"repeat: expected 1 or more passes, got {times}. Loop over epochs to go on for ever.")
-        return self._staged(Repeat(self.size, times))
+        if (count := whole("repeat", times)) < 1:
+            raise ValueError(f"repeat: expected 1 or more passes, got {count}. Loop over epochs to go on for ever.")
+        return self._staged(Repeat(self.size, count))
 
     def take(self, count: int) -> "Dataset":
         """The first `count` items, all of them when there are fewer."""
-        if count < 1:
-            raise ValueError(f"take: expected at least 1 item, got {count}")
-        return self._staged(Part(min(count, self.size), 0))
+        if (first := whole("take", count)) < 1:
+            raise ValueError(f"take: expected at least 1 item, got {first}")
+        return self._staged(Part(min(first, self.size), 0))
 
     def skip(self, count: int) -> "Dataset":
         """All but the first `count` items."""
-        if not 0 <= count < self.size:
-            raise ValueError(f"skip: expected 0 to {self.size - 1} of {self.size} items, got {count}")
-        return self._staged(Part(self.size - count, count))
+        if not 0 <= (first := whole("skip", count)) < self.size:
+            raise ValueError(f"skip: expected 0 to {self.size - 1} of {self.size} items, got {first}")
+        return self._staged(Part(self.size - first, first))
 
     def shard(self, count: int, index: int, *, uneven: str = "keep") -> "Dataset":
         """Every `count`-th item from `index` on: one rank's part. `uneven`: "keep" visits each item once, so parts may
         differ by one; "drop" leaves the remainder out; "pad" repeats items from the start."""
+        count, index = whole("shard: count", count), whole("shard: index", index)
         if not 0 <= index < count <= self.size:
             raise ValueError(f"shard: expected 0 <= index < count <= {self.size}, got index {index}, count {count}")
         if uneven not in ("keep", "drop", "pad"):
             raise ValueError(f"shard: expected uneven='keep', 'drop' or 'pad', got {uneven!r}")
         return self._staged(Shard(self.size, count, index, uneven))
 
-    def select(self, *columns: str) -> "Dataset":
-        """Only these columns, in this order."""
-        return self._with(replace(self.plan, names=self._known(columns)))
-
-    # where it runs
+    # where it runs: the position stays
 
     def workers(self, count: int, *, ahead: int = 2) -> "Dataset":
         """Fetch in `count` processes of torch's DataLoader, each `ahead` batches ahead; the stream stays the same."""
+        count, ahead = whole("workers", count), whole("workers: ahead", ahead)
         if count < 0 or ahead < 1:
             raise ValueError(f"workers: expected count >= 0 and ahead >= 1, got {count} and {ahead}")
-        new = self._with(self.plan)
+        if count and self.plan.source.device.type != "cpu":
+            raise ValueError(f"workers: expected data on the host, got it {self.placement}. It needs no workers there.")
+        new = self._moved(self.plan)
         new._workers = (count, ahead) if count else None
         return new
 
-    def to_device(self, device: torch.device | str = "cuda", *, budget: int | float | str | None = None) -> "Dataset":
+    def to_device(self, device: torch.device | str = "cuda", *, budget: Budget = None) -> "Dataset":
         """Keep the data on the device as it was read and gather batches there, or, when it does not fit the budget or
         cannot be gathered, stream batches through pinned memory; `placement` says which and why."""
         placed = place(self.plan, torch.device(device), budget)
-        if not placed.asked:
+        if not placed.honoured:
             warnings.warn(f"to_device: streaming to {device}, not resident: {placed.placement.reason}", Notice, 2)
-        new = self._with(placed.plan)
-        new.placement = placed.placement
+        new = self._moved(placed.plan)
+        new.placement, new._budget = placed.placement, budget
+        if placed.plan.source.device.type != "cpu":
+            new._workers = None  # other processes could not gather there
         return new
 
     def load(self) -> "Dataset":
-        """Read every sample into memory once, so that it can be gathered or kept on a device; stages and maps stay."""
-        return self._with(self.plan.with_source(loaded(self.plan.source)))
+        """Read every sample into memory once, so that it can be gathered or kept on a device. Transforms without random
+        numbers that come first on a column are applied where that makes its samples equal or smaller."""
+        new = self._moved(loaded(self.plan))
+        if self.placement.kind == "stream" and new.plan is not self.plan:
+            return new.to_device(self.placement.device, budget=self._budget)
+        return new
 
     def fresh(self) -> "Dataset":
         """The same pipeline with a position of its own, at the start."""
@@ -140,52 +160,59 @@ class Dataset:
     @property
     def pass_size(self) -> int:
         """Items in the pass that stands next or under way: fewer than `size` in one that other shards began."""
-        return self._position().plan.size
+        return (self._next if self._mark is None or self._mark.done else self._mark).plan.size
 
     def __len__(self) -> int:
         return self.size
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return (tuple(item.values()) for item in self.dicts())
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TypeError(
+            "a Dataset has an order and no index: iterate over it, or take item n by next(iter(data.skip(n))). "
+            "It needs no DataLoader: .shuffle(), .batch(64) and .workers(4) do the same."
+        )
 
-    def dicts(self) -> Iterator[Batch]:
+    def __iter__(self) -> Pass:
+        return self._begin(lambda item: tuple(item.values()))
+
+    def dicts(self) -> Pass:
         """The next pass, or the rest of the one loaded, as a dict per item."""
-        position = self._next
-        self._cursor = Cursor(position.plan, self.placement, position.epoch, position.step, self._started_workers())
-        self._next = Position(self.plan, position.epoch + 1)
-        return self._cursor if self.plan.batch else map(_single, self._cursor)
+        return self._begin(lambda item: item)
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Let the next `for` begin at item `step` of pass `epoch`, at no cost."""
+        epoch, step = whole("seek: epoch", epoch), whole("seek: step", step)
         if epoch < 0 or not 0 <= step <= self.size:
             raise ValueError(f"seek: expected an epoch from 0 and a step of 0 to {self.size}, got {epoch} and {step}")
-        self._next, self._cursor = Position(self.plan, epoch, step), None
+        self._next, self._mark = Position(self.plan, epoch, step), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the newest pass stands: what was delivered, not what was fetched ahead. Integers and strings only."""
-        return self._position().state()
+        """Where the newest pass stands: what was delivered, not what was fetched ahead. Integers and strings only.
+        Of several passes at once, each iterator has a `state_dict()` of its own."""
+        return (self._next if self._mark is None else self._mark.position).state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next `for` go on there; a position of m shards loads into n, and each item still comes once."""
-        self._next, self._cursor = load(self.plan, state), None
+        self._next, self._mark = load(self.plan, state), None
 
     def __repr__(self) -> str:
         return f"Dataset({'; '.join(self.plan.describe())}; {self.placement})"
 
-    def _position(self) -> Position:
-        if self._cursor is None or self._cursor.done:
-            return self._next
-        return Position(self._cursor.plan, self._cursor.epoch, self._cursor.step)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no pass under way, and workers of its own."""
+        workers = (self._workers.count, self._workers.ahead) if isinstance(self._workers, Workers) else self._workers
+        return {**self.__dict__, "_mark": None, "_workers": workers}
 
-    def _started_workers(self) -> Workers | None:
+    def _begin(self, form: Callable[[Batch], Any]) -> Pass:
+        here = self._next
+        self._mark, self._next = Mark(here.plan, here.epoch, here.step), here.next()
         if isinstance(self._workers, tuple):
             self._workers = Workers(self.plan, *self._workers, pin=self.placement.device.type == "cuda")
-        return self._workers
+        return Pass(self._mark, self.placement, self._workers, form)
 
     def _known(self, columns: str | Sequence[str]) -> tuple[str, ...]:
         names = (columns,) if isinstance(columns, str) else tuple(columns)
-        if not names or set(names) - set(self.columns):
-            raise ValueError(f"expected columns out of {list(self.columns)}, got {list(names)}")
+        if not names or set(names) - set(self.columns) or len(set(names)) < len(names):
+            raise ValueError(f"expected columns out of {list(self.columns)}, each once, got {list(names)}")
         return names
 
     def _staged(self, stage: Stage) -> "Dataset":
@@ -193,11 +220,11 @@ class Dataset:
 
     def _with(self, plan: Plan) -> "Dataset":
         new = copy(self)
-        new.plan, new._next, new._cursor = plan, Position(plan), None
-        if isinstance(new._workers, Workers):
-            new._workers = new._workers.count, new._workers.ahead
+        new.plan, new._next = plan, Position(plan)
         return new
 
-
-def _single(item: Batch) -> Batch:
-    return {name: column[0] for name, column in item.items()}
+    def _moved(self, plan: Plan) -> "Dataset":
+        """The same items from elsewhere: the position stays."""
+        new, here = self._with(plan), self._next
+        new._next = replace(here, plan=here.plan.with_source(plan.source, plan.maps))
+        return new

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.flow.source import Batch, stacked
+from halfstep.data.flow.parts import Batch, Parts, parts, stacked
+from halfstep.data.flow.shown import shown
 from halfstep.data.transforms import Transform, apply
 
 
@@ -21,24 +22,41 @@ class Chain:
     seed: int = 0
 
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
-        changed = {name: self._column(batch[name], epochs, samples) for name in self.columns}
+        changed = {name: self._column(name, batch[name], epochs, samples) for name in self.columns}
         return {**batch, **changed}
 
     def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return names
 
-    def _column(self, column: Any, epochs: Tensor, samples: Tensor) -> Any:
-        column = stacked(column)
+    def _column(self, name: str, column: Any, epochs: Tensor, samples: Tensor) -> Any:
+        column = stacked(name, column)
         if isinstance(column, Tensor):
             return self._apply(column, epochs, samples)
+        if not isinstance(column, Parts):
+            raise TypeError(f"column {name!r}: expected tensors for {self}, got {type(column[0]).__name__}")
         each = zip(column, epochs.split(1), samples.split(1), strict=True)  # sizes differ: one by one, same numbers
-        return stacked([self._apply(torch.as_tensor(part)[None], epoch, sample)[0] for part, epoch, sample in each])
+        made = Parts(self._apply(torch.as_tensor(part)[None], epoch, sample)[0] for part, epoch, sample in each)
+        return stacked(name, made)
 
     def _apply(self, column: Tensor, epochs: Tensor, samples: Tensor) -> Tensor:
         return apply(self.transforms, column, seed=self.seed, epochs=epochs, samples=samples)
 
     def __str__(self) -> str:
-        return f"map({', '.join(map(str, self.transforms))} on {', '.join(self.columns)})"
+        return f"map({', '.join(map(shown, self.transforms))} on {', '.join(self.columns)})"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A transform that .load() has applied: it stands for its place, so that random numbers and states stay."""
+
+    transform: Transform
+    draws: ClassVar[int] = 0
+
+    def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
+        return batch
+
+    def __repr__(self) -> str:
+        return shown(self.transform)
 
 
 @dataclass(frozen=True)
@@ -53,10 +71,10 @@ class Function:
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
         if self.per_sample:
             rows = zip(*(batch[name] for name in self.columns), strict=True)
-            results = list(zip(*(self._parts(self.function(*row)) for row in rows), strict=True))
-            made: Sequence[Any] = [list(parts) for parts in results]
+            results = zip(*(self._parts(self.function(*row)) for row in rows), strict=True)
+            made: Sequence[Any] = [parts(result) for result in results]
         else:
-            made = self._parts(self.function(*(stacked(batch[name]) for name in self.columns)))
+            made = self._parts(self.function(*(stacked(name, batch[name]) for name in self.columns)))
         columns = {**batch, **dict(zip(self.output, made, strict=True))}
         return {name: columns[name] for name in self.names(tuple(batch))}
 
@@ -66,32 +84,46 @@ class Function:
         return kept + tuple(name for name in self.output if name not in names)
 
     def _parts(self, result: Any) -> tuple[Any, ...]:
-        parts = result if isinstance(result, tuple) and len(self.output) > 1 else (result,)
-        if len(parts) != len(self.output):
+        found = result if isinstance(result, tuple) and len(self.output) > 1 else (result,)
+        if len(found) != len(self.output):
             raise ValueError(
-                f"map: expected {self._name} to return {len(self.output)} values for {list(self.output)}, "
-                f"got {len(parts)}"
+                f"map: expected {shown(self.function)} to return {len(self.output)} values for {list(self.output)}, "
+                f"got {len(found)}"
             )
-        return parts
-
-    @property
-    def _name(self) -> str:
-        return getattr(self.function, "__qualname__", type(self.function).__name__)
+        return found
 
     def __str__(self) -> str:
-        return f"map({self._name} on {', '.join(self.columns)})"
+        to = "" if self.output == self.columns else f" to {', '.join(self.output)}"
+        kind = "per sample" if self.per_sample else "per batch"
+        return f"map({shown(self.function)} on {', '.join(self.columns)}{to}, {kind})"
 
 
-Map = Chain | Function
+@dataclass(frozen=True)
+class Select:
+    """Only these columns, in this order."""
+
+    columns: tuple[str, ...]
+
+    def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
+        return {name: batch[name] for name in self.columns}
+
+    def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return self.columns
+
+    def __str__(self) -> str:
+        return f"select({', '.join(self.columns)})"
+
+
+Map = Chain | Function | Select
 
 
 def mapped(operations: Any, columns: tuple[str, ...], output: tuple[str, ...], per_sample: bool) -> list[Map]:
     """The maps of one call of `.map`."""
     maps: list[Map] = []
-    for operation in operations if isinstance(operations, list | tuple) else [operations]:
+    for operation in listed(operations):
         if not callable(operation):
             raise TypeError(f"map: expected a transform or a function, got {type(operation).__name__} {operation!r}")
-        if not hasattr(operation, "draws"):
+        if not is_transform(operation):
             maps.append(Function(operation, columns, output, per_sample))
             columns = output
         elif columns == output or maps:
@@ -99,6 +131,14 @@ def mapped(operations: Any, columns: tuple[str, ...], output: tuple[str, ...], p
         else:
             raise ValueError(f"map: a transform writes back to its columns {list(columns)}, so output= is of no use")
     return maps
+
+
+def listed(operations: Any) -> list[Any]:
+    return list(operations) if isinstance(operations, list | tuple) else [operations]
+
+
+def is_transform(operation: Any) -> bool:
+    return hasattr(operation, "draws")
 
 
 def joined(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:

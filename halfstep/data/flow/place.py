@@ -5,26 +5,44 @@ from dataclasses import dataclass
 
 import torch
 
-from halfstep.data.flow.cursor import Placement
 from halfstep.data.flow.plan import Plan
 from halfstep.data.flow.source import Columns
 
+_CPU = torch.device("cpu")
 _SHARE = 0.5  # of the free device memory when no budget is given: the network and its activations need the rest
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where batches come out and how they get there."""
+
+    kind: str = "host"  # or "resident": gathered on the device, or "stream": copied there batch by batch
+    device: torch.device = _CPU
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.device}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)
 class Placed:
     plan: Plan
     placement: Placement
-    asked: bool = True  # False: residency was asked for and cannot be had
+    honoured: bool = True  # False: residency was asked for and cannot be had
+
+
+def found(plan: Plan) -> Placement:
+    """Where the data is before anybody moves it."""
+    device = plan.source.device
+    return Placement() if device.type == "cpu" else Placement("resident", device, "its tensors were there")
 
 
 def place(plan: Plan, device: torch.device, budget: int | float | str | None) -> Placed:
     """Columns on the device when they fit the budget and every map can run there; otherwise a stream that says why."""
     obstacle = _obstacle(plan, device, budget)
     if obstacle:
-        return Placed(plan, Placement("stream", device, obstacle), asked=False)
+        return Placed(plan, Placement("stream", device, obstacle), honoured=False)
     assert isinstance(plan.source, Columns)
     size, have = readable(plan.source.nbytes), budget_bytes(budget, device)
     reason = size if have is None else f"{size} of a budget of {readable(have)}"
@@ -37,7 +55,8 @@ def _obstacle(plan: Plan, device: torch.device, budget: int | float | str | None
     if plan.per_sample:
         return f"{plan.per_sample} works on single samples on the host; use a transform, or map after batch()"
     need, have = plan.source.nbytes, budget_bytes(budget, device)
-    if have is not None and need > have:
+    there = plan.source.device.type == device.type != "cpu"  # then it takes no more
+    if have is not None and need > have and not there:
         return f"it takes {readable(need)} and the budget is {readable(have)}; budget= changes that"
     return ""
 

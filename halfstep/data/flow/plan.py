@@ -4,16 +4,19 @@ source → stages on samples → maps on samples → batch → stages on batches
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.data.flow.maps import Function, Map, joined
+from halfstep.data.flow.maps import Function, Map, Select, joined
+from halfstep.data.flow.parts import Batch, checked
 from halfstep.data.flow.seeded import seeded
-from halfstep.data.flow.source import Batch, Columns, Source, stacked
-from halfstep.data.flow.stages import Stage, Window
+from halfstep.data.flow.source import Columns, Source, first_of
+from halfstep.data.flow.stages import Shard, Stage, Window
 from halfstep.data.transforms import spec
+
+_CPU = torch.device("cpu")
+Key = tuple[int, int]  # pass and number of a batch's first sample, on the host: what a user's random code is seeded by
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Tokens:
     samples: Tensor
     epochs: Tensor
     lengths: tuple[int, ...]
+    keys: tuple[Key, ...] = ()  # where code of the user's runs
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -43,7 +47,6 @@ class Plan:
     batch: int = 0  # 0: not batched
     drop_remainder: bool = False
     batch_stages: tuple[Stage, ...] = ()
-    names: tuple[str, ...] = ()  # select
 
     @property
     def samples(self) -> int:
@@ -76,6 +79,14 @@ class Plan:
         """The first function that must see single samples on the host, if any."""
         return next((m for m in self.maps if isinstance(m, Function) and m.per_sample), None)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of what a fetched batch holds, in order."""
+        names = self.source.names
+        for change in self.maps:
+            names = change.names(names)
+        return names
+
     def staged(self, stage: Stage) -> "Plan":
         if self.batch:
             return replace(self, batch_stages=(*self.batch_stages, stage))
@@ -93,28 +104,32 @@ class Plan:
         for change in self.maps:
             if isinstance(change, Function):
                 found = {name: known for name, known in found.items() if name not in (*change.columns, *change.output)}
-                continue
-            for name in found.keys() & set(change.columns):
-                shape, dtype = spec(change.transforms, (2, *found[name][0]), found[name][1])
-                found[name] = shape[1:], dtype
+            elif not isinstance(change, Select):
+                for name in found.keys() & set(change.columns):
+                    shape, dtype = spec(change.transforms, (2, *found[name][0]), found[name][1])
+                    found[name] = shape[1:], dtype
         return found
 
     def tokens(self, epoch: int, start: int, count: int, device: torch.device | str = "cpu") -> Tokens:
         """The samples of items start..start+count−1 of a pass, in a fixed number of kernels and without a host sync."""
-        if not self.indexable:
-            host = self._tokens(epoch, start, count, torch.device("cpu"))
-            return Tokens(host.samples.to(device), host.epochs.to(device), host.lengths)
-        return self._tokens(epoch, start, count, torch.device(device))
+        n = min(self.batch or 1, self.samples)  # a batch larger than the set is the set
+        samples, epochs = self._places(epoch, start, count, n, torch.device(device))
+        keys: tuple[Key, ...] = ()
+        if not self.ours:
+            firsts, passes = self._places(epoch, start, count, 1, _CPU)
+            keys = tuple(zip(passes.flatten().tolist(), firsts.flatten().tolist(), strict=True))
+        return Tokens(samples, epochs, self._lengths(epoch, start, count), keys)
 
-    def _tokens(self, epoch: int, start: int, count: int, device: torch.device) -> Tokens:
-        epochs, items = self._items(epoch, start, count, device)
-        n = self.batch or 1
-        places = items * n + torch.arange(n, device=device)
-        if self.samples % n:
+    def _places(self, epoch: int, start: int, count: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first `width` samples of each batch, and the pass of each."""
+        where = device if self.indexable else _CPU
+        epochs, items = self._items(epoch, start, count, where)
+        places = items * (self.batch or 1) + torch.arange(width, device=where)
+        if self.samples % (self.batch or 1):
             places = places.clamp(max=self.samples - 1)
         for stage in reversed(self.stages):
             epochs, places = stage.back(epochs, places)
-        return Tokens(places, epochs.expand_as(places), self._lengths(epoch, start, count))
+        return places.to(device), epochs.expand_as(places).to(device)
 
     def _items(self, epoch: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         items = torch.arange(start, start + count, device=device).unsqueeze(1)
@@ -127,48 +142,39 @@ class Plan:
         n, rest = self.batch or 1, self.samples % (self.batch or 1)
         if not rest or self.drop_remainder:
             return (n,) * count
-        items = self._items(epoch, start, count, torch.device("cpu"))[1]  # on the host: shapes must be known there
+        items = self._items(epoch, start, count, _CPU)[1]  # on the host: shapes must be known there
         return tuple(rest if item == self.batches - 1 else n for item in items.flatten().tolist())
 
-    def fetch(self, samples: Tensor, epochs: Tensor) -> Batch:
-        """One batch with all maps applied. With columns on a device and transforms only: no host sync. Code of the
+    def fetch(self, samples: Tensor, epochs: Tensor, key: Key | None = None) -> Batch:
+        """Columns with all maps applied. With columns on a device and transforms only: no host sync. Code of the
         user's runs with the host's generators seeded for this batch, so that it repeats in any process."""
         if self.ours:
             return self._fetch(samples, epochs)
-        with seeded(self.seed, *(int(part[0]) for part in (epochs, samples))):
+        with seeded(self.seed, *(key or (int(epochs[0]), int(samples[0])))):
             return self._fetch(samples, epochs)
 
     def _fetch(self, samples: Tensor, epochs: Tensor) -> Batch:
         batch = self.source.fetch(samples)
         for change in self.maps:
             batch = change(batch, epochs, samples)
-        ready = {name: stacked(batch[name]) for name in self.names or batch}
-        return {name: _checked(name, column, self.batch) for name, column in ready.items()}
+        return {name: checked(name, column) for name, column in batch.items()} if self.batch else batch
+
+    def item(self, samples: Tensor, epochs: Tensor, key: Key | None = None) -> Batch:
+        """What is delivered: a batch, or where nothing is batched the sample itself."""
+        fetched = self.fetch(samples, epochs, key)
+        return fetched if self.batch else first_of(fetched)
 
     def describe(self) -> tuple[str, ...]:
-        """A line per part that decides what is delivered; shards are left out, for they may change on resume."""
+        """A line per part that decides what is delivered. Of the last shard count and index are left open, for they may
+        change on resume."""
         batch = [f"batch({self.batch}, drop_remainder={self.drop_remainder})"] if self.batch else []
-        stages = [str(s) for s in self.stages if not str(s).startswith("shard")]
-        maps = [str(m) for m in self.maps] + ([f"select({', '.join(self.names)})"] if self.names else [])
-        return (str(self.source), *stages, *batch, *map(str, self.batch_stages), *maps, f"seed {self.seed}")
+        last = self.last_shard()
+        before, after = ([s.open if s is last else str(s) for s in each] for each in (self.stages, self.batch_stages))
+        return (str(self.source), *before, *batch, *after, *map(str, self.maps), f"seed {self.seed}")
 
-    def with_source(self, source: Source) -> "Plan":
-        return replace(self, source=source)
+    def last_shard(self) -> Shard | None:
+        shards = [stage for stage in (*self.stages, *self.batch_stages) if isinstance(stage, Shard)]
+        return shards[-1] if shards else None
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of what a fetched batch holds, in order."""
-        names = self.source.names
-        for change in self.maps:
-            names = change.names(names)
-        return self.names or names
-
-
-def _checked(name: str, column: Any, batch: int) -> Any:
-    if batch and isinstance(column, list):
-        shapes = sorted({tuple(part.shape) for part in column})
-        raise ValueError(
-            f"column {name!r}: expected samples of one shape in a batch, got {shapes[:4]}. Make them equal before "
-            "batch(), for instance with .map(hs.data.Resize((224, 224)), ...)."
-        )
-    return column
+    def with_source(self, source: Source, maps: tuple[Map, ...] | None = None) -> "Plan":
+        return replace(self, source=source, maps=self.maps if maps is None else maps)

@@ -57,6 +57,11 @@ class Shard:
         places = places * self.count + (self.index + self.start)
         return epochs, places % self.input_size if self.uneven == "pad" else places
 
+    @property
+    def open(self) -> str:
+        """As it is called, with count and index left open."""
+        return f"shard(count, index, uneven={self.uneven!r})"
+
     def __str__(self) -> str:
         return f"shard({self.count}, {self.index}, uneven={self.uneven!r})"
 
@@ -72,7 +77,7 @@ class Part:
         return epochs, places + self.first
 
     def __str__(self) -> str:
-        return f"items {self.first} to {self.first + self.size}"
+        return f"skip({self.first})" if self.first else f"take({self.size})"
 
 
 @dataclass(frozen=True)

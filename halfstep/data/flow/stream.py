@@ -19,7 +19,11 @@ def staged(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 def moved(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """The same batches on `device`, each fetched when it is asked for; its copy overlaps with what the device does."""
-    return (_moved(batch, device) for batch in batches)
+    try:
+        for batch in batches:
+            yield _moved(batch, device)
+    finally:
+        _close(batches)
 
 
 def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
@@ -41,6 +45,7 @@ def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     finally:
         stop.set()
         thread.join()
+        _close(batches)  # not before the thread has left it
 
 
 def _produce(batches: Iterator[Any], device: torch.device, queue: "Queue[Any]", stop: threading.Event) -> None:
@@ -67,6 +72,12 @@ def _put(queue: "Queue[Any]", item: Any, stop: threading.Event) -> bool:
         except Full:
             continue
     return False
+
+
+def _close(batches: Iterator[Any]) -> None:
+    close = getattr(batches, "close", None)
+    if close:
+        close()
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -54,6 +55,13 @@ def find(name: str, path: str | Path | None = None, *, download: bool = False, p
     raise FileNotFoundError(f"{entry.name} was not found:{looked}\n{_ways_out(entry)}")
 
 
+def forget(found: Found) -> None:
+    """Remove what a folder's URL delivered, so that the next call fetches it again; other places are left alone."""
+    home = _cache()
+    if home is not None and found.folder.parent == home / "urls":
+        shutil.rmtree(found.folder, ignore_errors=True)
+
+
 def cache() -> Path:
     """$HALFSTEP_CACHE, else $XDG_CACHE_HOME/halfstep, else ~/.cache/halfstep."""
     if (home := _cache()) is None:
@@ -82,6 +90,8 @@ def _places() -> Iterator[tuple[str, Path]]:
 
 
 def _given(entry: Entry, path: str | Path, progress: bool | None) -> Found:
+    if not str(path):
+        raise ValueError("path: expected a folder, an archive or a URL, got ''. None looks in the usual places.")
     if not isinstance(path, str) or "://" not in path:
         return _local(entry, Path(path).expanduser(), str(path), None)
     parts = urlsplit(path)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.transforms.affine import affine, runs
+from halfstep.data.transforms.affine import affine, linear
+from halfstep.data.transforms.fused import resize
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale, constant
 
@@ -55,11 +56,16 @@ def apply(transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: 
             came = f"{given.dtype} {list(given.shape)} on {given.device}"
             raise ValueError(f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}")
     words = _words(transforms, seed, epochs, samples)
-    for places in runs(transforms):
-        if len(places) > 1:
-            batch = affine([transforms[place] for place in places], batch)  # type: ignore[misc]
+    place = 0
+    while place < len(transforms):
+        rest = transforms[place:]
+        if (done := resize(rest, batch)) is not None:
+            batch, count = done
+        elif (count := linear(rest)) > 1:
+            batch = affine(rest[:count], batch)  # type: ignore[arg-type]
         else:
-            batch = transforms[places[0]](batch, words[places[0]])
+            batch, count = rest[0](batch, words[place]), 1
+        place += count
     return batch
 
 

@@ -9,16 +9,12 @@ from torch import Tensor
 from halfstep.data.transforms.values import Normalize, Rescale, constant
 
 
-def runs(transforms: Sequence[Any]) -> list[list[int]]:
-    """The places of a chain in order, those of neighbouring Rescale and Normalize together."""
-    found: list[list[int]] = []
-    for place, transform in enumerate(transforms):
-        linear = isinstance(transform, Rescale | Normalize)
-        if linear and found and isinstance(transforms[found[-1][-1]], Rescale | Normalize):
-            found[-1].append(place)
-        else:
-            found.append([place])
-    return found
+def linear(transforms: Sequence[Any]) -> int:
+    """How many at the start are Rescale or Normalize; a class made from one of them may compute something else."""
+    count = 0
+    while count < len(transforms) and type(transforms[count]) in (Rescale, Normalize):
+        count += 1
+    return count
 
 
 def affine(parts: Sequence[Rescale | Normalize], batch: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class Rescale:
     channels: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", _plain(self.scale))
+        object.__setattr__(self, "shift", _plain(self.shift))
         if not (math.isfinite(self.scale) and math.isfinite(self.shift)):
             raise ValueError(f"Rescale: expected finite scale and shift, got {self.scale!r} and {self.shift!r}")
 
@@ -62,7 +64,7 @@ class Rescale:
 class Normalize:
     """(x − mean) / std in float32 (float64 stays float64), with one value per channel or one for all."""
 
-    mean: float | Sequence[float]
+    mean: float | Sequence[float]  # numpy's numbers and arrays too
     std: float | Sequence[float]
     layout: Layout | None = field(default=None, kw_only=True)
     draws: ClassVar[int] = 0
@@ -148,11 +150,12 @@ class OneHot:
             raise TypeError(f"OneHot: expected integer labels, got {batch.dtype}. Put Cast('int64') before it.")
         if batch.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_range(batch)
-        hot = batch.unsqueeze(-1) == torch.arange(self.classes, device=batch.device)
+        hot = batch.unsqueeze(-1).long() == torch.arange(self.classes, device=batch.device)
         cold = torch.full(hot.shape, self.off, dtype=_dtype("OneHot", self.dtype), device=batch.device)
         return cold.masked_fill(hot, self.on)
 
     def _check_range(self, labels: Tensor) -> None:
+        labels = labels.long()  # a bound of 300 would wrap in uint8
         wrong = labels[(labels < 0) | (labels >= self.classes)]
         if wrong.numel():
             raise ValueError(
@@ -178,10 +181,16 @@ def _floating(batch: Tensor) -> Tensor:
 
 
 def _vector(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
-    values = tuple(value) if isinstance(value, Sequence) else (value,)
+    value = _plain(value)
+    values = tuple(map(_plain, value)) if isinstance(value, Sequence) else (value,)
     if not values or not all(isinstance(v, Value) and math.isfinite(v) for v in values):
         raise ValueError(f"Normalize: expected {name} as a finite number or one per channel, got {value!r}")
     return values
+
+
+def _plain(value: Any) -> Any:
+    """numpy's and torch's numbers and vectors as Python's; each float32 is exact in them."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _dtype(name: str, dtype: Any) -> torch.dtype:

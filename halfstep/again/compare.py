@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from halfstep import checkpoint
+from halfstep.again.build import Builder, built
+from halfstep.again.replay import nearest, prints, run_to
 from halfstep.engine import Callback, Run
-from halfstep.replay.again import nearest, prints, run_to
-from halfstep.replay.build import Builder, built
 
 LOG = "log.jsonl"
 _IGNORED = ("rng", "history", "losses")  # compared, but named last: they follow from the rest

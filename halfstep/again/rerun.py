@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from halfstep import checkpoint
+from halfstep.again.build import Builder, Built, built
 from halfstep.engine import Callback, Row, Run
-from halfstep.replay.build import Builder, Built, built
 
 
 @dataclass

@@ -1,15 +1,17 @@
 """Saving a run so that it goes on exactly: every n steps, epochs or seconds, at the end, on an error, and the best."""
 
+import os
 import time
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from halfstep import checkpoint
+from halfstep.callbacks.checks import Best, Mode
+from halfstep.checkpoint.atomic import remove
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
-
-Mode = Literal["auto", "min", "max"]
 
 
 class Checkpoint(Callback):
@@ -34,32 +36,58 @@ class Checkpoint(Callback):
                 raise ValueError(f"Checkpoint: expected {name} of 1 or more, got {value!r}")
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"Checkpoint: expected every_seconds above 0, got {every_seconds!r}")
-        if mode not in ("auto", "min", "max"):
-            raise ValueError(f"Checkpoint: expected mode 'auto', 'min' or 'max', got {mode!r}")
         self.folder = Path(folder)
         self.every_steps, self.every_epochs, self.every_seconds = every_steps, every_epochs, every_seconds
-        self.keep, self.best, self.on_error = keep, best, on_error
-        self.lower = mode == "min" or (mode == "auto" and best is not None and "loss" in best)
-        self.score: float | None = None
+        self.keep, self.on_error = keep, on_error
+        self.best = Best("Checkpoint", best, mode, 0.0) if best is not None else None
         self.best_step: int | None = None
-        self._saved_at, self._clock = -1, time.monotonic()
+        self._saved_at, self._clock, self._begun = -1, time.monotonic(), False
 
     def begin(self, run: Run) -> None:
         """The folder must be ours to write, and everything that will be saved must be savable: told before training."""
+        self._begun = False  # a folder that is refused is left alone, also at the end
+        if self.best is not None:
+            self.best.check(run)
+        self._try_folder()
+        self._check_owner(run)
+        tree = run.model.snapshot()
+        checkpoint.check(tree)
+        here = os.path.realpath(self.folder / checkpoint.name_of(run.position))
+        whole = run.resumed is not None and os.path.realpath(run.resumed) == here and not tree["loop"]["pending"]
+        self._saved_at = run.position if whole else -1
+        self._clock, self._begun = time.monotonic(), True
+
+    def _try_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryDirectory(dir=self.folder, prefix=".halfstep-trash-", ignore_cleanup_errors=True):
+                pass  # the only way to know; the next save would remove it after a kill
         except OSError as error:
+            came = error.strerror or str(error)
             raise checkpoint.CheckpointError(
-                f"Checkpoint: cannot make the folder {self.folder}: {error.strerror}. Name one that can be written."
+                f"Checkpoint: expected a folder that can be written, {self.folder} cannot: {came}. Name another one."
             ) from error
-        existing = checkpoint.listing(self.folder)
-        if existing and run.resumed is None:
+
+    def _check_owner(self, run: Run) -> None:
+        """Another run's checkpoints, or those of another course of this one, would be taken for this one's."""
+        found = [path for path in checkpoint.listing(self.folder) if checkpoint.step_of(path) > run.position]
+        newer = [path for path in found if _is_whole(path)]  # a broken one is replaced when its step comes
+        if run.resumed is not None and newer:
             raise FileExistsError(
-                f"Checkpoint: {self.folder} holds checkpoints of another run, up to {existing[-1].name}. Go on from "
-                'them with fit(resume="auto"), or name another folder.'
+                f"Checkpoint: this run goes on from step {run.position}, and {self.folder} holds checkpoints of later "
+                f'steps, up to {newer[-1].name}. Go on from the newest with fit(resume="auto"), remove those of later '
+                "steps, or name another folder."
             )
-        checkpoint.check(run.model.snapshot())
-        self._clock = time.monotonic()
+        existing = checkpoint.listing(self.folder)
+        if run.resumed is None and existing:
+            whole = any(map(_is_whole, existing))
+            what = "checkpoints of another run" if whole else "only broken checkpoints"
+            advice = (
+                'Go on from them with fit(resume="auto"), or name another' if whole else "Remove them, or name another"
+            )
+            raise FileExistsError(
+                f"Checkpoint: {self.folder} holds {what}, up to {existing[-1].name}. {advice} folder."
+            )
 
     def next_stop(self, run: Run) -> int | None:
         if self.every_steps is None:
@@ -67,48 +95,69 @@ class Checkpoint(Callback):
         return (run.position // self.every_steps + 1) * self.every_steps
 
     def visit(self, run: Run) -> None:
+        before = self.state_dict()
         better = self._is_better(run)
         by_steps = self.every_steps is not None and run.position % self.every_steps == 0
         by_epochs = self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0
         late = self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
         if better or by_steps or by_epochs or late:
-            self._save(run)
+            try:
+                self._save(run)
+            except checkpoint.CheckpointError as error:
+                self.load_state_dict(before)  # the best is the best that is on the disk
+                _notice(run, f"training goes on: {error}")
 
     def end(self, run: Run) -> None:
-        if run.error is not None and not self.on_error:
+        """Saves where the run stopped; not after a KeyboardInterrupt, which may have come in the middle of a step."""
+        if not self._begun or (run.error is not None and not (self.on_error and isinstance(run.error, Exception))):
             return
-        if run.position != self._saved_at or run.error is not None:
-            failed = self._save(run)
-            if failed is not None and run.error is None:
-                raise failed
+        try:
+            self._save(run)
+        except checkpoint.CheckpointError as error:
+            if run.error is None:
+                raise
+            _notice(run, str(error))
 
     def _is_better(self, run: Run) -> bool:
-        if self.best is None or run.scores is None:
-            return False
-        if self.best not in run.scores:
-            raise ValueError(f"Checkpoint: expected best= one of the scores {sorted(run.scores)}, got {self.best!r}")
-        value = run.scores[self.best]
-        better = value == value and (self.score is None or (value < self.score if self.lower else value > self.score))
+        better = self.best is not None and run.scores is not None and self.best.take(run.scores)
         if better:
-            self.score, self.best_step = value, run.position
+            self.best_step = run.position
         return better
 
-    def _save(self, run: Run) -> Exception | None:
-        name = checkpoint.name_of(run.position)
-        path = self.folder / name
-        try:
-            if not path.exists():
-                checkpoint.save(path, run.model.snapshot())
+    def _save(self, run: Run) -> None:
+        path = self.folder / checkpoint.name_of(run.position)
+        if run.position != self._saved_at:
+            tree = run.model.snapshot()
+            (_replace if path.exists() else checkpoint.save)(path, tree)
             self._saved_at, self._clock = run.position, time.monotonic()
-            best = [] if self.best_step is None else [self.folder / checkpoint.name_of(self.best_step)]
-            checkpoint.prune(self.folder, self.keep, best)
-            return None
-        except checkpoint.CheckpointError as error:
-            warnings.warn(f"checkpoint {name} was not saved, training goes on: {error}", Notice, stacklevel=2)
-            return error
+        best = [] if self.best_step is None else [self.folder / checkpoint.name_of(self.best_step)]
+        checkpoint.prune(self.folder, self.keep, best)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"score": self.score, "best_step": self.best_step}
+        return {} if self.best is None else {"score": self.best.value, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.score, self.best_step = state["score"], state["best_step"]
+        if self.best is not None and state:
+            self.best.value, self.best_step = state["score"], state["best_step"]
+
+
+def _replace(path: Path, tree: Any) -> None:
+    """Instead of a broken one, or of one whose evaluation was still to come: written first, then put in its place."""
+    aside = path.parent / f".halfstep-trash-{path.name}" / path.name  # the next save removes it after a kill
+    remove(aside.parent)
+    checkpoint.save(aside, tree)
+    remove(path)
+    os.rename(aside, path)
+    aside.parent.rmdir()
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        checkpoint.verify(path)
+    except checkpoint.CheckpointError:
+        return False
+    return True
+
+
+def _notice(run: Run, text: str) -> None:
+    warnings.warn(f"checkpoint {checkpoint.name_of(run.position)} was not saved, {text}", Notice, stacklevel=3)

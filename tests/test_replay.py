@@ -13,29 +13,14 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import halfstep as hs
+from halfstep.again import diff, replay
 from halfstep.callbacks import Checkpoint
 from halfstep.cli.app import app
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
-from halfstep.again import diff, replay
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
-
-
-class Log(Callback):
-    """log.jsonl, a line per step."""
-
-    writes = True
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "log.jsonl"
-
-    def step(self, run: Run, row: Row) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            fields = ("global_step", "loss", "scale", "fingerprint")
-            file.write(json.dumps({name: getattr(row, name) for name in fields}) + "\n")
 
 
 class Nudge(nn.Module):
@@ -62,7 +47,7 @@ def build(nudge: int = 0, fingerprint_every: int = 1) -> dict[str, Any]:
 
 def run(folder: Path, every: int = 6, **options: Any) -> Any:
     parts = build(**options)
-    callbacks = [Log(folder), Checkpoint(folder, every_steps=every, every_epochs=None, keep=100)]
+    callbacks = [hs.JSONLLog(folder / "log.jsonl"), Checkpoint(folder, every_steps=every, every_epochs=None, keep=100)]
     result = parts["model"].fit(parts["epochs"], parts["data"], callbacks=callbacks)
     return parts["model"], result
 

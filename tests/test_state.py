@@ -306,3 +306,28 @@ def test_a_state_without_what_this_step_keeps_is_refused_or_completed_when_it_is
         assert {"ema": "ema", "kahan": "residue"}[missing] in refused
         return
     assert step(torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)).updated
+
+
+def test_a_run_that_fell_back_goes_on_in_what_it_fell_back_to(device: torch.device) -> None:
+    """Skips had gone on too long and the step went on in fp32: a resumed one must not try fp16 again."""
+
+    def build() -> hs.TrainStep:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3).to(device)
+        scale = hs.DynamicScale(max_skips=2, on_skips="fp32", floor=2.0**16)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision("O2", scale=scale))
+
+    x, y = torch.randn(8, 4, device=device) * 1e5, torch.randint(0, 3, (8,), device=device)
+    first = build()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(40):  # on a device the news comes some updates late
+            first(x, y)
+    assert any("going on in fp32" in str(each.message) for each in said)
+    second = build()
+    second.load_state_dict(first.state_dict())
+    assert second.precision.name == "fp32"
+    first(x, y)
+    second(x, y)
+    assert torch.equal(first.net.weight, second.net.weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from halfstep import checkpoint
 from halfstep.again.build import Builder, built
-from halfstep.again.replay import nearest, prints, run_to
+from halfstep.again.rerun import nearest, prints, run_to
 from halfstep.engine import Callback, Run
 
 LOG = "log.jsonl"

@@ -36,8 +36,7 @@ class Feed:
 
     def ended(self) -> None:
         """The pass is over."""
-        self.passes, self.step = self.passes + 1, 0
-        self._base = self.data.state_dict()
+        self._stand(self.passes + 1)
 
     def state_dict(self) -> dict[str, Any]:
         base = self._base if isinstance(self.data, Dataset) else self.data.state_dict()
@@ -52,6 +51,12 @@ class Feed:
         """Go on with pass number `passes`, from its start."""
         if isinstance(self.data, Dataset):
             self.data.seek(passes)
+        self._stand(passes)
+
+    def _stand(self, passes: int) -> None:
+        """At the start of a pass. A loader does not know that its last batch was the last: nobody asked for another."""
+        if isinstance(self.data, Loader):
+            self.data.epoch, self.data.step = passes, 0
         self.passes, self.step, self._base = passes, 0, self.data.state_dict()
 
     def describe(self) -> list[str]:

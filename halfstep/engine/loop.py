@@ -6,15 +6,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.engine import rng
 from halfstep.engine.callback import Callback
+from halfstep.engine.events import Events
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.rows import Place, read, samples_of
+from halfstep.engine.rows import Place, Row, read, samples_of
 from halfstep.engine.run import Run
 from halfstep.engine.signals import Signals
 from halfstep.step import Record
 
 _LOOK_S, _LOOK_STEPS = 0.25, 50  # how often the host looks in when nobody says: signals are heard, bars move
-_EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
+Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,15 @@ class Loop:
 
     def __init__(
         self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
-        evaluate: Callable[[Callable[[], bool]], dict[str, float] | None] | None,
+        evaluate: Evaluate | None,
     ) -> None:  # fmt: skip
         self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
-        self.callbacks = sorted(callbacks, key=lambda c: c.last)
-        self.calls = {event: _overriding(self.callbacks, event) for event in _EVENTS}
-        self.stops = _overriding(self.callbacks, "next_stop")
-        self.exact = any(c.exact for c in self.callbacks)
+        self.events = Events(run, callbacks)
+        self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
         self.signals = Signals()
         self.pending = False  # rows of this position are out, its evaluation and visit are not
+        self.flushing = False
+        self.config: dict[str, Any] = {}  # what the run was made of, in words
         self._batches: Iterator[Args] | None = None
         self._places: list[Place] = []
         self._records: list[Record] = []
@@ -53,21 +55,22 @@ class Loop:
         run = self.run
         with self.signals:
             try:
-                self._call("begin")
+                self.events.first("begin")
                 if self.pending:
                     self._settle()
-                while not run.stopped and (run.epoch < run.epochs or not run.epoch_over):
+                while not run.stopped and (run.epoch, run.epoch_over) < (run.epochs, True):
                     self._open()
                     for args in self._due():  # the step is called from here: few frames between fit and forward
                         self._records.append(self.step(*args))
                     self._deliver()
-                    self._settle()
+                    if self.pending or run.epoch_over:  # a signal may come before the first step
+                        self._settle()
             except BaseException as error:
                 run.error = error
                 self._save_rows()
                 raise
             finally:
-                self._close()
+                self.events.end()
         self.signals.raise_again()
 
     def _open(self) -> None:
@@ -75,8 +78,8 @@ class Loop:
         if run.epoch_over:
             run.epoch, run.step, run.seconds, run.epoch_over = run.epoch + 1, 0, 0.0, False
         if run.step == 0:
-            self._call("epoch_begin")
-        self._places, self._records = [], []
+            self.events.every("epoch_begin")
+        self._places, self._records, run.scores = [], [], None
         self._started = time.perf_counter()
 
     def _due(self) -> Iterator[Args]:
@@ -105,23 +108,35 @@ class Loop:
         self._places, self._records = [], []
         rows = read(places, records, fingerprints=self._fingerprints()) if records else []
         run.seconds += time.perf_counter() - self._started
+        self.pending = bool(rows)
+        if self.signals.caught:
+            run.stop(self.signals.caught.name)
+        self.events.rows(self._shown(rows))
+
+    def _shown(self, rows: list[Row]) -> Iterator[Row]:
+        """The run at each row in turn."""
+        run = self.run
         for row in rows:
             run.step, run.global_step = row.step, row.global_step
             self._losses[0] += row.loss * row.samples
             self._losses[1] += row.samples
-            self._call("step", row)
-        self.pending = True
-        if self.signals.caught:
-            run.stop(self.signals.caught.name)
+            yield row
 
     def _pass_over(self) -> None:
+        if self.feed.step == 0:
+            again = "Can the data be gone through again?"
+            raise ValueError(
+                f"fit: expected at least one batch in a pass, got none in pass {self.feed.passes}. {again}"
+            )
         self._batches = None
         self.feed.ended()
-        tail = self.step.flush()
-        if tail is not None and self._records:
-            self._records[-1] = tail._replace(loss=self._records[-1].loss)
         if self.timing.epoch_steps is None:
             self.run.epoch_over = True
+        self.flushing = True  # an error in here leaves a torn state, unless the cycle is closed
+        tail = self.step.flush()
+        self.flushing = False
+        if tail is not None and self._records:
+            self._records[-1] = tail._replace(loss=self._records[-1].loss)
 
     def _limit(self) -> int:
         """Steps until the host must look in."""
@@ -131,7 +146,7 @@ class Loop:
             limits.append(timing.epoch_steps - run.step)
         if timing.valid_steps:
             limits.append(timing.valid_steps - run.position % timing.valid_steps)
-        asked: list[int] = [stop for next_stop in self.stops if (stop := next_stop(run)) is not None]
+        asked: list[int] = [stop for next_stop in self.events.stops if (stop := next_stop(run)) is not None]
         return max(1, min([*limits, *(stop - run.position for stop in asked if stop > run.position)]))
 
     def _settle(self) -> None:
@@ -141,21 +156,30 @@ class Loop:
             run.epoch_over = True
         run.scores = None
         if self.evaluate and self._evaluation_due():
-            run.scores = self.evaluate(lambda: self.signals.caught is not None)
+            self.pending = True
+            run.scores = self._scores(self.evaluate)
             if run.scores is None:  # cut short by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None
                 return run.stop(self.signals.caught.name)
         if run.epoch_over or run.scores is not None:
             self._note()
-        if run.epoch_over:
-            self._call("epoch_end")
         self.pending = False
-        self._call("visit")
+        self.events.every(*(["epoch_end"] if run.epoch_over else []), "visit")
 
     def _evaluation_due(self) -> bool:
         run, timing = self.run, self.timing
-        by_steps = timing.valid_steps > 0 and run.position % timing.valid_steps == 0
+        by_steps = self.pending and timing.valid_steps > 0 and run.position % timing.valid_steps == 0
         return by_steps or (run.epoch_over and timing.valid_epochs(run.epoch))
+
+    def _scores(self, evaluate: Evaluate) -> dict[str, float] | None:
+        """An evaluation that did not come to its end will be done again, from the same random state."""
+        before, scores = rng.save(), None
+        try:
+            scores = evaluate(lambda: self.signals.caught is not None)
+        finally:
+            if scores is None:
+                rng.load(before)
+        return scores
 
     def _note(self) -> None:
         total, weight = self._losses
@@ -169,29 +193,6 @@ class Loop:
             if self._places:
                 self._records = self._records[: len(self._places)]
                 self._deliver()
-
-    def _close(self) -> None:
-        """`end` for every callback, also when one of them fails; the first error is the one that is seen."""
-        failed: BaseException | None = None
-        for call in self.calls["end"]:
-            try:
-                self._one(call)
-            except BaseException as error:
-                failed = failed or error
-        if failed is not None and self.run.error is None:
-            raise failed
-
-    def _call(self, event: str, *args: Any) -> None:
-        for call in self.calls[event]:
-            self._one(call, *args)
-
-    def _one(self, call: Callable[..., Any], *args: Any) -> None:
-        try:
-            call(self.run, *args)
-        except Exception as error:
-            owner = type(call.__self__).__name__  # type: ignore[attr-defined]
-            error.add_note(f"raised by the callback {owner} in {call.__name__}, at step {self.run.global_step}")
-            raise
 
     def _fingerprints(self) -> bool:
         return bool(getattr(getattr(self.step, "options", None), "fingerprint_every", 0))
@@ -215,8 +216,3 @@ class Loop:
         run.global_step = run.position = state["global_step"]
         self.pending, run.epoch_over = state["pending"], state["epoch_over"]
         self._losses, run.history = list(state["losses"]), [dict(entry) for entry in state["history"]]
-
-
-def _overriding(callbacks: Sequence[Callback], event: str) -> list[Callable[..., Any]]:
-    """The bound methods of those that override an event: the others cost nothing."""
-    return [getattr(c, event) for c in callbacks if getattr(type(c), event) is not getattr(Callback, event)]

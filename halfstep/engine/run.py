@@ -33,8 +33,10 @@ class Run:
     """At a visit: this one ends the epoch."""
     stopped: str | None = None
     error: BaseException | None = None
+    resume: str | None = None
+    """What fit(resume=…) asked for."""
     resumed: str | None = None
-    """The checkpoint that this run went on from."""
+    """The checkpoint that this run went on from; None also where resume="auto" found none to go on from."""
 
     def stop(self, reason: str) -> None:
         """End the run after this visit."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep import checkpoint
+from halfstep.callbacks import Checkpoint
 from halfstep.engine import Callback, Feed, Loop, Run
 from halfstep.engine.evaluate import batches_of, evaluate, label_of, logits
 from halfstep.metrics import Metrics
@@ -93,6 +94,7 @@ class Model:
         run = Run(self, epochs, steps_per_epoch or feed.size)
         check = self._validation(valid) if valid is not None else None
         loop = Loop(run, self.step, feed, list(named.values()), timing, check)
+        loop.config = resume.config(self.step, feed)
         self._fit = (loop, feed, named)
         return loop
 
@@ -107,16 +109,17 @@ class Model:
         assert self._fit is not None
         if source is None:
             return
-        path = Path(source)
+        loop.run.resume = str(source)
+        folders = [Path(source)]
         if source == "auto":
-            folders = [f for c in loop.callbacks if (f := getattr(c, "folder", None)) is not None]
+            folders = [c.folder for c in loop.callbacks if isinstance(c, Checkpoint)]
             if not folders:
                 raise ValueError("resume='auto': expected a Checkpoint among the callbacks, to know where to look")
-            path = folders[0]
-        found = path if (path / "manifest.json").is_file() else checkpoint.latest(path)
+        each = [f if (f / "manifest.json").is_file() else checkpoint.latest(f) for f in folders]
+        found = max((path for path in each if path is not None), key=lambda path: path.name, default=None)
         if found is None:
             if source != "auto":
-                raise FileNotFoundError(f"resume: no checkpoint in {path}")
+                raise FileNotFoundError(f"resume: no checkpoint in {source}")
             return
         _, feed, named = self._fit
         resume.restore(checkpoint.load(found).tree, self.step, loop, feed, named)

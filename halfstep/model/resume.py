@@ -1,20 +1,29 @@
 """What a run saves, and what it does with that when it goes on: the same, or the differences named one by one."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
+
+from halfstep.checkpoint import CheckpointError
 from halfstep.engine import Callback, Feed, Loop, rng
 from halfstep.errors import Notice
+from halfstep.step import TrainStep
 
 VERSION = 1
 
 
 def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
+    if _is_torn(step, loop):
+        raise CheckpointError(
+            "the error came in the middle of an update, so that there is no whole state to save. Resume from an older "
+            "checkpoint."
+        )
     return {
         "halfstep_run": VERSION,
-        "config": config(step, feed),
+        "config": {**loop.config, "rates": _rates(step)},
         "loop": loop.state_dict(),
         "feed": feed.state_dict(),
         "callbacks": {name: each.state_dict() for name, each in callbacks.items() if not each.writes},
@@ -25,21 +34,22 @@ def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback
 
 
 def config(step: Any, feed: Feed) -> dict[str, Any]:
-    """What the run was made of, to be compared in words."""
+    """What the run was made of when it began, to be compared in words."""
     optimizer = getattr(step, "optimizer", None)
     options = getattr(step, "options", None)
     return {
         "optimizer": type(optimizer).__name__ if optimizer is not None else type(step).__name__,
+        "groups": [_settings(group, step) for group in optimizer.param_groups] if optimizer is not None else [],
         "accumulate": getattr(options, "accumulate", 1),
         "data": feed.describe(),
     }
 
 
 def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> None:
-    """Put a snapshot back. Another optimizer or other data: a notice says what changed and what is done about it."""
+    """Put a snapshot back. Whatever is not as it was: a notice says what changed and what is done about it."""
     if saved.get("halfstep_run") != VERSION:
         raise ValueError(f"resume: expected a run of version {VERSION}, got {saved.get('halfstep_run')!r}")
-    was, now = saved["config"], config(step, feed)
+    was, now = saved["config"], loop.config
     state = dict(saved["step"])
     if was["optimizer"] != now["optimizer"] and "optimizer" in state:
         _notice(f"the optimizer was {was['optimizer']} and is {now['optimizer']}: its state starts anew, weights go on")
@@ -50,14 +60,70 @@ def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks:
         feed.load_state_dict(saved["feed"])
     else:
         _other_data(saved, was["data"], now["data"], loop, feed)
+    _restore_callbacks(saved, callbacks)
+    for change in _changes(was, {**now, "rates": _rates(step)}):
+        _notice(change)
+    rng.load(saved["rng"])
+
+
+def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback]) -> None:
     known = {**saved["callbacks"], **saved["writers"]}
+    new = [name for name, each in callbacks.items() if name not in known and each.state_dict()]
     for name, each in callbacks.items():
         if name in known:
             each.load_state_dict(known[name])
     gone = [name for name, state in saved["callbacks"].items() if name not in callbacks and state]
     if gone:
         _notice(f"the saved run had the callbacks {', '.join(gone)}, this one has not: what they knew is left out")
-    rng.load(saved["rng"])
+    if new:
+        _notice(f"the saved run had no {', '.join(new)}: new here, and knowing nothing of the steps before")
+
+
+def _changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What the user changed in the settings, in words."""
+    if was["accumulate"] != now["accumulate"]:
+        yield f"accumulate was {was['accumulate']} and is {now['accumulate']}: that many batches an update from here on"
+    if was["rates"] != now["rates"]:
+        yield (
+            f"the schedule's rate for the next update was {_said(was['rates'])} and is {_said(now['rates'])}: "
+            "the new one holds"
+        )
+    if was["optimizer"] != now["optimizer"]:
+        return
+    for i, (a, b) in enumerate(zip(was["groups"], now["groups"], strict=False)):
+        for name in [name for name in a if name in b and a[name] != b[name]]:
+            yield (
+                f"the optimizer's {name} was {a[name]} and is {b[name]} in group {i}: the checkpoint's holds. To "
+                "change it, set it in run.optimizer.param_groups at a callback's begin"
+            )
+
+
+def _settings(group: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    """What the user gave a parameter group; a schedule's rates are compared by themselves."""
+    ruled = ("params", "lr", "initial_lr") if getattr(step.rates, "table", None) is not None else ("params",)
+    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ruled}
+    return {k: v for k, v in plain.items() if v is None or isinstance(v, bool | int | float | str | list | tuple)}
+
+
+def _rates(step: Any) -> list[float] | None:
+    """What the schedule has for the next update, by parameter group; None without one."""
+    table = step.rates.table if isinstance(step, TrainStep) else None
+    if table is None:
+        return None
+    rates: list[float] = table[:, min(int(step.state.updates), table.shape[1] - 1)].tolist()
+    return rates
+
+
+def _said(rates: list[float] | None) -> str:
+    return "none" if rates is None else ", ".join(f"{rate:g}" for rate in rates)
+
+
+def _is_torn(step: Any, loop: Loop) -> bool:
+    """Whether an error left an update half done: a cycle is full, or was being flushed, and is still open."""
+    if not isinstance(step, TrainStep):
+        return False
+    micro = step.state.cycle.micro
+    return micro >= step.options.accumulate or (loop.flushing and micro > 0)
 
 
 def _other_data(saved: dict[str, Any], was: list[str], now: list[str], loop: Loop, feed: Feed) -> None:

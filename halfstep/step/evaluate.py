@@ -1,6 +1,7 @@
 """The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,29 +54,17 @@ class EvalStep:
     def __call__(self, *batch: Any) -> EvalRecord:
         """Loss, count and outputs of one batch, on the device."""
         batch, applied = to_device(batch, self.device), self._applied()
-        modes = [(m, m.training) for m in self.net.modules()]
-        self.net.eval()
-        try:
-            with backend(applied.precision, self.device, deterministic=False):
-                return self._evaluate(applied, batch)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with _eval_mode(self.net), backend(applied.precision, self.device, deterministic=False):
+            return self._evaluate(applied, batch)
 
     @torch.no_grad()
     def predict(self, *inputs: Any) -> Any:
         """The network's outputs in eval mode, in float32 or wider; no loss and no target."""
         inputs, applied = to_device(inputs, self.device), self._applied()
-        modes = [(m, m.training) for m in self.net.modules()]
-        self.net.eval()
-        try:
-            with backend(applied.precision, self.device, deterministic=False), applied:
-                named = len(inputs) == 1 and isinstance(inputs[0], dict)
-                out = self.net(**inputs[0]) if named else self.net(*inputs)
-            return wide(applied.unrounded(out), applied.precision.output)
-        finally:
-            for module, training in modes:
-                module.training = training
+        named = len(inputs) == 1 and isinstance(inputs[0], dict)
+        with _eval_mode(self.net), backend(applied.precision, self.device, deterministic=False), applied:
+            out = self.net(**inputs[0]) if named else self.net(*inputs)
+        return wide(applied.unrounded(out), applied.precision.output)
 
     def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
         o, least = self.objective, applied.precision.output
@@ -91,3 +80,15 @@ class EvalStep:
             n = 1 if o.sums else rows(batch)
         count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)
         return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)
+
+
+@contextmanager
+def _eval_mode(net: nn.Module) -> Iterator[None]:
+    """Every module in eval mode; each one's own flag comes back after."""
+    modes = [(m, m.training) for m in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import Notice
 from halfstep.precision.observe import Observed
+from halfstep.step import trouble
 from halfstep.step.fingerprint import fingerprint
 from halfstep.step.state import load, save
 
@@ -34,6 +35,9 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
     expected = ("net", "beside", "optimizer", "state", "precision")
     if set(saved) != set(expected):
         raise ValueError(f"TrainStep.load_state_dict: expected {', '.join(expected)}, received {', '.join(saved)}")
+    fallen = trouble.fallen(step.precision)
+    if fallen is not None and saved["precision"] == fallen.state_dict():
+        step.switch(fallen)  # skips had gone on too long in the saved run, and it went on in this one
     _check_fit(step, saved)
     scale = step.state.scale, step.state.growth
     step.net.load_state_dict(saved["net"])

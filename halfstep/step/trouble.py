@@ -55,6 +55,12 @@ def check(precision: Precision) -> None:
         raise ValueError(f"on_skips: expected 'raise' for {precision.name!r}, received {to!r}; {can}")
 
 
+def fallen(precision: Precision) -> Precision | None:
+    """What a run in this precision goes on in when skips do not end; None: it raises."""
+    to = getattr(precision.loss_scale, "on_skips", "raise")
+    return None if to == "raise" else _fallback(precision, to)
+
+
 def _fallback(precision: Precision, to: str) -> Precision:
     if to == "fp32":
         return Precision("fp32")

@@ -1,0 +1,236 @@
+"""A small run in which everything that decides a step is at work, and a process that forks it, to be killed anywhere.
+
+As a program it reads orders, one JSON object a line, and forks a child for each: torch and halfstep are imported once.
+"""
+
+import atexit
+import gc
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.callbacks.checkpoint import Checkpoint
+from halfstep.callbacks.history import History
+from halfstep.callbacks.logs import JSONLLog
+from halfstep.engine import Callback, Row, Run
+from halfstep.model import Model
+
+SIZE = 26  # 7 batches of 4, the last one of 2
+SYSTEM = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, dropout; `at` is told where a step stands, so that a process can die in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(64, 3)
+        self.at: Any = lambda moment: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.at("step" if self.training else "evaluation")
+        noise = 0.1 * (random.gauss() + np.random.randn()) if self.training else 0.0  # noqa: NPY002 - the users' own
+        h = torch.relu(self.norm(self.conv(x)) + noise)
+        self.at("forward")
+        out: Tensor = self.last(self.drop(nn.functional.max_pool2d(h, 2)).flatten(1))
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.at("backward"))
+        return out
+
+
+def seed(number: int) -> None:
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(number)
+
+
+def images(size: int = SIZE, seed: int = 1) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 256, (size, 8, 8, 1), dtype=torch.uint8, generator=draw)
+    return {"x": x, "y": torch.randint(0, 3, (size,), generator=draw)}
+
+
+@cache
+def train_data(size: int = SIZE, batch: int = 4, pad: int = 2) -> hs.data.Dataset:
+    chain = [hs.data.PadCrop(8, pad), hs.data.Flip(), hs.data.Rescale(1 / 255), hs.data.ToCHW()]
+    return hs.data.Dataset(images(size), seed=3).shuffle().batch(batch).map(chain, "x")
+
+
+@cache
+def valid_data() -> hs.data.Dataset:
+    return hs.data.Dataset(images(10, seed=2)).batch(4).map([hs.data.Rescale(1 / 255), hs.data.ToCHW()], "x")
+
+
+def build(
+    optimizer: str = "adamw", precision: str = "O2", accumulate: int = 1, *, init: float = 2.0**17, **options: Any
+) -> Model:
+    seed(0)
+    net = Net()
+    makers = {
+        "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.01),
+        "sgd": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
+    }
+    scale = hs.DynamicScale(init=init, interval=4)  # the first two updates overflow, then it grows with every fourth
+    chosen = hs.Precision(precision, scale=scale) if precision in ("O1", "O2") else precision
+    settings = {"ema": 0.9, "schedule": hs.schedules.linear(0.02, 60, warmup=6, start=0.002), **options}
+    with warnings.catch_warnings(action="ignore"):  # BatchNorm under accumulate
+        return Model(
+            net, nn.CrossEntropyLoss(), makers[optimizer](), chosen, metrics={"acc": hs.metrics.Accuracy()},
+            accumulate=accumulate, **settings,
+        )  # fmt: skip
+
+
+class Death(Callback):
+    """Sends this very process a signal at one moment of one step: (moment, step, n) is its n-th time from there on.
+
+    Moments: "step" and "forward", "backward" inside the one after it, "update", "row", "evaluation", "visit" after the
+    checkpoint's, and "system", a call of the system that Python reports before it is made.
+    """
+
+    last = True
+
+    def __init__(
+        self, moment: str = "", step: int = -1, n: int = 1, send: int = signal.SIGKILL, *, pause: float = 0
+    ) -> None:
+        self.moment, self.at, self.left, self.send, self.pause = moment, step, n, send, pause
+        self.run: Run | None = None
+
+    def begin(self, run: Run) -> None:
+        self.run = run
+        run.model.net.at = self.here
+        run.model.optimizer.register_step_post_hook(lambda *_: self.here("update"))
+        if self.moment == "system":
+            sys.addaudithook(lambda event, _: self.here("system") if event in SYSTEM else None)
+
+    def step(self, run: Run, row: Row) -> None:
+        self.here("row", row.global_step)
+
+    def visit(self, run: Run) -> None:
+        self.here("visit")
+
+    def here(self, moment: str, step: int | None = None) -> None:
+        assert self.run is not None
+        if self.pause and moment in ("step", "evaluation"):
+            time.sleep(self.pause)
+        if moment == self.moment and (self.run.position if step is None else step) >= self.at:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), self.send)
+
+
+def train(
+    folder: str | Path, *, death: Any = (), every_steps: int | None = 1, keep: int = 2, epochs: int = 2,
+    sink: int | None = None, steps_per_epoch: int | None = None, accumulate: int = 1, optimizer: str = "adamw",
+    pause: float = 0,
+) -> Run:  # fmt: skip
+    """The run: 14 steps, or 15 as three epochs of five; evaluations at every third step and at each epoch's end.
+    `pause` makes every batch slow."""
+    folder = Path(folder)
+    callbacks = [
+        History(), JSONLLog(folder / "log.jsonl", overwrite=True),
+        Checkpoint(folder / "run", every_steps=every_steps, keep=keep, best="acc"), Death(*death, pause=pause),
+    ]  # fmt: skip
+    return build(optimizer, accumulate=accumulate).fit(
+        epochs, train_data(), valid=valid_data(), valid_every_steps=3, callbacks=callbacks, sink=sink,
+        steps_per_epoch=steps_per_epoch, resume="auto",
+    )  # fmt: skip
+
+
+# the process that forks
+
+
+def child(order: dict[str, Any]) -> int:
+    """The exit code of the run, as a shell would see it."""
+    with open(Path(order["folder"]) / "said", "a") as said:
+        os.dup2(said.fileno(), 2)
+    try:
+        train(order["folder"], death=order["death"], **order["case"])
+    except SystemExit as leave:
+        return int(leave.code or 0)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        return 1
+    return 0
+
+
+def warm_up() -> None:
+    """What every child would do first. No backward: autograd does not survive a fork."""
+    model = build()
+    train_data()
+    model.evaluate(valid_data())
+    for p in model.net.parameters():
+        p.grad = torch.zeros_like(p)
+    model.optimizer.step()
+    gc.freeze()
+
+
+def serve() -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(child(order))
+        for each in order["send"]:
+            time.sleep(order["delay"])
+            os.kill(pid, each)
+        sent = time.monotonic()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        print(json.dumps([code, time.monotonic() - sent]), flush=True)
+
+
+class Forked:
+    """Runs, each in a process of its own that has everything imported."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.seconds = 0.0
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "ready\n"
+        atexit.register(self.stop)
+
+    def __call__(self, folder: Path, death: Any = (), delay: float = 0, send: Any = (), **case: Any) -> int:
+        """The exit code of a run in `folder`, minus the number of the signal that ended it. Signals to `send` come from
+        outside, each after `delay` seconds; `seconds` is how long it lived after the last of them."""
+        assert self.process.stdin
+        assert self.process.stdout
+        folder.mkdir(parents=True, exist_ok=True)
+        order = {"folder": str(folder), "death": death, "delay": delay, "send": send, "case": case}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        code, self.seconds = json.loads(self.process.stdout.readline())
+        return int(code)
+
+    def stop(self) -> None:
+        self.process.communicate()
+
+
+@cache
+def forked() -> Forked:
+    """One for all tests: importing torch takes seconds."""
+    return Forked()
+
+
+if __name__ == "__main__":
+    serve()

@@ -203,8 +203,9 @@ class Forked:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # CUDA does not survive a fork
+        )  # fmt: skip
         self.seconds = 0.0
         assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"

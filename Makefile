@@ -45,8 +45,10 @@ test-full: test ## test, then the slow tests and the mutants
 	@echo "test-full: mutants"
 	@$(PY) tests/mutants.py
 
-bench: $(STAMP) ## measure the step's overhead over a bare loop
+bench: $(STAMP) ## measure the overhead of step and fit over a bare loop, and the data path
 	@$(PY) benchmarks/overhead.py
+	@$(PY) benchmarks/fit.py
+	@$(PY) benchmarks/data.py --samples 10000
 
 clean: ## remove caches and build products; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

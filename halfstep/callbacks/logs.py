@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from halfstep.callbacks.logfile import LogFile
 from halfstep.engine import Callback, Row, Run
 
 _FIELDS = tuple(f.name for f in fields(Row))
+_VALUES = attrgetter(*_FIELDS)
 _PLACE = ("epoch", "step", "global_step")
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # json.dumps would build one for every line
 
 
 class CSVLog(Callback):
@@ -98,7 +101,11 @@ class JSONLLog(Callback):
         self.file.flush()
 
     def _add(self, values: dict[str, Any]) -> None:
-        self.file.add(json.dumps(_strict(values), ensure_ascii=False, allow_nan=False) + "\n")
+        try:
+            line = _JSON.encode(values)  # as it is: looking for NaN first would take four times as long
+        except (ValueError, TypeError):
+            line = _JSON.encode(_strict(values))
+        self.file.add(line + "\n")
 
     def end(self, run: Run) -> None:
         self.file.close()
@@ -111,7 +118,7 @@ class JSONLLog(Callback):
 
 
 def _of_step(row: Row, *, times: bool) -> dict[str, Any]:
-    values = {"kind": "step", **{name: getattr(row, name) for name in _FIELDS}}
+    values = {"kind": "step"} | dict(zip(_FIELDS, _VALUES(row), strict=True))
     return {**values, "time": time.time()} if times else values
 
 

@@ -100,6 +100,28 @@ def test_what_early_stopping_refuses() -> None:
             fit(1, callback)
 
 
+@pytest.mark.parametrize(
+    ("names", "lower"),
+    [
+        (("loss", "valid.loss", "loss2", "WER", "rmse", "mean_abs_error", "err-5x", "nll"), True),
+        (("acc", "Accuracy", "top5", "top1_acc", "F1", "macro-f1", "f1score", "iou50", "roc_auc", "mean/IoU"), False),
+        (("error_free_acc", "dice_loss", "top1_error"), None),  # words of both kinds
+        (("lossless_ratio", "interrupt", "stop_rate", "laptop", "f10", "étop", "accent", ""), None),  # and of none
+    ],
+)
+def test_a_name_says_by_whole_words_which_way_is_better(names: tuple[str, ...], lower: bool | None) -> None:
+    for name in names:
+        if lower is None:
+            with pytest.raises(ValueError, match="does not say whether less is better; give mode='min' or 'max'"):
+                EarlyStopping(name)
+        else:
+            assert EarlyStopping(name).best.lower is lower
+        assert [EarlyStopping(name, mode=mode).best.lower for mode in ("min", "max")] == [True, False]
+    if "dice_loss" in names:
+        with pytest.raises(ValueError, match="the name 'dice_loss', with 'loss' and 'dice' in it, does not say"):
+            Checkpoint("never made", best="dice_loss")
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "O2"}, {"ema": 0.9}], ids=str)
 def test_the_best_weights_come_back(options: dict[str, Any]) -> None:
     """The weights of epoch 2, the best, as the evaluation saw them; and those of every epoch, seen by a witness."""

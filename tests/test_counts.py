@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.count import denominator
+from halfstep.step.count import denominator, hugging_face
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = 1e-12  # float64, at most 60 terms summed in another order
@@ -159,6 +159,39 @@ def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(name: str, make: Any, se
         assert (terms.known, terms.count) == (True, None)
         full, parts = pieces(sample, name)
         assert math.isclose(sum(loss(*p).sum().item() for p in parts), loss(*full).sum().item(), rel_tol=EXACT)
+
+
+@pytest.mark.parametrize("weight", [None, torch.rand(200).double() + 0.5], ids=["plain", "weights"])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss, partial(partial, F.cross_entropy)])
+def test_class_156_in_uint8_is_no_ignored_label(loss: Any, weight: Tensor | None) -> None:
+    labels = torch.tensor([156, 3, 156, 199], dtype=torch.uint8)  # 156 is -100 modulo 256
+    count = denominator(loss(weight=weight)).count
+    assert count is not None
+    expected = 4.0 if weight is None else sum(float(weight[k]) for k in (156, 3, 156, 199))
+    assert math.isclose(float(count(real(4, 200), labels)), expected, rel_tol=EXACT)
+    assert float(count(real(4, 200), torch.tensor([156, -100, -100, -100]))) == (1 if weight is None else weight[156])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ForCausalLM", 2), ("ForMaskedLM", 3)])
+def test_token_156_in_uint8_is_no_ignored_token(kind: str, expected: int) -> None:
+    net = nn.Linear(1, 1)
+    net.loss_type = kind  # type: ignore[assignment]
+    count = hugging_face(net)
+    assert count is not None
+    assert count({"labels": torch.tensor([[156, 7, 156]], dtype=torch.uint8)}) == expected
+
+
+def test_uint8_labels_of_class_156_train_as_int64_does() -> None:
+    x, labels, weights = torch.randn(8, 3), torch.full((8,), 156), []
+    start = nn.Linear(3, 200)
+    for dtype in (torch.int64, torch.uint8):
+        net = copy.deepcopy(start)
+        step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=2)
+        records = [step(a, b) for a, b in zip(x.split(4), labels.to(dtype).split(4), strict=True)]
+        assert records[-1].updated
+        weights.append(net.weight.detach())
+    assert torch.equal(*weights)
+    assert not torch.equal(weights[0], start.weight)
 
 
 RAGGED: dict[str, Callable[[int, int], tuple[Any, ...]]] = {

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halfstep.metrics import Accuracy, Average, Loss, Metrics, as_metric
+from halfstep.metrics.counters import logits_of
 
 C = 6
 
@@ -93,6 +94,17 @@ def test_an_ignored_class_may_be_a_real_one() -> None:
 
 
 @pytest.mark.parametrize("top", [1, 2])
+def test_class_156_in_uint8_is_no_ignored_label(top: int) -> None:
+    labels = torch.tensor([156, 3, 156], dtype=torch.uint8)  # 156 is -100 modulo 256
+    metric = Accuracy(top)
+    metric.update(F.one_hot(torch.tensor([156, 3, 4]), 200).float(), labels)
+    assert (int(metric.total), int(metric.count)) == (2, 3)
+    ignoring = Accuracy(top, ignore_index=156)
+    ignoring.update(F.one_hot(torch.tensor([156, 3, 4]), 200).float(), labels)
+    assert (int(ignoring.total), int(ignoring.count)) == (1, 1)
+
+
+@pytest.mark.parametrize("top", [1, 2])
 def test_soft_labels_name_their_largest_class(top: int) -> None:
     scores, labels = torch.randn(4, C, 5), torch.randint(C, (4, 5))
     hard, soft, onehot = Accuracy(top), Accuracy(top), Accuracy(top)
@@ -127,6 +139,11 @@ def test_logits_are_found_in_a_models_output(outputs: Callable[[Tensor], Any]) -
     metric.update(outputs(torch.eye(3, requires_grad=True)), torch.arange(3))
     assert metric.compute() == 1
     assert not metric.total.requires_grad
+
+
+@pytest.mark.parametrize("outputs", [{"logits": None}, SimpleNamespace(logits=None), {"scores": 1}, (1, 2)], ids=str)
+def test_outputs_without_logits_stay_as_they_are(outputs: Any) -> None:
+    assert logits_of(outputs) is outputs
 
 
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [

@@ -274,3 +274,21 @@ def test_inverse_is_torchs_inv_scale() -> None:
     """The float64 reciprocal, rounded once to float32."""
     scales = torch.tensor([3.0, 65536.0, 1e-3, 12345.678])
     assert torch.equal(inverse(scales), (1 / scales.double()).float())
+
+
+def test_an_eps_that_half_parameters_cannot_hold_is_told(device: torch.device) -> None:
+    """Adam's 1e-8 is 0 in float16: 0 / 0 at the first update of a weight whose gradient's square underflows."""
+
+    def step(precision: str | hs.Precision, eps: float) -> None:
+        net = nn.Linear(4, 3).to(device)
+        hs.TrainStep(net, nn.MSELoss(), torch.optim.Adam(net.parameters(), eps=eps), precision=precision)
+
+    with pytest.warns(hs.Notice, match=r"Adam: eps=1e-08 is 0 in float16.*give eps=1e-4, or rounding='kahan'"):
+        step("fp16", 1e-8)
+    for precision, eps in (
+        ("fp16", 1e-4),
+        ("O2", 1e-8),
+        ("bf16", 1e-8),
+        (hs.Precision("fp16", rounding="kahan"), 1e-8),
+    ):
+        step(precision, eps)  # warnings are errors here: nothing is said

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from halfstep.engine import Callback
 from halfstep.model import Model
+from halfstep.model.plan import checked
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,8 @@ class Built:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def callbacks(self) -> list[Any]:
-        return [each for each in self.arguments.get("callbacks", ()) if not each.writes]
+    def callbacks(self) -> list[Callback]:
+        return [each for each in checked(self.arguments.get("callbacks")) if not each.writes]
 
 
 Builder = Callable[[], Any]

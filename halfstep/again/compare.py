@@ -1,7 +1,12 @@
 """Where two runs part: the first step whose records differ, the first checkpoint, and by replay the tensors."""
 
 import json
+import re
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,11 @@ from halfstep import checkpoint
 from halfstep.again.build import Builder, built
 from halfstep.again.rerun import nearest, prints, run_to
 from halfstep.engine import Callback, Run
+from halfstep.errors import Notice
 
 LOG = "log.jsonl"
-_IGNORED = ("rng", "history", "losses")  # compared, but named last: they follow from the rest
+_CLOCKS = re.compile(r"time|.*seconds")  # fields of a row that no two runs share
+_APART = re.compile(r"(writers|loop\.epochs)\b")  # what was logged where, and how far to go: they decide no step
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,15 @@ class Difference:
     """What differs there: fields of the record, or tensors of the state."""
     equal_until: int = 0
     """The last step known to be equal."""
+    note: str = ""
+    """Which run is longer, where one is: no difference by itself."""
 
     def __str__(self) -> str:
+        note = f"; {self.note}" if self.note else ""
         if self.step is None:
-            return f"no difference up to step {self.equal_until} ({self.by})"
+            return f"no difference up to step {self.equal_until} ({self.by}){note}"
         shown = ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else "")
-        return f"step {self.step} differs ({self.by}): {shown}; equal up to step {self.equal_until}"
+        return f"step {self.step} differs ({self.by}): {shown}; equal up to step {self.equal_until}{note}"
 
 
 def diff(a: str | Path, b: str | Path, *, build: tuple[Builder, Builder] | None = None) -> list[Difference]:
@@ -43,7 +53,7 @@ def diff(a: str | Path, b: str | Path, *, build: tuple[Builder, Builder] | None 
             raise FileNotFoundError(f"diff: expected the folder of a run, found nothing at {folder}")
     found = [by for by in (_by_logs(*folders), _by_checkpoints(*folders)) if by is not None]
     if not found:
-        raise ValueError(f"diff: {a} and {b} share neither a {LOG} nor a checkpoint of the same step")
+        raise ValueError(f"diff: {a} and {b} share neither a {LOG} nor a checkpoint of the same step that is whole")
     if build is not None:
         found.append(_by_replay(folders, build, found))
     return found
@@ -53,34 +63,60 @@ def _by_logs(a: Path, b: Path) -> Difference | None:
     """By the rows of the metrics logs, times aside. Fingerprints, where recorded, see every bit of the state."""
     if not (a / LOG).is_file() or not (b / LOG).is_file():
         return None
-    rows = [{row["global_step"]: row for row in _lines(folder / LOG) if "global_step" in row} for folder in (a, b)]
+    one, other = _rows(a / LOG), _rows(b / LOG)
+    note = _longer((a, b), *([step for step, kind in rows if kind == "step"] for rows in (one, other)))
     equal = 0
-    for step in sorted(rows[0].keys() & rows[1].keys()):
-        one, other = rows[0][step], rows[1][step]
-        names = tuple(k for k in one if k in other and not k.endswith("seconds") and one[k] != other[k])
+    for step, keys in groupby(sorted(one.keys() & other.keys()), key=itemgetter(0)):
+        names = tuple(name for key in keys for name in _fields(one[key], other[key]))
         if names:
-            return Difference(step, "by the logs", names, equal)
+            return Difference(step, "by the logs", names, equal, note)
         equal = step
-    return Difference(None, "by the logs", (), equal)
+    return Difference(None, "by the logs", (), equal, note)
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    with path.open() as file:
-        return [json.loads(line) for line in file if line.strip()]
+def _fields(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [name for name in a if name in b and not _CLOCKS.fullmatch(name) and a[name] != b[name]]
+
+
+def _rows(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """The rows of a log by step and kind. A last line without an end was being written when the run was killed."""
+    lines, rows = path.read_bytes().split(b"\n"), {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line.decode()) if line.strip() else {}
+        except ValueError:
+            if number == len(lines):
+                break
+            row = None
+        if not isinstance(row, dict):
+            came = f"{line[:40]!r}. Take that line out to compare the others."
+            raise ValueError(f"diff: {path}, line {number}: expected a JSON object, got {came}")
+        if isinstance(row.get("global_step"), int):
+            rows[row["global_step"], str(row.get("kind"))] = row
+    return rows
+
+
+def _longer(folders: tuple[Path, Path], a: Iterable[int], b: Iterable[int]) -> str:
+    (less, short), (most, long) = sorted(zip((max(a, default=0), max(b, default=0)), folders, strict=True))
+    return f"{long} is recorded up to step {most}, {short} up to step {less}" if less < most else ""
 
 
 def _by_checkpoints(a: Path, b: Path) -> Difference | None:
     """By every tensor and number of the checkpoints of the same step."""
     steps = [{checkpoint.step_of(path): path for path in checkpoint.listing(folder)} for folder in (a, b)]
-    common = sorted(step for step in steps[0].keys() & steps[1].keys() if step is not None)
-    equal = 0
-    for step in common:
-        trees = [checkpoint.load(each[step]).tree for each in steps]
-        names = sorted(_differing("", *trees), key=lambda name: name.split(".")[0] in _IGNORED)
+    note, equal = _longer((a, b), *steps), None
+    for step in sorted(steps[0].keys() & steps[1].keys()):
+        try:
+            trees = [checkpoint.load(each[step]).tree for each in steps]
+        except checkpoint.CheckpointError as error:
+            warnings.warn(f"diff: step {step} is left out: {error}", Notice, stacklevel=3)
+            continue
+        names = [name for name in _differing("", *trees) if not _APART.match(name)]
         if names:
-            return Difference(step, "by the checkpoints", tuple(names), equal)
+            names.sort(key=lambda name: name.startswith("rng"))  # named last: it follows from the rest
+            return Difference(step, "by the checkpoints", tuple(names), equal or 0, note)
         equal = step
-    return Difference(None, "by the checkpoints", (), equal) if common else None
+    return None if equal is None else Difference(None, "by the checkpoints", (), equal, note)
 
 
 def _differing(path: str, a: Any, b: Any) -> list[str]:
@@ -90,16 +126,14 @@ def _differing(path: str, a: Any, b: Any) -> list[str]:
     if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
         return [name for i, (x, y) in enumerate(zip(a, b, strict=True)) for name in _differing(f"{path}{i}.", x, y)]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = (
-            a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8) if a.dim() else a, _as(a, b))
-        )
+        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
     else:
         same = type(a) is type(b) and (a == b or (a != a and b != b))
     return [] if same else [path.removesuffix(".")]
 
 
-def _as(a: Tensor, b: Tensor) -> Tensor:
-    return b.view(torch.uint8) if a.dim() else b
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _by_replay(folders: tuple[Path, Path], build: tuple[Builder, Builder], found: list[Difference]) -> Difference:
@@ -119,7 +153,7 @@ def _by_replay(folders: tuple[Path, Path], build: tuple[Builder, Builder], found
 
 def _prints_of(folder: Path, build: Builder, start: int, last: int) -> dict[int, dict[str, int]]:
     watch = _Prints(last)
-    run_to(built(build), nearest(folder, start) if start else None, watch)
+    run_to(built(build), folder, nearest(folder, start) if start else None, watch, last)
     return watch.found
 
 

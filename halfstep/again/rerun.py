@@ -38,11 +38,13 @@ def replay(build: Builder, folder: str | Path, step: int) -> Replayed:
     if step < 1:
         raise ValueError(f"replay: expected a step of 1 or more, got {step}")
     again = built(build)
-    start = nearest(Path(folder), step - 1)
+    folder = Path(folder)
+    start = nearest(folder, step - 1)
     watch = _Watch(Replayed(step, str(start) if start else "the beginning"))
-    run_to(again, start, watch)
+    run_to(again, folder, start, watch, step)
     if watch.result.row is None:
-        raise ValueError(f"replay: the run ended before step {step}. Build it with as many epochs as it had.")
+        advice = "Name one of its steps, or build it with as many epochs as it had."
+        raise ValueError(f"replay: the run ended before step {step}. {advice}")
     return watch.result
 
 
@@ -61,16 +63,36 @@ def nearest(folder: Path, step: int) -> Path | None:
     return None
 
 
-def run_to(again: Built, start: Path | None, watch: "Callback") -> Run:
-    """Train on from a checkpoint, with a callback that says where to stop; nothing is written."""
+def run_to(again: Built, folder: Path, start: Path | None, watch: Callback, step: int) -> Run:
+    """Train on from a checkpoint, with a callback that says to stop at `step`; nothing is written."""
     arguments = {**again.arguments, "callbacks": [*again.callbacks, watch], "resume": start}
-    return again.model.fit(data=again.data, **{"epochs": 1_000_000, **arguments})
+    if "epochs" not in arguments:  # a schedule may depend on them, or have no rates for more
+        arguments["epochs"] = _epochs(folder, step)
+    return again.model.fit(data=again.data, **arguments)
+
+
+def _epochs(folder: Path, step: int) -> int:
+    """Of the fit that made this step: the first checkpoint from it on knows, else the last before it."""
+    steps = {checkpoint.step_of(path): path for path in checkpoint.listing(folder)}
+    for number in sorted(steps, key=lambda each: (each < step, abs(each - step))):
+        found = _saved_epochs(steps[number])
+        if found is not None:
+            return found
+    advice = 'Return {"model": model, "data": data, "epochs": …} from it, with as many as the run had.'
+    raise ValueError(f"build: the checkpoints in {folder} and the builder say no epochs. {advice}")
+
+
+def _saved_epochs(path: Path) -> int | None:
+    try:
+        tree = checkpoint.load(path, verify=False).tree  # one number of tree.json, which is checked even so
+    except checkpoint.CheckpointError:
+        return None
+    loop = tree.get("loop") if isinstance(tree, dict) else None
+    return loop.get("epochs") if isinstance(loop, dict) else None
 
 
 class _Watch(Callback):
     """Stands still before the step, listens during it, and ends the run after it."""
-
-    exact = False
 
     def __init__(self, result: Replayed) -> None:
         self.result = result
@@ -86,6 +108,7 @@ class _Watch(Callback):
     def step(self, run: Run, row: Row) -> None:
         if row.global_step == self.result.step:
             self.result.row = row
+            self._hush()  # an evaluation may come before the visit
 
     def visit(self, run: Run) -> None:
         if run.position == self.result.step - 1:
@@ -95,8 +118,12 @@ class _Watch(Callback):
             run.stop("replayed")
 
     def end(self, run: Run) -> None:
+        self._hush()
+
+    def _hush(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
     def _listen(self, run: Run) -> None:
         net: nn.Module = run.net

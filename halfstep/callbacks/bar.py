@@ -29,6 +29,8 @@ class ProgressBar(Callback):
 
     def begin(self, run: Run) -> None:
         self._from, self._row, self._scores, self._kept = run.step, None, {}, False
+        if run.resumed is None:
+            self._skipped = 0
         if not sys.stderr.isatty():  # asked directly: FORCE_COLOR makes rich take any file for a terminal
             return
         from rich.console import Console

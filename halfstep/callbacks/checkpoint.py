@@ -46,6 +46,8 @@ class Checkpoint(Callback):
     def begin(self, run: Run) -> None:
         """The folder must be ours to write, and everything that will be saved must be savable: told before training."""
         self._begun = False  # a folder that is refused is left alone, also at the end
+        if run.resumed is None:
+            self.load_state_dict({})
         if self.best is not None:
             self.best.check(run)
         self._try_folder()
@@ -137,8 +139,12 @@ class Checkpoint(Callback):
         return {} if self.best is None else {"score": self.best.value, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.best is not None and state:
-            self.best.value, self.best_step = state["score"], state["best_step"]
+        """The best and its step; of an empty state, that there is none yet."""
+        if self.best is not None:
+            self.best.reset()
+            self.best_step = None
+            if state:
+                self.best.value, self.best_step = state["score"], state["best_step"]
 
 
 def _replace(path: Path, tree: Any) -> None:

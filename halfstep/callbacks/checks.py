@@ -1,13 +1,17 @@
 """Arguments of callbacks, checked when they are built; and which of two scores is better."""
 
 import math
+import re
 from typing import Any, Literal, TypeAlias
 
 from halfstep.engine import Run
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
-_LOWER = ("loss", "err", "mse", "mae", "perplexity", "ppl", "nll")
-_HIGHER = ("acc", "auc", "f1", "precision", "recall", "score", "iou", "dice", "top")
+_LOWER = ("loss", "losses", "err", "error", "errors", "mse", "rmse", "mae", "perplexity", "ppl", "nll", "wer", "cer")
+_HIGHER = (
+    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "score", "iou", "miou", "dice", "top", "topk"
+)  # fmt: skip
+_WORD = re.compile(r"f1(?!\d)|[^\W\d_]+")  # runs of letters: "top5_acc" is top, acc; and the one word with a digit
 
 
 def whole(owner: str, name: str, value: Any, least: int = 0) -> int:
@@ -33,17 +37,17 @@ def one_of(owner: str, name: str, value: Any, table: Any) -> Any:
 
 
 def is_lower_better(owner: str, metric: str, mode: Mode) -> bool:
-    """For "auto", by the metric's name; a name that does not say is refused, not guessed."""
+    """For "auto", by the words of the metric's name; one that has none of the tables', or of both, is refused."""
     if mode not in ("auto", "min", "max"):
         raise ValueError(f"{owner}: expected mode as 'auto', 'min' or 'max', got {mode!r}")
     if mode != "auto":
         return mode == "min"
-    name = metric.lower()
-    if any(word in name for word in _LOWER):
-        return True
-    if any(word in name for word in _HIGHER):
-        return False
-    raise ValueError(f"{owner}: the name {metric!r} does not say whether less is better; give mode='min' or 'max'")
+    words = _WORD.findall(metric.lower())
+    lower, higher = [w for w in words if w in _LOWER], [w for w in words if w in _HIGHER]
+    if bool(lower) == bool(higher):
+        name = f"{metric!r}, with {lower[0]!r} and {higher[0]!r} in it," if lower else repr(metric)
+        raise ValueError(f"{owner}: the name {name} does not say whether less is better; give mode='min' or 'max'")
+    return bool(lower)
 
 
 class Best:
@@ -55,6 +59,9 @@ class Best:
         self.owner, self.metric = owner, metric
         self.lower = is_lower_better(owner, metric, mode)
         self.min_delta = real(owner, "min_delta", min_delta)
+        self.reset()
+
+    def reset(self) -> None:
         self.value = math.inf if self.lower else -math.inf
 
     def check(self, run: Run) -> None:

@@ -15,12 +15,20 @@ class History(Callback):
     """Every step and every evaluation, as columns: `rows["loss"]` has one number per step, from the run's first.
 
     `epochs` has one entry per epoch end or evaluation: epoch, step, the mean training loss since the last, and
-    `valid_…` for each score, None where there was no evaluation. Both go on over a resume.
+    `valid_…` for each score, None where there was no evaluation. Both go on over a resume; a new run
+    starts new ones.
     """
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self.rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self._entries: list[dict[str, Any]] = []
+
+    def begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._reset()
 
     @property
     def epochs(self) -> dict[str, list[Any]]:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from halfstep.checkpoint.files import sync_folder
 from halfstep.errors import Notice
 
 
@@ -44,7 +45,7 @@ class LogFile:
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("wb", buffering=0)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)  # the new name survives a loss of power
         self._size, self._waiting = 0, [head] if head else []
         self.flush()
 
@@ -122,12 +123,3 @@ def _write(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """The new name survives a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,7 +23,39 @@ _PLACE = ("epoch", "step", "global_step")
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # json.dumps would build one for every line
 
 
-class CSVLog(Callback):
+class _Log(Callback):
+    """Which steps and evaluations become lines, and the file they go to; `_add` writes one."""
+
+    writes = True
+
+    def __init__(self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False) -> None:
+        owner = type(self).__name__
+        self.every, self.times = whole(owner, "every", every, 1), times
+        self.file = LogFile(owner, path, overwrite=overwrite)
+
+    def step(self, run: Run, row: Row) -> None:
+        if row.global_step % self.every == 0:
+            self._add(_of_step(row, times=self.times))
+
+    def visit(self, run: Run) -> None:
+        if run.scores is not None:
+            self._add(_of_scores(run, times=self.times))
+        self.file.flush()
+
+    def _add(self, values: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def end(self, run: Run) -> None:
+        self.file.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.file.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.file.load_state_dict(state)
+
+
+class CSVLog(_Log):
     """A table: every `every`-th step is a line, and every evaluation (`kind`) another, with the scores in `valid_…`.
 
     The columns are fixed at the start: `lr`, or `lr_0`, `lr_1`, … with several parameter groups. Numbers are written so
@@ -32,12 +64,7 @@ class CSVLog(Callback):
     unless `overwrite=True`.
     """
 
-    writes = True
-
-    def __init__(self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False) -> None:
-        self.every, self.times = whole("CSVLog", "every", every, 1), times
-        self.file = LogFile("CSVLog", path, overwrite=overwrite)
-        self.columns: list[str] = []
+    columns: Sequence[str] = ()
 
     def begin(self, run: Run) -> None:
         optimizer = getattr(run.model.step, "optimizer", None)  # a cell of the user's own has one lr in its records
@@ -48,15 +75,6 @@ class CSVLog(Callback):
         self.columns = ["kind", *steps, *scores, *(["time"] if self.times else [])]
         self.file.open(_line(self.columns), anew=_anew(run))
 
-    def step(self, run: Run, row: Row) -> None:
-        if row.global_step % self.every == 0:
-            self._add(_of_step(row, times=self.times))
-
-    def visit(self, run: Run) -> None:
-        if run.scores is not None:
-            self._add(_of_scores(run, times=self.times))
-        self.file.flush()
-
     def _add(self, values: dict[str, Any]) -> None:
         if isinstance(values.get("lr"), tuple) and "lr" not in self.columns:
             values |= {f"lr_{i}": rate for i, rate in enumerate(values.pop("lr"))}
@@ -65,40 +83,16 @@ class CSVLog(Callback):
             raise ValueError(f"CSVLog: the columns are fixed at the start of a run, {', '.join(later)} came later")
         self.file.add(_line([_cell(values.get(name)) for name in self.columns]))
 
-    def end(self, run: Run) -> None:
-        self.file.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.file.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.file.load_state_dict(state)
-
-
-class JSONLLog(Callback):
+class JSONLLog(_Log):
     """An object a line: `{"kind": "step", …}` for every `every`-th step, `{"kind": "evaluation", …}` for evaluations.
 
     Strict JSON: inf and NaN are the strings "Infinity", "-Infinity", "NaN", which float() reads; `lr` is a list with
     several parameter groups. `times`, `overwrite` and resuming are CSVLog's.
     """
 
-    writes = True
-
-    def __init__(self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False) -> None:
-        self.every, self.times = whole("JSONLLog", "every", every, 1), times
-        self.file = LogFile("JSONLLog", path, overwrite=overwrite)
-
     def begin(self, run: Run) -> None:
         self.file.open(anew=_anew(run))
-
-    def step(self, run: Run, row: Row) -> None:
-        if row.global_step % self.every == 0:
-            self._add(_of_step(row, times=self.times))
-
-    def visit(self, run: Run) -> None:
-        if run.scores is not None:
-            self._add(_of_scores(run, times=self.times))
-        self.file.flush()
 
     def _add(self, values: dict[str, Any]) -> None:
         try:
@@ -106,15 +100,6 @@ class JSONLLog(Callback):
         except (ValueError, TypeError):
             line = _JSON.encode(_strict(values))
         self.file.add(line + "\n")
-
-    def end(self, run: Run) -> None:
-        self.file.close()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.file.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.file.load_state_dict(state)
 
 
 def _of_step(row: Row, *, times: bool) -> dict[str, Any]:

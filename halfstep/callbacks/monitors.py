@@ -74,9 +74,12 @@ class ProgressLines(Callback):
             raise ValueError(f"ProgressLines: expected start=1 to count the line's batch or 0 not to, got {start!r}")
         self.start, self.accuracy, self.file = start, accuracy, file
         self._seen, self._before, self._began = 0, 0.0, time.perf_counter()
+        self._total = self.total  # as given, or as the first epoch had it
 
     def begin(self, run: Run) -> None:
         self._began = time.perf_counter()
+        if run.resumed is None:
+            self.load_state_dict({})
         if self.accuracy is not None and self.accuracy not in run.model.metrics:
             names = ", ".join(map(repr, run.model.metrics)) or "none"
             raise ValueError(f"ProgressLines: expected accuracy= one of the metrics ({names}), got {self.accuracy!r}")
@@ -90,11 +93,11 @@ class ProgressLines(Callback):
         self._seen = before + row.samples
         if (row.step - 1) % self.every == 0:
             current = self._seen if self.start else before
-            total = "?" if self.total is None else self.total
+            total = "?" if self._total is None else self._total
             self._print(f"loss: {row.loss:>7f}  [{current:>5d}/{total:>5}]")
 
     def epoch_end(self, run: Run) -> None:
-        self.total = self.total or self._seen
+        self._total = self._total or self._seen
 
     def visit(self, run: Run) -> None:
         if self.accuracy is not None and run.scores is not None:
@@ -112,12 +115,12 @@ class ProgressLines(Callback):
         print(text, file=self.file, flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "total": self.total, "spent": self._spent()} if self._seen else {}
+        return {"seen": self._seen, "total": self._total, "spent": self._spent()} if self._seen else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = state or {"seen": 0, "total": None, "spent": 0.0}
         self._seen, self._before = state["seen"], state["spent"]
-        self.total = self.total or state["total"]
+        self._total = self.total or state["total"]
 
 
 class LRMonitor(Callback):
@@ -130,8 +133,15 @@ class LRMonitor(Callback):
 
     def __init__(self, every: int = 1, *, show: bool = True, file: TextIO | None = None) -> None:
         self.every, self.show, self.file = whole("LRMonitor", "every", every, 1), show, file
+        self._reset()
+
+    def _reset(self) -> None:
         self.steps: list[int] = []
         self.rates: list[float | tuple[float, ...]] = []
+
+    def begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._reset()
 
     def step(self, run: Run, row: Row) -> None:
         if row.global_step % self.every:

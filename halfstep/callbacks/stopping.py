@@ -31,12 +31,18 @@ class EarlyStopping(Callback):
         self.patience = whole("EarlyStopping", "patience", patience)
         self.start_epoch = whole("EarlyStopping", "start_epoch", start_epoch)
         self.restore_best = restore_best
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best.reset()
         self.wait = 0
         self.best_step: int | None = None
         self._weights: dict[str, Tensor] = {}
         self._seen = False
 
     def begin(self, run: Run) -> None:
+        if run.resumed is None:  # another run's best is no measure for this one, and its weights are not ours
+            self._reset()
         self.best.check(run)
         self._decide(run)
 
@@ -99,9 +105,15 @@ class ReduceLROnPlateau(Callback):
         self.cooldown = whole("ReduceLROnPlateau", "cooldown", cooldown)
         each = min_lr if isinstance(min_lr, Sequence) else [min_lr]
         self.min_lr = [real("ReduceLROnPlateau", "min_lr", lr) for lr in each]
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best.reset()
         self.wait, self.cooling, self._seen = 0, 0, False
 
     def begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._reset()
         self.best.check(run)
         options = getattr(run.model.step, "options", None)
         if run.model.schedule is not None or getattr(options, "lr", None) is not None:

@@ -30,6 +30,10 @@ class TimeMonitor(Callback):
         self._before = 0.0  # this epoch's seconds in the process that was interrupted
         self._spent = 0.0
 
+    def begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._before = self._spent = 0.0
+
     def epoch_begin(self, run: Run) -> None:
         self._before = self._spent = 0.0
 
@@ -84,6 +88,8 @@ class StepTimer(Callback):
 
     def begin(self, run: Run) -> None:
         self._left, self._clock, self._rows = self.warmup, run.seconds, []
+        if run.resumed is None:
+            self._ms, self._counts = [], []
 
     def epoch_begin(self, run: Run) -> None:
         self._clock = 0.0  # run.seconds starts again

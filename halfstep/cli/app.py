@@ -40,11 +40,13 @@ def diff(
     from halfstep.again import builder
     from halfstep.again import diff as compare
 
+    if build_b and not build:
+        raise ValueError("--build-b: expected --build too, the builder of the first run, got none")
     builders = (builder(build), builder(build_b or build)) if build else None
     found = compare(run_a, run_b, build=builders)
     if as_json:
-        rows = [{"by": d.by, "step": d.step, "names": d.names, "equal_until": d.equal_until} for d in found]
-        typer.echo(json.dumps(rows))
+        names = ("by", "step", "names", "equal_until", "note")
+        typer.echo(json.dumps([{name: getattr(each, name) for name in names} for each in found]))
     else:
         for each in found:
             typer.echo(str(each))

@@ -1,5 +1,6 @@
 """The loop: steps up to the next visit, their rows to the callbacks, evaluation, visit. It reads top to bottom."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -10,10 +11,11 @@ from halfstep.engine import rng
 from halfstep.engine.callback import Callback
 from halfstep.engine.events import Events
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.rows import Place, Row, read, samples_of
+from halfstep.engine.rows import Place, Row, read
 from halfstep.engine.run import Run
 from halfstep.engine.signals import Signals
 from halfstep.step import Record
+from halfstep.step.objective import rows as samples_of
 
 _LOOK_S, _LOOK_STEPS = 0.25, 50  # how often the host looks in when nobody says: signals are heard, bars move
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
@@ -71,6 +73,9 @@ class Loop:
                 raise
             finally:
                 self.events.end()
+        if self.signals.caught:
+            saved = "a Checkpoint has saved it: fit(resume='auto') goes on" if self._saved() else "nothing saved it"
+            print(f"halfstep: {self.signals.caught.name} after step {run.position}; {saved}", file=sys.stderr)
         self.signals.raise_again()
 
     def _open(self) -> None:
@@ -118,8 +123,9 @@ class Loop:
         run = self.run
         for row in rows:
             run.step, run.global_step = row.step, row.global_step
-            self._losses[0] += row.loss * row.samples
-            self._losses[1] += row.samples
+            if not row.skipped:  # its loss may be inf, and it moved nothing
+                self._losses[0] += row.loss * row.samples
+                self._losses[1] += row.samples
             yield row
 
     def _pass_over(self) -> None:
@@ -172,14 +178,12 @@ class Loop:
         return by_steps or (run.epoch_over and timing.valid_epochs(run.epoch))
 
     def _scores(self, evaluate: Evaluate) -> dict[str, float] | None:
-        """An evaluation that did not come to its end will be done again, from the same random state."""
-        before, scores = rng.save(), None
+        """An evaluation moves no random state: a DataLoader would, by being started."""
+        before = rng.save()
         try:
-            scores = evaluate(lambda: self.signals.caught is not None)
+            return evaluate(lambda: self.signals.caught is not None)
         finally:
-            if scores is None:
-                rng.load(before)
-        return scores
+            rng.load(before)
 
     def _note(self) -> None:
         total, weight = self._losses
@@ -194,6 +198,9 @@ class Loop:
                 self._records = self._records[: len(self._places)]
                 self._deliver()
 
+    def _saved(self) -> bool:
+        return any(each.last for each in self.callbacks)
+
     def _fingerprints(self) -> bool:
         return bool(getattr(getattr(self.step, "options", None), "fingerprint_every", 0))
 
@@ -201,6 +208,7 @@ class Loop:
         """Where the loop stands, between steps."""
         run = self.run
         return {
+            "epochs": run.epochs,
             "epoch": run.epoch,
             "step": run.step + run.position - run.global_step,  # after an error rows may lag behind
             "global_step": run.position,

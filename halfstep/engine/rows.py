@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from halfstep.step import Record
 
@@ -63,13 +62,3 @@ def read(places: Sequence[Place], records: Sequence[Record], *, fingerprints: bo
             )
         )  # fmt: skip
     return rows
-
-
-def samples_of(batch: tuple[object, ...]) -> int:
-    """The samples of a batch: the rows of its first tensor."""
-    for part in batch:
-        if isinstance(part, Tensor):
-            return len(part) if part.dim() else 1
-        if isinstance(part, dict):
-            return samples_of(tuple(part.values()))
-    return 1

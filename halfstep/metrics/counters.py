@@ -116,7 +116,7 @@ class Accuracy(Ratio):
             )
         if soft:
             return labels.argmax(1), None
-        kept = None if labels.is_floating_point() else labels != self.ignore_index
+        kept = None if labels.is_floating_point() else labels.long() != self.ignore_index  # uint8: -100 is class 156
         truth = (labels > 0.5) if binary else labels
         return truth.long() if kept is None else torch.where(kept, truth, 0).long(), kept
 
@@ -183,6 +183,5 @@ def _rows(outputs: Any, labels: Any) -> int:
 
 def logits_of(outputs: Any) -> Any:
     """The scores inside a Hugging Face output or a dict; anything else as it is."""
-    if isinstance(outputs, dict):
-        return outputs.get("logits", outputs)
-    return getattr(outputs, "logits", outputs)
+    found = outputs.get("logits") if isinstance(outputs, dict) else getattr(outputs, "logits", None)
+    return outputs if found is None else found

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -12,12 +13,14 @@ from torch.optim import Optimizer
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.engine import Callback, Feed, Loop, Run
-from halfstep.engine.evaluate import batches_of, evaluate, label_of, logits
+from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
 from halfstep.metrics import Metrics
+from halfstep.metrics.counters import logits_of
 from halfstep.model import plan, resume, weights
 from halfstep.model.own import OwnStep
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
+from halfstep.step.inspect import renew
 
 
 class Model:
@@ -33,18 +36,16 @@ class Model:
         precision: str | Precision = "fp32", *, metrics: Mapping[str, Any] | None = None, schedule: Any = None,
         labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        if not isinstance(net, nn.Module):
-            raise TypeError(f"net: expected an nn.Module, got {type(net).__name__}")
-        if optimizer is None and step is None and (options or schedule is not None):
-            given = ", ".join([*options, *(["schedule"] if schedule is not None else [])])
-            raise ValueError(f"{given}: these are about training, and no optimizer was given. Add optimizer=…")
+        plan.parts(net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])])
         self.net, self.loss, self.optimizer, self.schedule = net, loss, optimizer, schedule
         self.metrics, self.labels = Metrics(metrics), labels or label_of
-        self.step: Any = OwnStep(step) if step is not None else None
+        self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
             self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
         self._cell = self._evaluator(precision, options)
         self._eval: Any = eval_step or self._cell
+        self._by_name = loss is None and step is None and eval_step is None
+        self._whole = options.get("forward") is not None
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
 
     def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
@@ -66,9 +67,11 @@ class Model:
         an epoch that many steps, the data going on where it stopped. `resume="auto"` goes on from the newest checkpoint
         of the Checkpoint callback, a path from that one.
         """
-        loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
-        self._resume(loop, resume)
+        if self._fit is not None:
+            raise RuntimeError("fit: this model is being fitted already; a callback may not call fit again")
         try:
+            loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
+            self._resume(loop, resume)
             loop.go()
         finally:
             self._fit = None
@@ -90,7 +93,8 @@ class Model:
         if self.schedule is not None:
             accumulate = self.step.options.accumulate
             count = plan.updates(epochs, feed.size, steps_per_epoch, accumulate)
-            self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count))
+            done = int(self.step.state.updates)  # of an earlier fit: the schedule begins with this one
+            self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count, done))
         run = Run(self, epochs, steps_per_epoch or feed.size)
         check = self._validation(valid) if valid is not None else None
         loop = Loop(run, self.step, feed, list(named.values()), timing, check)
@@ -103,12 +107,14 @@ class Model:
         return lambda stop: self._scores(feed, stop)
 
     def _feed(self, data: Any) -> Feed:
-        return Feed(data, named=self.loss is None and not isinstance(self.step, OwnStep))
+        return Feed(data, named=self._by_name)
 
     def _resume(self, loop: Loop, source: str | Path | None) -> None:
         assert self._fit is not None
         if source is None:
-            return
+            return plan.close_cycle(self.step)
+        if not isinstance(source, str | Path):
+            raise TypeError(f"resume: expected 'auto', the path of a checkpoint or of a run, or None, got {source!r}")
         loop.run.resume = str(source)
         folders = [Path(source)]
         if source == "auto":
@@ -120,7 +126,7 @@ class Model:
         if found is None:
             if source != "auto":
                 raise FileNotFoundError(f"resume: no checkpoint in {source}")
-            return
+            return plan.close_cycle(self.step)
         _, feed, named = self._fit
         resume.restore(checkpoint.load(found).tree, self.step, loop, feed, named)
         loop.run.resumed = str(found)
@@ -142,26 +148,36 @@ class Model:
 
     def _scores(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
         with self._averaged():
-            return evaluate(self._eval, feed, self.metrics, self.labels, stop)
+            return evaluate(self._eval, feed, self.metrics, self.labels, stop, net=self.net)
 
     def _averaged(self) -> Any:
         kept = isinstance(self.step, TrainStep) and self.step.state.ema
         return self.step.averaged() if kept else nullcontext()
 
-    def predict(self, data: Any, *, batch: int = 256, stream: bool = False) -> Any:
-        """Outputs for a tensor, a data set or batches (a last target is left out), in float32 or wider, on the host;
-        one tensor, or with `stream` an iterator of batches."""
-        parts = self._predictions(data, batch)
+    def predict(self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None) -> Any:
+        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor, or with `stream`
+        an iterator of batches. `targets`: batches end with one, which is left out (None: where there is a loss)."""
+        parts = self._predictions(data, batch, self.loss is not None if targets is None else targets)
         if stream:
             return parts
         outputs = list(parts)
         return torch.cat(outputs) if outputs and all(isinstance(o, Tensor) for o in outputs) else outputs
 
-    def _predictions(self, data: Any, batch: int) -> Iterator[Any]:
-        with self._averaged():
-            for inputs in batches_of(data, batch, targets=self.loss is not None):
-                out = logits(self._cell.predict(*inputs))
-                yield out.cpu() if isinstance(out, Tensor) else out
+    def _predictions(self, data: Any, batch: int, targets: bool) -> Iterator[Any]:
+        for args in self._inputs(data, batch):
+            with self._averaged():
+                if self._whole and len(args) > 1:  # a forward of the user's own takes the batch as it is
+                    out = self._cell(*args).outputs
+                else:
+                    out = self._cell.predict(*inputs_of(args, targets=targets))
+            yield to_host(logits_of(out))
+
+    def _inputs(self, data: Any, batch: int) -> Iterator[tuple[Any, ...]]:
+        if isinstance(data, Tensor | np.ndarray):
+            return ((part,) for part in torch.as_tensor(data).split(batch))
+        feed = self._feed(data)
+        feed.next_pass(0)
+        return feed.start()
 
     # looking, saving
 
@@ -177,5 +193,9 @@ class Model:
             weights.save(self.net, path)
 
     def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> weights.Account:
-        """Start from weights: a safetensors file or a state_dict. `strict=False` takes what fits, and says what."""
-        return weights.load(self.net, source, strict=strict)
+        """Start from weights: a safetensors file, a checkpoint, a run's folder (its newest) or a state_dict.
+        `strict=False` takes what fits, and says what."""
+        account = weights.load(self.net, source, strict=strict)
+        if isinstance(self.step, TrainStep):
+            renew(self.step)
+        return account

@@ -11,6 +11,7 @@ from halfstep.step import Record
 class OwnStep:
     """Calls `step(*batch)`, which returns a Record or its loss; what it does not report is 0 in the record.
 
+    Records are copies: a cell that replays a CUDA graph writes every loss into the same memory.
     `state_dict` and `load_state_dict` are the cell's own. Without them it trains, and a checkpoint is refused.
     """
 
@@ -23,14 +24,14 @@ class OwnStep:
     def __call__(self, *batch: Any) -> Record:
         result = self.step(*batch)
         if isinstance(result, Record):
-            return result
+            return _copy(result)
         loss = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(loss, Tensor):
             raise TypeError(
                 "step: expected the cell to return its loss, a tuple that starts with it, or a Record; got "
                 f"{type(result).__name__}"
             )
-        loss = loss.detach().sum() if loss.dim() else loss.detach()
+        loss = loss.detach().sum() if loss.dim() else loss.detach().clone()
         zero = torch.zeros_like(loss)
         no = torch.zeros_like(loss, dtype=torch.bool)
         return Record(loss, loss, zero, torch.ones_like(loss), no, zero, ~no, torch.zeros_like(loss, dtype=torch.int64))
@@ -39,7 +40,7 @@ class OwnStep:
         """The tail of a pass, where the cell has a notion of it."""
         flush = getattr(self.step, "flush", None)
         result = flush() if flush else None
-        return result if isinstance(result, Record) else None
+        return _copy(result) if isinstance(result, Record) else None
 
     def state_dict(self) -> dict[str, Any]:
         if not self.saves:
@@ -51,3 +52,7 @@ class OwnStep:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.step.load_state_dict(saved["own"])
+
+
+def _copy(record: Record) -> Record:
+    return Record(*[field.detach().clone() for field in record])

@@ -1,12 +1,15 @@
 """The arguments of `fit`, checked and turned into times and learning rates."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.engine import Callback, Timing
+from halfstep.errors import Notice
 from halfstep.schedules import resolve, tables
 
 
@@ -45,11 +48,38 @@ def updates(epochs: int, size: int | None, steps_per_epoch: int | None, accumula
     return passes * -(-size // accumulate) + -(-rest // accumulate)
 
 
-def rates(schedule: Any, optimizer: Optimizer, count: int | None) -> Tensor:
-    """The schedule as a table [groups, updates]."""
+def rates(schedule: Any, optimizer: Optimizer, count: int | None, done: int = 0) -> Tensor:
+    """The schedule as a table [groups, updates], behind `done` columns for updates that are over."""
     if count is None:
         raise ValueError("schedule: the data does not say how long it is; give fit(steps_per_epoch=…)")
-    return tables(resolve(schedule, optimizer, count), count)
+    table = tables(resolve(schedule, optimizer, count), count)
+    return torch.cat([table[:, :1].expand(-1, done), table], dim=1)
+
+
+def parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]) -> None:
+    """Refuses what cannot be a model: classes instead of objects, training options with nothing to train by."""
+    for name, given in (("net", net), ("loss", loss), ("optimizer", optimizer)):
+        if isinstance(given, type):
+            raise TypeError(f"{name}: expected an object, got the class {given.__name__}. Write {given.__name__}(…)")
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net: expected an nn.Module, got {type(net).__name__}")
+    if optimizer is None and step is None and options:
+        given = ", ".join(options)
+        raise ValueError(f"{given}: these are about training, and no optimizer was given. Add optimizer=…")
+    unused = [name for name in options if name not in ("forward", "count")] if step is not None else []
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)}: the step was given whole, and these would do nothing. Put them into it."
+        )
+
+
+def close_cycle(step: Any) -> None:
+    """A new run begins with no open cycle: what an earlier one left is dropped, and said."""
+    cycle = getattr(getattr(step, "state", None), "cycle", None)
+    if cycle is not None and cycle.micro:
+        text = f"fit: the {cycle.micro} batches of an update cycle that an earlier run left open are dropped"
+        warnings.warn(text, Notice, stacklevel=4)
+        cycle.drop()
 
 
 def checked(callbacks: Any) -> list[Callback]:

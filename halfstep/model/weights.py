@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from halfstep import checkpoint
+
 
 @dataclass(frozen=True)
 class Account:
@@ -36,11 +38,11 @@ class Account:
 
 def save(net: nn.Module, path: str | Path) -> None:
     """Every tensor of the state_dict; tied ones are written once per name, contiguous."""
-    from safetensors.torch import save_file
+    from safetensors import torch as st
 
     tensors = {n: t.detach().contiguous().clone().cpu() for n, t in net.state_dict().items() if isinstance(t, Tensor)}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(path), metadata={"format": "pt", "written_by": "halfstep"})
+    Path(path).write_bytes(st.save(tensors, metadata={"format": "pt"}))
 
 
 def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: bool) -> Account:
@@ -69,8 +71,10 @@ def _read(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if path.is_dir():
+        return _of_checkpoint(path)
     if not path.is_file():
-        raise FileNotFoundError(f"expected a safetensors file, found nothing at {path}")
+        raise FileNotFoundError(f"expected a safetensors file or a checkpoint, found nothing at {path}")
     try:
         return load_file(str(path))
     except SafetensorError as error:
@@ -78,3 +82,14 @@ def _read(path: Path) -> dict[str, Tensor]:
             f"{path}: expected a safetensors file, found something else ({error}). A torch.save file is a pickle, "
             "which is not loaded here: read it where you trust it and hand over its state_dict."
         ) from error
+
+
+def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
+    """The weights in a checkpoint, or in the newest one of a run."""
+    found = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+    if found is None:
+        raise FileNotFoundError(f"expected a checkpoint or a folder of them, found none in {folder}")
+    step = checkpoint.load(found).tree.get("step", {})
+    if "net" not in step:
+        raise ValueError(f"{found}: expected the weights of a built-in step, found the state of a cell of its own")
+    return {name: value for name, value in step["net"].items() if isinstance(value, Tensor)}

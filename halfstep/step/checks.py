@@ -66,6 +66,8 @@ def kernel(optimizer: torch.optim.Optimizer, precision: Precision, device: torch
     """torch's fused SGD leaves half parameters on a CPU where they were (pytorch#191763): refused where it does."""
     fused = isinstance(optimizer, torch.optim.SGD) and any(g["fused"] for g in optimizer.param_groups)
     low = precision.params in (torch.float16, torch.bfloat16) and precision.rounding == "nearest"
+    if low:
+        _eps(optimizer, precision.params)
     if not (fused and low and device.type == "cpu"):
         return
     p = nn.Parameter(torch.ones(256, dtype=precision.params))
@@ -76,6 +78,18 @@ def kernel(optimizer: torch.optim.Optimizer, precision: Precision, device: torch
             f"optimizer: torch {torch.__version__}'s fused SGD does not update {precision.params} parameters on a CPU "
             "(pytorch#191763); build it without fused=True, or use rounding='kahan' or 'stochastic'"
         )
+
+
+def _eps(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    """Adam's 1e-8 is 0 in float16, and a gradient whose square underflows is then divided by 0."""
+    given = [g["eps"] for g in optimizer.param_groups if isinstance(g.get("eps"), float) and g["eps"] > 0]
+    lost = [eps for eps in given if not torch.tensor(eps, dtype=dtype)]
+    if lost:
+        name = str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{type(optimizer).__name__}: eps={lost[0]:g} is 0 in {name}, and weights may become inf; give eps=1e-4, or "
+            "rounding='kahan', or a precision with float32 parameters (O1, O2, O3)", Notice, stacklevel=5,
+        )  # fmt: skip
 
 
 def decide(wish: str, kind: Kind, device: torch.device) -> str:

@@ -41,6 +41,7 @@ def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) ->
     """Σ class weight over targets that are not ignored: a device value. Probability targets count every position."""
     if target.is_floating_point():
         return x.numel() // x.shape[1 if x.dim() > 1 else 0]
+    target = target.long()  # in uint8, -100 would be class 156
     kept = target != s["ignore_index"]
     weight = s["weight"] if weight is None else weight
     if weight is None:
@@ -136,9 +137,9 @@ def hugging_face(net: nn.Module) -> Callable[[Any], Number] | None:
     whole = getattr(getattr(net, "config", None), "is_encoder_decoder", False)
     shifts = kind == "ForConditionalGeneration" and not whole  # image-text models; T5 and Whisper do not shift
     if kind == "ForCausalLM" or shifts or name in ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel"):
-        return lambda batch: (batch["labels"][..., 1:] != -100).sum()  # position t predicts label t+1
+        return lambda batch: (batch["labels"][..., 1:].long() != -100).sum()  # position t predicts label t+1
     if kind in ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"):
-        return lambda batch: (batch["labels"] != -100).sum()
+        return lambda batch: (batch["labels"].long() != -100).sum()
     if kind == "ForSequenceClassification":
         return lambda batch: batch["labels"].numel()
     return None

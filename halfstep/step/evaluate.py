@@ -54,7 +54,7 @@ class EvalStep:
     def __call__(self, *batch: Any) -> EvalRecord:
         """Loss, count and outputs of one batch, on the device."""
         batch, applied = to_device(batch, self.device), self._applied()
-        with _eval_mode(self.net), backend(applied.precision, self.device, deterministic=False):
+        with eval_mode(self.net), backend(applied.precision, self.device, deterministic=False):
             return self._evaluate(applied, batch)
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class EvalStep:
         """The network's outputs in eval mode, in float32 or wider; no loss and no target."""
         inputs, applied = to_device(inputs, self.device), self._applied()
         named = len(inputs) == 1 and isinstance(inputs[0], dict)
-        with _eval_mode(self.net), backend(applied.precision, self.device, deterministic=False), applied:
+        with eval_mode(self.net), backend(applied.precision, self.device, deterministic=False), applied:
             out = self.net(**inputs[0]) if named else self.net(*inputs)
         return wide(applied.unrounded(out), applied.precision.output)
 
@@ -83,7 +83,7 @@ class EvalStep:
 
 
 @contextmanager
-def _eval_mode(net: nn.Module) -> Iterator[None]:
+def eval_mode(net: nn.Module) -> Iterator[None]:
     """Every module in eval mode; each one's own flag comes back after."""
     modes = [(m, m.training) for m in net.modules()]
     net.eval()

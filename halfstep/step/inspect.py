@@ -58,6 +58,15 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         )
 
 
+def renew(step: "TrainStep") -> None:
+    """After weights were put in from outside: the averages start at them, and no rounding of theirs is owed."""
+    with torch.no_grad():
+        for average, p in zip(step.state.ema, step.params, strict=False):
+            average.copy_(p)
+        for residue in step.state.residue:
+            residue.zero_()
+
+
 def _cloned(tree: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(tree))
 

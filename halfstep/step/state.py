@@ -21,6 +21,10 @@ class Cycle:
     loss: Tensor | None = None
     buffers: list[Tensor] = field(default_factory=list)
 
+    def drop(self) -> None:
+        """No open cycle; the buffers' storage is kept for the next."""
+        self.micro, self.grads, self.weight, self.nominal, self.loss = 0, [], None, None, None
+
 
 @dataclass
 class StepState:

@@ -202,7 +202,7 @@ class TrainStep:
         self._tried += 1
         self._ended[self._tried] = state.steps
         self._ended.pop(self._tried - 256, None)
-        cycle.micro, cycle.grads, cycle.weight, cycle.nominal, cycle.loss = 0, [], None, None, None
+        cycle.drop()
         self._look(outcome)
         own = loss if self.options.accumulate > 1 else outcome.loss
         return Record(

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.precision import TABLE

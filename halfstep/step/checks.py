@@ -87,8 +87,8 @@ def _eps(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
     if lost:
         name = str(dtype).removeprefix("torch.")
         warnings.warn(
-            f"{type(optimizer).__name__}: eps={lost[0]:g} is 0 in {name}, and weights may become inf; give eps=1e-4, or "
-            "rounding='kahan', or a precision with float32 parameters (O1, O2, O3)", Notice, stacklevel=5,
+            f"{type(optimizer).__name__}: eps={lost[0]:g} is 0 in {name}, and weights may become inf; give eps=1e-4, "
+            "or rounding='kahan', or a precision with float32 parameters (O1, O2, O3)", Notice, stacklevel=5,
         )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     "checkpoint": {"errors"},
     "engine": {"errors", "data", "metrics", "step"},
     "callbacks": {"errors", "engine", "checkpoint", "schedules", "step"},
-    "again": {"checkpoint", "engine", "model"},
+    "again": {"errors", "checkpoint", "engine", "model"},
     "cli": {"again"},
     "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
 }

@@ -35,6 +35,7 @@ INFORMATIONAL = {
     ".step.optimizer.param_groups.0.lr": "the schedule decides",
     ".step.optimizer.param_groups.0.foreach": "the same numbers by another route",
     ".step.optimizer.param_groups.0.decoupled_weight_decay": "AdamW sets it itself",
+    ".loop.epochs": "for replay and diff, which rebuild the run",
     ".loop.history.*": "the past, for the user",
     ".callbacks.EarlyStopping.best_step": "for a message",
     ".callbacks.EarlyStopping.seen": "decides when no evaluation follows",

@@ -235,6 +235,14 @@ def test_evaluation_changes_nothing_in_training() -> None:
     assert torch.equal(weights(one.net), weights(other.net))
 
 
+def test_every_evaluation_sees_the_same_augmented_samples() -> None:
+    images = torch.rand(20, 6, 6, generator=torch.Generator().manual_seed(4))
+    flipped = hs.data.Dataset({"x": images, "y": Y[:20]}).map(hs.data.Flip(), "x").batch(8)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    run = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.0)).fit(3, flipped, valid=flipped)
+    assert len({entry["valid_loss"] for entry in run.history}) == 1
+
+
 def test_with_averages_the_averaged_weights_are_evaluated_predicted_and_saved(tmp_path: Path) -> None:
     ours = model(ema=0.5)
     ours.fit(1, data())

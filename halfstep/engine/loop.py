@@ -74,8 +74,8 @@ class Loop:
             finally:
                 self.events.end()
         if self.signals.caught:
-            saved = "a Checkpoint has saved it: fit(resume='auto') goes on" if self._saved() else "nothing saved it"
-            print(f"halfstep: {self.signals.caught.name} after step {run.position}; {saved}", file=sys.stderr)
+            advice = "where a Checkpoint saves the run, fit(resume='auto') goes on from here"
+            print(f"halfstep: {self.signals.caught.name} after step {run.position}; {advice}", file=sys.stderr)
         self.signals.raise_again()
 
     def _open(self) -> None:
@@ -197,9 +197,6 @@ class Loop:
             if self._places:
                 self._records = self._records[: len(self._places)]
                 self._deliver()
-
-    def _saved(self) -> bool:
-        return any(each.last for each in self.callbacks)
 
     def _fingerprints(self) -> bool:
         return bool(getattr(getattr(self.step, "options", None), "fingerprint_every", 0))

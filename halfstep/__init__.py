@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from halfstep import amp
-from halfstep.errors import NonFiniteError, Notice
+from halfstep.errors import NonFiniteError, Notice, UncapturableError
 from halfstep.grads import GradManager, GradOperation
 from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
 from halfstep.step import EvalStep, Record, TrainStep
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TensorBoard,
         TimeMonitor,
     )
-    from halfstep.engine import Callback
+    from halfstep.engine import Callback, sink
     from halfstep.model import Model
 
 __version__ = "0.1.0"
@@ -36,13 +36,13 @@ __all__ = [
     "CSVLog", "Callback", "Checkpoint", "DynamicScale", "EarlyStopping", "EvalStep", "FixedScale", "GradManager",
     "GradOperation", "History", "JSONLLog", "LRMonitor", "Lambda", "LossMonitor", "Model", "NoScale", "NonFiniteError",
     "Notice", "Precision", "ProgressBar", "ProgressLines", "Record", "ReduceLROnPlateau", "StepTimer", "TensorBoard",
-    "TimeMonitor", "TrainStep", "amp", "callbacks", "checkpoint", "data", "diff", "losses", "metrics", "nets", "replay",
-    "schedules",
+    "TimeMonitor", "TrainStep", "UncapturableError", "amp", "callbacks", "checkpoint", "data", "diff", "losses",
+    "metrics", "nets", "replay", "schedules", "sink",
 ]  # fmt: skip
 
 # Rooms around the step, loaded when first used: all of them at once took a third of torch's own import.
 _ROOMS = {"callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
-_HOMES = {"Callback": "engine", "Model": "model", "diff": "again", "replay": "again"}
+_HOMES = {"Callback": "engine", "sink": "engine", "Model": "model", "diff": "again", "replay": "again"}
 
 
 def __getattr__(name: str) -> Any:

@@ -7,3 +7,7 @@ class NonFiniteError(FloatingPointError):
 
 class Notice(UserWarning):
     """Something the user should know once, about a choice made or a limit of the method."""
+
+
+class UncapturableError(RuntimeError):
+    """A step that cannot become a CUDA graph: the message names the operation, its module and its source line."""

@@ -127,5 +127,5 @@ def test_a_halted_device_moves_nothing() -> None:
 
 def halted_cycle(step: hs.TrainStep) -> list[int]:
     """A cycle with gradients in it, not yet ended."""
-    step._accumulate(step.state, (X, Y))
+    step.accumulator(step.state, (X, Y))
     return list(range(len(step.params)))

@@ -156,7 +156,7 @@ def test_printed_it_is_a_table_with_aligned_columns(device: torch.device) -> Non
         column = lines[head].index(word)
         assert all(row[column - 1] == " " and row[column] != " " for row in rows)
     assert all("torch." not in line for line in lines)
-    assert all(re.match(r"\s*[a-z -]+: \S", line) for line in lines[: head - 1])
+    assert all(re.match(r"\s*[a-z0-9 -]+: \S", line) for line in lines[: head - 1])
 
 
 def test_the_report_costs_nothing_after_the_first_step(device: torch.device) -> None:

@@ -5,5 +5,6 @@ from halfstep.engine.feed import Feed
 from halfstep.engine.loop import Loop, Timing
 from halfstep.engine.rows import Row
 from halfstep.engine.run import Run
+from halfstep.engine.sunk.sink import sink
 
-__all__ = ["Callback", "Feed", "Loop", "Row", "Run", "Timing"]
+__all__ = ["Callback", "Feed", "Loop", "Row", "Run", "Timing", "sink"]

@@ -40,6 +40,11 @@ def evaluate(
             found = labels(args[0] if len(args) == 1 else args)
             here = found.to(record.loss.device) if isinstance(found, Tensor) else found
             metrics.update(logits_of(record.outputs), here, loss=record.loss, count=record.count)
+    return finished(mean, metrics)
+
+
+def finished(mean: Loss | None, metrics: Metrics) -> dict[str, float]:
+    """The loss and every metric, as numbers."""
     scores = {"loss": mean.compute() if mean else torch.tensor(torch.nan), **metrics.compute()}
     return {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -14,8 +15,10 @@ Args = tuple[Any, ...]
 class Feed:
     """One pass per `start()`. `done(n)`: n more were trained on; that, not what was fetched, is the position."""
 
-    def __init__(self, data: Any, *, named: bool = False) -> None:
+    def __init__(self, data: Any, *, named: bool = False, device: torch.device | None = None) -> None:
         self.data, self.named = as_data(data), named
+        if device is not None and device.type == "cuda" and isinstance(self.data, Dataset):
+            self.data = self.data.near(device)
         self.passes, self.step = 0, 0
         self._base = self.data.state_dict()
 
@@ -30,6 +33,10 @@ class Feed:
         named = self.named and isinstance(self.data, Dataset)
         items = self.data.dicts() if named and isinstance(self.data, Dataset) else self.data
         return (_arguments(item) for item in items)
+
+    def arguments(self, columns: dict[str, Any]) -> Args:
+        """A batch by column names, as the arguments of a step."""
+        return (columns,) if self.named else tuple(columns.values())
 
     def done(self, steps: int) -> None:
         self.step += steps

@@ -12,12 +12,15 @@ from halfstep.engine.callback import Callback
 from halfstep.engine.events import Events
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.rows import Place, Row, read
+from halfstep.engine.rows import rows as make
 from halfstep.engine.run import Run
 from halfstep.engine.signals import Signals
+from halfstep.engine.sunk.sunk import Sunk, news
 from halfstep.step import Record
 from halfstep.step.objective import rows as samples_of
 
 _LOOK_S, _LOOK_STEPS = 0.25, 50  # how often the host looks in when nobody says: signals are heard, bars move
+_MOST = 1 << 16  # steps of a sunk visit that only time ends
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
 
@@ -37,12 +40,12 @@ class Loop:
 
     def __init__(
         self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
-        evaluate: Evaluate | None,
+        evaluate: Evaluate | None, sunk: Sunk | None = None,
     ) -> None:  # fmt: skip
         self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
         self.events = Events(run, callbacks)
         self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
-        self.signals = Signals()
+        self.signals, self.sunk = Signals(), sunk
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
@@ -62,8 +65,11 @@ class Loop:
                     self._settle()
                 while not run.stopped and (run.epoch, run.epoch_over) < (run.epochs, True):
                     self._open()
-                    for args in self._due():  # the step is called from here: few frames between fit and forward
-                        self._records.append(self.step(*args))
+                    if self.sunk is not None:
+                        self._sink(self.sunk)
+                    else:
+                        for args in self._due():  # the step is called from here: few frames between fit and forward
+                            self._records.append(self.step(*args))
                     self._deliver()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
                         self._settle()
@@ -89,7 +95,7 @@ class Loop:
 
     def _due(self) -> Iterator[Args]:
         """The batches up to the next visit. A pass ends a visit, and its tail is flushed with its last step."""
-        run, limit = self.run, self._limit()
+        limit = self._limit()
         if self._batches is None:
             self._batches = self.feed.start()
         while len(self._places) < limit and not self.signals.caught:
@@ -98,25 +104,44 @@ class Loop:
                 return self._pass_over()
             yield args
             self.feed.done(1)
-            run.position += 1
-            self._places.append(Place(run.epoch, run.step + len(self._places) + 1, run.position, samples_of(args)))
+            self._place(samples_of(args))
             if self.feed.step == self.feed.size:
                 return self._pass_over()
             if self.timing.sink is None and time.perf_counter() > self._started + _LOOK_S:
                 return None
         return None
 
+    def _sink(self, sunk: Sunk) -> None:
+        """The steps up to the next visit, without the host."""
+        try:
+            sunk.run(self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S)
+        finally:
+            for samples in sunk.done:
+                self._place(samples)
+        if sunk.over:
+            self._pass_over()
+
+    def _place(self, samples: int) -> None:
+        run = self.run
+        run.position += 1
+        self._places.append(Place(run.epoch, run.step + len(self._places) + 1, run.position, samples))
+
     def _deliver(self) -> None:
         """Every step's row to every callback, in order."""
         run = self.run
         places, records = self._places, self._records
         self._places, self._records = [], []
-        rows = read(places, records, fingerprints=self._fingerprints()) if records else []
+        if self.sunk is not None:
+            rows = make(places, *self.sunk.rows())
+        else:
+            rows = read(places, records, fingerprints=self._fingerprints()) if records else []
         run.seconds += time.perf_counter() - self._started
         self.pending = bool(rows)
         if self.signals.caught:
             run.stop(self.signals.caught.name)
         self.events.rows(self._shown(rows))
+        if self.sunk is not None:
+            news(self.step)
 
     def _shown(self, rows: list[Row]) -> Iterator[Row]:
         """The run at each row in turn."""
@@ -139,15 +164,15 @@ class Loop:
         if self.timing.epoch_steps is None:
             self.run.epoch_over = True
         self.flushing = True  # an error in here leaves a torn state, unless the cycle is closed
-        tail = self.step.flush()
+        tail = self.step.flush() if self.sunk is None else self.sunk.flush()
         self.flushing = False
-        if tail is not None and self._records:
+        if self._records and isinstance(tail, Record):
             self._records[-1] = tail._replace(loss=self._records[-1].loss)
 
     def _limit(self) -> int:
         """Steps until the host must look in."""
         run, timing = self.run, self.timing
-        limits = [timing.sink or (1 if self.exact else _LOOK_STEPS)]
+        limits = [timing.sink or (1 if self.exact else _LOOK_STEPS if self.sunk is None else _MOST)]
         if timing.epoch_steps is not None:
             limits.append(timing.epoch_steps - run.step)
         if timing.valid_steps:

@@ -7,7 +7,7 @@ import torch
 
 from halfstep.step import Record
 
-_FLOATS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
+COLUMNS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")  # then one rate per parameter group
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,24 @@ class Place:
 
 def read(places: Sequence[Place], records: Sequence[Record], *, fingerprints: bool) -> list[Row]:
     """The rows of a visit. With `fingerprints`, a second read: 64 bits do not fit a float."""
-    table = torch.stack([torch.stack([getattr(r, name) for r in records]).double() for name in _FLOATS])
+    table = torch.stack([torch.stack([getattr(r, name) for r in records]).double() for name in COLUMNS])
     rates = torch.stack([r.lr for r in records]).double()  # [steps] or [steps, groups]
-    groups = 1 if rates.dim() == 1 else rates.shape[1]
-    numbers = torch.cat([table.flatten(), rates.flatten()]).tolist()  # the host visit
+    numbers = torch.cat([table, rates.view(len(records), -1).t()]).t().tolist()  # the host visit
     prints = torch.stack([r.fingerprint for r in records]).tolist() if fingerprints else [0] * len(records)
-    n = len(records)
-    columns = [numbers[i * n : (i + 1) * n] for i in range(len(_FLOATS))]
-    each = numbers[len(_FLOATS) * n :]
-    rows = []
-    for i, place in enumerate(places):
-        loss, cycle_loss, scale, norm, skipped, updated = (column[i] for column in columns)
-        lr = each[i] if groups == 1 else tuple(each[i * groups : (i + 1) * groups])
-        rows.append(
+    return rows(places, numbers, prints)
+
+
+def rows(places: Sequence[Place], numbers: Sequence[Sequence[float]], prints: Sequence[int]) -> list[Row]:
+    """Rows from numbers, a step each: those of COLUMNS, then the rates."""
+    made = []
+    for place, (loss, cycle_loss, scale, norm, skipped, updated, *lr), mark in zip(
+        places, numbers, prints, strict=True
+    ):
+        rate = lr[0] if len(lr) == 1 else tuple(lr)
+        made.append(
             Row(
-                place.epoch, place.step, place.global_step, place.samples, loss, cycle_loss, lr, scale, skipped != 0,
-                norm, updated != 0, prints[i],
+                place.epoch, place.step, place.global_step, place.samples, loss, cycle_loss, rate, scale, skipped != 0,
+                norm, updated != 0, mark,
             )
         )  # fmt: skip
-    return rows
+    return made

@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.engine import Callback, Feed, Loop, Run
+from halfstep.engine.captures import Captures
+from halfstep.engine.choosing import chooser
 from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
+from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import plan, resume, weights
@@ -21,32 +24,38 @@ from halfstep.model.own import OwnStep
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.inspect import renew
+from halfstep.step.optim import prefer_fused
 
 
 class Model:
     """Training, evaluation and prediction around one step.
 
     `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels` says where a batch
-    keeps its labels when that is not its last item; `step` and `eval_step` replace the built-in cells. Every other
-    option is TrainStep's: accumulate, clip_norm, clip_value, ema, count, forward, nonfinite, deterministic, …
+    keeps its labels when that is not its last item; `step` and `eval_step` replace the built-in cells. `capture`: on
+    CUDA the step is replayed from graphs where it can be ("auto"), must be (True) or is not (False); `verify=K` proves
+    K replays bit for bit before the first fit. Every other option is TrainStep's: accumulate, clip_norm, ema, compile,
+    count, forward, nonfinite, deterministic, …
     """
 
     def __init__(
         self, net: nn.Module, loss: Any = None, optimizer: Optimizer | None = None,
         precision: str | Precision = "fp32", *, metrics: Mapping[str, Any] | None = None, schedule: Any = None,
-        labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None, **options: Any,
+        labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None,
+        capture: bool | str = "auto", verify: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         plan.parts(net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])])
-        self.net, self.loss, self.optimizer, self.schedule = net, loss, optimizer, schedule
+        self.net, self.loss, self.optimizer, self.schedule, self._fused = net, loss, optimizer, schedule, False
         self.metrics, self.labels = Metrics(metrics), labels or label_of
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
+            self._fused = isinstance(optimizer, Optimizer) and prefer_fused(optimizer)
             self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
         self._cell = self._evaluator(precision, options)
         self._eval: Any = eval_step or self._cell
         self._by_name = loss is None and step is None and eval_step is None
         self._whole = options.get("forward") is not None
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
+        self.graphs = Captures(self._cell, capture, verify)
 
     def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
         if isinstance(self.step, TrainStep):
@@ -72,7 +81,8 @@ class Model:
         try:
             loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
             self._resume(loop, resume)
-            loop.go()
+            with kept() if self._cell.device.type == "cpu" else nullcontext():
+                loop.go()
         finally:
             self._fit = None
         return loop.run
@@ -83,7 +93,10 @@ class Model:
     ) -> Loop:  # fmt: skip
         if self.step is None:
             raise ValueError("fit: this model has no optimizer; build it with optimizer=…, or step=…")
-        feed, named = self._feed(data), plan.named(plan.checked(callbacks))
+        feed = self._feed(data)
+        size = steps_per_epoch or feed.size
+        steps = None if size is None else epochs * size
+        named = plan.named([*plan.checked(callbacks), *chooser(self.step, steps)])
         timing = plan.timing(
             epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
             valid_every_steps=valid_every_steps,
@@ -97,7 +110,8 @@ class Model:
             self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count, done))
         run = Run(self, epochs, steps_per_epoch or feed.size)
         check = self._validation(valid) if valid is not None else None
-        loop = Loop(run, self.step, feed, list(named.values()), timing, check)
+        sunk = self.graphs.training(self.step, feed, steps)
+        loop = Loop(run, self.step, feed, list(named.values()), timing, check, sunk)
         loop.config = resume.config(self.step, feed)
         self._fit = (loop, feed, named)
         return loop
@@ -107,7 +121,7 @@ class Model:
         return lambda stop: self._scores(feed, stop)
 
     def _feed(self, data: Any) -> Feed:
-        return Feed(data, named=self._by_name)
+        return self.graphs.feed(data, named=self._by_name)
 
     def _resume(self, loop: Loop, source: str | Path | None) -> None:
         assert self._fit is not None
@@ -148,11 +162,17 @@ class Model:
 
     def _scores(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
         with self._averaged():
+            scores = self.graphs.scores(self._eval, self.metrics, self.labels)
+            if scores is not None:
+                return scores(feed, stop)
             return evaluate(self._eval, feed, self.metrics, self.labels, stop, net=self.net)
 
+    @property
+    def _kept_average(self) -> bool:
+        return isinstance(self.step, TrainStep) and bool(self.step.state.ema)
+
     def _averaged(self) -> Any:
-        kept = isinstance(self.step, TrainStep) and self.step.state.ema
-        return self.step.averaged() if kept else nullcontext()
+        return self.step.averaged() if self._kept_average else nullcontext()
 
     def predict(self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None) -> Any:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor, or with `stream`
@@ -164,20 +184,21 @@ class Model:
         return torch.cat(outputs) if outputs and all(isinstance(o, Tensor) for o in outputs) else outputs
 
     def _predictions(self, data: Any, batch: int, targets: bool) -> Iterator[Any]:
-        for args in self._inputs(data, batch):
-            with self._averaged():
-                if self._whole and len(args) > 1:  # a forward of the user's own takes the batch as it is
-                    out = self._cell(*args).outputs
-                else:
-                    out = self._cell.predict(*inputs_of(args, targets=targets))
-            yield to_host(logits_of(out))
-
-    def _inputs(self, data: Any, batch: int) -> Iterator[tuple[Any, ...]]:
-        if isinstance(data, Tensor | np.ndarray):
-            return ((part,) for part in torch.as_tensor(data).split(batch))
-        feed = self._feed(data)
+        feed = self._feed(_batches(data, batch))
+        outputs = self.graphs.outputs()
+        if outputs is not None and not self._kept_average:  # between two outputs the user may train on
+            yield from outputs(feed, lambda args: self._output(args, targets), self._cell.applied, targets)
+            return
         feed.next_pass(0)
-        return feed.start()
+        for args in feed.start():
+            with self._averaged():
+                out = self._output(args, targets)
+            yield to_host(out)
+
+    def _output(self, args: tuple[Any, ...], targets: bool) -> Any:
+        if self._whole and len(args) > 1:  # a forward of the user's own takes the batch as it is
+            return logits_of(self._cell(*args).outputs)
+        return logits_of(self._cell.predict(*inputs_of(args, targets=targets)))
 
     # looking, saving
 
@@ -185,7 +206,8 @@ class Model:
         """The dtypes really used, module by module, and every choice made for the user; print it."""
         if not isinstance(self.step, TrainStep):
             raise ValueError("report: expected a model with an optimizer and the built-in step")
-        return self.step.report()
+        chosen = {"fused": "chosen, as neither fused= nor foreach= was given"} if self._fused else {}
+        return self.step.report().adding(engine=self.graphs.describe(self.step), **chosen)
 
     def save(self, path: str | Path) -> None:
         """The weights as one safetensors file; with ema=, the averaged ones."""
@@ -199,3 +221,7 @@ class Model:
         if isinstance(self.step, TrainStep):
             renew(self.step)
         return account
+
+
+def _batches(data: Any, batch: int) -> Any:
+    return [(part,) for part in torch.as_tensor(data).split(batch)] if isinstance(data, Tensor | np.ndarray) else data

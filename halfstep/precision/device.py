@@ -13,6 +13,7 @@ _NOTHING = nullcontext()
 _SWITCHES = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
 _get_fp32: Any = torch._C._get_fp32_precision_getter  # torch.backends.….fp32_precision, without a module look-up
 _set_fp32: Any = torch._C._set_fp32_precision_setter
+_get_benchmark, _set_benchmark = torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark  # likewise
 
 
 def refuse(precision: Precision, device: torch.device) -> None:
@@ -30,18 +31,26 @@ def refuse(precision: Precision, device: torch.device) -> None:
         raise ValueError("mps has no float64; use precision 'fp32', or move the network to 'cpu'")
 
 
-def backend(precision: Precision, device: torch.device, *, deterministic: bool) -> AbstractContextManager[None]:
-    """TF32 exactly as the precision says, deterministic kernels when asked; the caller's switches come back after."""
+def backend(
+    precision: Precision, device: torch.device, *, deterministic: bool, benchmark: bool = True
+) -> AbstractContextManager[None]:
+    """TF32 exactly as the precision says, cuDNN's algorithms measured or not, deterministic kernels when asked.
+
+    The caller's switches come back after.
+    """
     if device.type == "cuda":
-        return _cuda("tf32" if precision.name == "tf32" else "ieee", deterministic)
+        return _cuda("tf32" if precision.name == "tf32" else "ieee", deterministic, benchmark)
     return _deterministic() if deterministic else _NOTHING
 
 
 @contextmanager
-def _cuda(mode: str, deterministic: bool) -> Iterator[None]:
+def _cuda(mode: str, deterministic: bool, benchmark: bool) -> Iterator[None]:
     before = [_get_fp32(*switch) for switch in _SWITCHES]
     moved = [(switch, value) for switch, value in zip(_SWITCHES, before, strict=True) if value != mode]
+    measured = _get_benchmark()
     try:
+        if measured != benchmark:
+            _set_benchmark(benchmark)
         for switch, _ in moved:
             _set_fp32(*switch, mode)
         with _deterministic() if deterministic else _NOTHING:
@@ -49,6 +58,8 @@ def _cuda(mode: str, deterministic: bool) -> Iterator[None]:
     finally:
         for switch, value in moved:
             _set_fp32(*switch, value)
+        if measured != benchmark:
+            _set_benchmark(measured)
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Accumulate:
             cycle.weight = self._none() if cycle.weight is None else cycle.weight
             cycle.loss = loss if cycle.loss is None else cycle.loss
         else:
-            mean, n = self.objective(self.applied, batch, weighted=self.many)
+            mean, n = self.objective.run(self.applied, batch, weighted=self.many)
             loss = self._many(state, mean, n) if self.many else self._single(state, mean, n)
         cycle.micro += 1
         return loss

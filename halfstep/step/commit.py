@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.precision.rounding import Widened
-from halfstep.step import ema
+from halfstep.step import ema, spread
 from halfstep.step.optim import Kind, state_tensors
 from halfstep.step.rates import Rates
 from halfstep.step.select import Buffers, Snapshot
@@ -29,6 +29,7 @@ class Commit:
     ) -> None:
         self.optimizer, self.kind, self.params, self.buffers = optimizer, kind, params, buffers
         self.rates, self.decay, self.widened = rates, decay, widened
+        self.spread = False  # fused kernels on smaller pieces: faster on the device, slower on the host; for captures
 
     def on_host(self, state: StepState, grads: Sequence[Tensor | None], *, skip: bool) -> None:
         """Steps, or puts the buffers back; nothing else has moved."""
@@ -45,10 +46,15 @@ class Commit:
         """Steps, then keeps new or old by the flag. A fused optimizer takes the flag into its kernel instead."""
         self.rates.set(state.updates)
         fused = self.kind == "fused" and self.widened is None
+        self.flagged(state, grads, skip, skip.float() if fused else None)
+
+    def flagged(self, state: StepState, grads: Sequence[Tensor | None], skip: Tensor, found: Tensor | None) -> None:
+        """on_device at the rates that are set; `found`, for a fused optimizer, is the flag as 1.0 or 0.0."""
+        fused = found is not None
         kept = state.ema if fused else [*self.params, *state_tensors(self.optimizer), *state.ema, *state.residue]
         old = Snapshot.of([t.detach() for t in kept]) if kept else None
         with self._wide(state):
-            self._step(grads, skip.float() if fused else None)
+            self._step(grads, found)
         if self.decay is not None:
             ema.move_(state.ema, self.params, self.decay)
         if old is not None:
@@ -62,7 +68,8 @@ class Commit:
         if found is not None:
             self.optimizer.grad_scale, self.optimizer.found_inf = None, found  # type: ignore[attr-defined]
         try:
-            self.optimizer.step()
+            if not (self.spread and found is not None and spread.step(self.optimizer, found)):
+                self.optimizer.step()
         finally:
             if found is not None:
                 del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]

@@ -19,11 +19,16 @@ def move_(average: list[Tensor], params: Sequence[Tensor], decay: float) -> None
 
 
 @contextmanager
-def instead_of(params: Sequence[Tensor], average: list[Tensor]) -> Iterator[None]:
-    """Inside, the parameters hold copies of the averages; afterwards their own storage again, untouched."""
+def instead_of(params: Sequence[Tensor], average: list[Tensor], room: list[Tensor]) -> Iterator[None]:
+    """Inside, the parameters hold copies of the averages; afterwards their own storage again, untouched.
+
+    `room` keeps the copies' storage from one time to the next: a captured evaluation finds it where it was.
+    """
     kept = [p.data for p in params]
-    for p, a in zip(params, average, strict=True):
-        p.data = a.to(p.dtype, copy=True)
+    if not room:
+        room.extend(torch.empty_like(p, requires_grad=False) for p in params)
+    for p, a, copy in zip(params, average, room, strict=True):
+        p.data = copy.copy_(a)
     try:
         yield
     finally:

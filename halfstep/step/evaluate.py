@@ -1,7 +1,7 @@
 """The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,18 @@ class EvalStep:
         forward: Callable[..., Any] | None = None,
         count: Callable[[Any], Number] | None = None,
         _applied: Callable[[], Applied] | None = None,
+        _benchmark: bool = True,
     ) -> None:
         tensor = next(iter([*net.parameters(), *net.buffers()]), None)
         self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self.net = net
+        self.net, self._benchmark = net, _benchmark
         self._applied = _applied or self._own(Precision.parse(precision))  # a training step may switch its precision
         self.objective = Objective(net, loss, forward, count)
+
+    @property
+    def applied(self) -> Applied:
+        """The network under its precision, as it is now."""
+        return self._applied()
 
     def _own(self, precision: Precision) -> Callable[[], Applied]:
         own = Applied(self.net, precision, self.device, convert=False)
@@ -54,7 +60,7 @@ class EvalStep:
     def __call__(self, *batch: Any) -> EvalRecord:
         """Loss, count and outputs of one batch, on the device."""
         batch, applied = to_device(batch, self.device), self._applied()
-        with eval_mode(self.net), backend(applied.precision, self.device, deterministic=False):
+        with eval_mode(self.net), self._backend(applied):
             return self._evaluate(applied, batch)
 
     @torch.no_grad()
@@ -62,9 +68,12 @@ class EvalStep:
         """The network's outputs in eval mode, in float32 or wider; no loss and no target."""
         inputs, applied = to_device(inputs, self.device), self._applied()
         named = len(inputs) == 1 and isinstance(inputs[0], dict)
-        with eval_mode(self.net), backend(applied.precision, self.device, deterministic=False), applied:
+        with eval_mode(self.net), self._backend(applied), applied:
             out = self.net(**inputs[0]) if named else self.net(*inputs)
         return wide(applied.unrounded(out), applied.precision.output)
+
+    def _backend(self, applied: Applied) -> AbstractContextManager[None]:
+        return backend(applied.precision, self.device, deterministic=False, benchmark=self._benchmark)
 
     def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
         o, least = self.objective, applied.precision.output

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,15 +135,36 @@ class Report:
     choices: dict[str, str]
     modules: dict[str, Observed]
 
+    def adding(self, **choices: str) -> "Report":
+        """The same with more choices in it."""
+        return replace(self, choices={**self.choices, **choices})
+
     def __str__(self) -> str:
-        lines = [f"{key:>12}: {value}" for key, value in self.choices.items()]
+        lines = [f"{key:>15}: {value}" for key, value in self.choices.items()]
         if not self.modules:
-            return "\n".join([*lines, "     modules: run one step, then the dtypes of each module are listed here"])
+            return "\n".join([*lines, "        modules: run one step, then the dtypes of each module are listed here"])
         rows = [("module", "kind", "input", "weight", "output")]
         rows += [(name or "(network)", *seen) for name, seen in self.modules.items()]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         table = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, "", *table])
+
+
+def _speed(step: "TrainStep") -> dict[str, str]:
+    """The choices that make a step fast, each with its reason."""
+    o, order, cuda = step.options, "channels-last" if step.layout.on else "as given", step.device.type == "cuda"
+    choices = {
+        "compiled": f"{'yes' if step.compiled.on else 'no'}: {step.compiled.reason}",
+        "memory format": f"{order}: {step.layout.reason}",
+        "cudnn benchmark": f"no: there is no cuDNN on this {step.device.type}",
+    }
+    if cuda:
+        named = f"cudnn_benchmark={o.cudnn_benchmark}"
+        auto = "deterministic=True" if o.deterministic else "the fastest algorithm is measured for each shape"
+        choices["cudnn benchmark"] = f"{'yes' if o.benchmark else 'no'}: {auto if 'auto' in named else named}"
+        on = step.precision.name == "tf32"
+        choices["tf32"] = "yes: precision 'tf32'" if on else f"no: {step.precision.name!r} keeps float32 products exact"
+    return choices
 
 
 def report(step: "TrainStep") -> Report:
@@ -157,6 +178,7 @@ def report(step: "TrainStep") -> Report:
         "optimizer": f"{type(step.optimizer).__name__}, {step.kind}; updates decided on the {where}",
         "non-finite": step.options.nonfinite or "ignore",
         "cycle": f"{step.options.accumulate} batches per update",
+        **_speed(step),
     }
     if step.applied.converted:
         choices["converted"] = f"{len(step.applied.converted)} parameters to {p.params}, in place"

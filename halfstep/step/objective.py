@@ -11,6 +11,7 @@ from halfstep.precision import Applied
 from halfstep.step.count import Number, denominator, hugging_face
 
 Batch = tuple[Any, ...]
+Run = Callable[..., tuple[Tensor, Number | None]]
 
 
 class Objective:
@@ -26,6 +27,7 @@ class Objective:
         self.forward = forward or _by_convention(loss)
         self.terms = denominator(loss)
         self.labels = hugging_face(net) if loss is None and forward is None and count is None else None
+        self.run: Run = self.__call__  # what a training batch goes through: this, or its compiled form
 
     @property
     def known(self) -> bool:
@@ -48,6 +50,11 @@ class Objective:
         zero_weights = self.masked and self.terms.weights
         return self.given is not None or self.labels is not None or zero_weights
 
+    @property
+    def whole(self) -> bool:
+        """The loss is torch's, or the network's own: nothing of it may read weights outside their forward."""
+        return self.loss is None or self.terms.known
+
     def __call__(self, applied: Applied, batch: Batch, *, weighted: bool) -> tuple[Tensor, Number | None]:
         """The loss in float32 or wider, and its n; n is None where it need not be known.
 
@@ -55,16 +62,24 @@ class Objective:
         """
         with applied:
             out = applied.unrounded(self.forward(self.net, *batch))
-        least = applied.precision.output
+        loss, n = self.value(out, applied.precision.output, weighted=weighted)
+        return loss, self.told(batch, n, weighted=weighted)
+
+    def value(self, out: Any, least: torch.dtype, *, weighted: bool) -> tuple[Tensor, Number | None]:
+        """The loss of what forward returned, and its n where the loss's own arguments tell it."""
         taken = () if self.loss is None else arguments(out, least)
+        asked = (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
+        n = self.terms.count(*taken) if asked and self.terms.count is not None else None
         if weighted and self.masked:
-            n = self.number(batch, taken)
             assert self.terms.summed is not None
-            return wide(self.terms.summed(*taken), least) / (
-                torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
-            ), n
-        loss = wide(own_loss(out) if self.loss is None else self.loss(*taken), least)
-        return loss, self.number(batch, taken) if weighted or self.may_be_none else None
+            above = torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
+            return wide(self.terms.summed(*taken), least) / above, n
+        return wide(own_loss(out) if self.loss is None else self.loss(*taken), least), n
+
+    def told(self, batch: Batch, n: Number | None, *, weighted: bool) -> Number | None:
+        """n, from the batch where that is what tells it."""
+        asked = weighted or self.may_be_none
+        return self.number(batch, ()) if asked and (self.given is not None or self.labels is not None) else n
 
     def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
         """How many terms the loss of this batch averages; None when nobody knows."""

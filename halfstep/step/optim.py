@@ -83,6 +83,21 @@ class _Watcher(TorchDispatchMode):
         return out
 
 
+def prefer_fused(optimizer: Optimizer) -> bool:
+    """Turns on torch's fused kernels where the user said neither fused= nor foreach=, and whether it did: an update is
+    one kernel instead of several, and skips by itself. Only before the optimizer has any state."""
+    kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+    groups = optimizer.param_groups
+    open_still = all(g.get("fused", 0) is None and g["foreach"] is None and not g["differentiable"] for g in groups)
+    plain = all(p.is_cuda and p.is_floating_point() for g in groups for p in g["params"])
+    if type(optimizer) not in kinds or optimizer.state or not open_still or not plain:
+        return False
+    for group in groups:
+        group["fused"] = True
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return True
+
+
 def lr_tensor(value: float, device: torch.device) -> Tensor:
     """A learning rate on the device: float64 on the CPU (equal to the float), float32 elsewhere."""
     return torch.full((), value, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)

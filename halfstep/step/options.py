@@ -1,6 +1,6 @@
 """The options of a step, checked when it is built."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
+Auto: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,14 @@ class StepOptions:
     """Record a 64-bit fingerprint of the whole state every n steps (0: never)."""
     decide: Literal["auto", "host", "device"] = "auto"
     """Where an update is committed or skipped; "auto" keeps it on the device whenever the optimizer allows."""
+    compile: Auto = "auto"
+    """Forward and loss compiled; "auto": once a long `fit` asks for it."""
+    channels_last: Auto = "auto"
+    """2-d convolutions in channels-last order; "auto": on CUDA, below float64."""
+    polish: Auto = "auto"
+    """Captured on CUDA: bookkeeping in few kernels by Triton, graphs of many steps; "auto": once a run is long."""
+    cudnn_benchmark: Auto = "auto"
+    """cuDNN measures its algorithms for each new shape, inside the step; "auto": on CUDA, unless deterministic."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.accumulate, int) and self.accumulate >= 1
@@ -57,10 +66,29 @@ class StepOptions:
         _expect(
             self.fingerprint_every >= 0, "fingerprint_every", "0 (never) or a number of steps", self.fingerprint_every
         )
-        _expect(self.decide in ("auto", "host", "device"), "decide", "'auto', 'host' or 'device'", self.decide)
+        for ok, name, expected in self._switches():
+            _expect(ok, name, expected, getattr(self, name))
         for name in ("count", "forward"):
             value = getattr(self, name)
             _expect(value is None or callable(value), name, "a function", value)
+
+    def _switches(self) -> Iterator[tuple[bool, str, str]]:
+        yield self.decide in ("auto", "host", "device"), "decide", "'auto', 'host' or 'device'"
+        for name in ("compile", "channels_last", "cudnn_benchmark", "polish"):
+            value = getattr(self, name)
+            yield isinstance(value, bool) or value == "auto", name, "True, False or 'auto'"
+        repeats = self.cudnn_benchmark is not True or not self.deterministic
+        yield repeats, "cudnn_benchmark", "'auto' or False beside deterministic=True, since no measurement repeats"
+
+    @property
+    def benchmark(self) -> bool:
+        """Whether cuDNN may choose its algorithms by measuring them."""
+        return not self.deterministic if self.cudnn_benchmark == "auto" else self.cudnn_benchmark
+
+    @property
+    def kernels(self) -> dict[str, bool]:
+        """The switches that a step hands to backend()."""
+        return {"deterministic": self.deterministic, "benchmark": self.benchmark}
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> "StepOptions":

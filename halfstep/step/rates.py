@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from halfstep.step.capturing import is_capturing
 from halfstep.step.host import Host
 
 
@@ -45,10 +46,13 @@ class Rates:
         if any(isinstance(v, Tensor) for v in now):
             rates = torch.stack([self._tensor(v) for v in now])
             return rates if len(now) > 1 else rates[0]
-        if now != self._shown[0]:
-            each = [self._tensor(v) for v in now]
-            self._shown = (now, torch.stack(each) if len(each) > 1 else each[0])
-        return self._shown[1]
+        if now == self._shown[0]:
+            return self._shown[1]
+        each = [self._tensor(v) for v in now]
+        rates = torch.stack(each) if len(each) > 1 else each[0]
+        if not is_capturing():  # what a capture allocates is its graph's
+            self._shown = (now, rates)
+        return rates
 
     def _tensor(self, value: Any) -> Tensor:
         if isinstance(value, Tensor):

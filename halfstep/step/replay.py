@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.step.capturing import capturing
 from halfstep.step.optim import state_tensors
 from halfstep.step.record import Outcome
 from halfstep.step.state import StepState
@@ -75,7 +76,7 @@ class Replay:
         cycle.loss = None if cycle.loss is None else torch.empty_like(cycle.loss)
         inputs = _inputs(state)
         try:
-            with _allowed(self.update), _capturing(graph, self.update.device):
+            with allowed(self.update), capturing(graph, self.update.device):
                 outcome = self.update.on_device(state, live)
                 packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
         finally:
@@ -129,21 +130,7 @@ def _rows(like: Outcome) -> Iterator[tuple[Tensor, Outcome]]:
 
 
 @contextmanager
-def _capturing(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """torch.cuda.graph without its wait for the device, so that a capture inside training is no host sync."""
-    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            yield
-        finally:
-            graph.capture_end()
-    main.wait_stream(side)
-
-
-@contextmanager
-def _allowed(update: Update) -> Iterator[None]:
+def allowed(update: Update) -> Iterator[None]:
     """Fused optimizers keep their counters on the device and can be captured; Adam asks for the flag all the same."""
     groups = [g for g in update.commit.optimizer.param_groups if update.commit.kind == "fused" and "capturable" in g]
     before = [g["capturable"] for g in groups]

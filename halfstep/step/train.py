@@ -1,7 +1,7 @@
 """One training step as a value: forward, backward, unscale, check, clip, update — or, on overflow, no step at all."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.precision import Applied, NoScale, Precision
 from halfstep.precision.device import backend, check_deterministic
 from halfstep.precision.rounding import Widened
-from halfstep.step import checks, ema, inspect, optim, trouble
+from halfstep.step import checks, compiled, ema, inspect, layout, optim, trouble
 from halfstep.step.accumulate import Accumulate
 from halfstep.step.commit import Commit
 from halfstep.step.evaluate import EvalStep
@@ -58,8 +58,11 @@ class TrainStep:
         self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
         self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host")
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
-        self._wish, self._averaged = self.options.nonfinite, False
+        self._wish, self._averaged, self._room = self.options.nonfinite, False, list[Tensor]()
         trouble.check(Precision.parse(precision))
+        wish, kept = self.options.compile, self.options.deterministic
+        self.compiled = compiled.Compiled(self.objective, wish, self.device, deterministic=kept)
+        self.layout = layout.Layout(net, optimizer, self.options.channels_last, Precision.parse(precision), self.device)
         self._apply(Precision.parse(precision))
         self.state = StepState.start(self.device, self.precision.loss_scale.start(self.device), len(self.params))
         self.state.ema = ema.start(self.params) if self.options.ema is not None else []
@@ -70,27 +73,23 @@ class TrainStep:
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
         self._check_weights()
-        with backend(self.precision, self.device, deterministic=self.options.deterministic):
-            loss = self._accumulate(self.state, to_device(batch, self.device))
+        with backend(self.precision, self.device, **self.options.kernels):
+            loss = self.accumulator(self.state, self.layout.inputs(to_device(batch, self.device)))
             self.state.steps += 1
-            if self.state.cycle.micro < self.options.accumulate:
-                return self._during(loss)
-            return self._end(loss)
+            open_still = self.state.cycle.micro < self.options.accumulate
+            return self._printed(self.during(loss) if open_still else self._end(loss))
 
     def flush(self) -> Record | None:
         """Ends the open cycle: a tail shorter than `accumulate` is an update of its own, weighted by what it holds."""
         self._check_weights()
         if self.state.cycle.micro == 0:
             return None
-        with backend(self.precision, self.device, deterministic=self.options.deterministic):
-            return self._end(self._accumulate.zero)
+        with backend(self.precision, self.device, **self.options.kernels):
+            return self._printed(self._end(self.accumulator.zero))
 
     def check(self) -> None:
         """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
-        halted = int(self.host.read(self.state.halted))
-        if halted:
-            raise self._resume(halted)
-        trouble.streak(self, int(self.host.read(self.state.streak)))
+        trouble.heed(self, int(self.host.read(self.state.halted)), int(self.host.read(self.state.streak)))
 
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
@@ -101,6 +100,7 @@ class TrainStep:
             forward=self.options.forward,
             count=self.options.count,
             _applied=lambda: self.applied,
+            _benchmark=self.options.benchmark,
         )
 
     @contextmanager
@@ -111,7 +111,7 @@ class TrainStep:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
         self._averaged = True
         try:
-            with ema.instead_of(self.params, self.state.ema):
+            with ema.instead_of(self.params, self.state.ema, self._room):
                 yield
         finally:
             self._averaged = False
@@ -152,11 +152,9 @@ class TrainStep:
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         """The optimizer's state, unrounded: torch would cast it to its parameter's dtype."""
-        if self._widened is None:
+        with self._widened.as_wide() if self._widened is not None else nullcontext():
             self.optimizer.load_state_dict(saved)
-        else:
-            with self._widened.as_wide():
-                self.optimizer.load_state_dict(saved)
+        self.layout.follow(self.optimizer)
 
     def _apply(self, precision: Precision) -> None:
         """Puts the network under a precision and builds the two halves of the step for it."""
@@ -171,80 +169,79 @@ class TrainStep:
         commit = Commit(
             self.optimizer, self.kind, self.params, self.buffers, self.rates, self.options.ema, self._widened
         )
-        self._accumulate = Accumulate(self.objective, self.applied, self.params, self.options, self.buffers)
+        self.accumulator = Accumulate(self.objective, self.applied, self.params, self.options, self.buffers)
         objective = self.objective
-        self._update = Update(
+        self.update = Update(
             self.params, precision, self.options, commit, self.host, sums=objective.sums, masked=objective.masked
         )
-        self._replay = Replay(self._update)
-        self._tried = 0
+        self._replay = Replay(self.update)
+        self.tries = 0
         self._ended: dict[int, int] = {}  # cycle → its last step, of late: the device tells where it stopped
 
-    def _during(self, loss: Tensor) -> Record:
+    def during(self, loss: Tensor) -> Record:
         """The record of a batch that does not end its cycle."""
         cycle = self.state.cycle
         assert cycle.loss is not None
         assert cycle.weight is not None
         mean = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(self.precision.output)
         scale = self.state.scale.clone()
-        return Record(loss, mean, self.rates.show(), scale, self._no, self._zero, self._no, self._print())
+        return Record(loss, mean, self.rates.show(), scale, self._no, self._zero, self._no, self._no_print)
+
+    def ended(self, loss: Tensor, outcome: Outcome) -> Record:
+        """The record of a batch that ends its cycle, by what became of the update."""
+        own = loss if self.options.accumulate > 1 else outcome.loss
+        rest = outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated
+        return Record(own, *rest, self._no_print)
 
     def _end(self, loss: Tensor) -> Record:
         """The update that ends a cycle, by the device where it can, and its record."""
         cycle, state = self.state.cycle, self.state
         live = [i for i, g in enumerate(cycle.grads) if g is not None]
-        if self.on_device and self._settled(cycle.grads, live):
+        if self.on_device and self.settled(cycle.grads, live):
             outcome = self._replay(state, live)
         else:
-            outcome = self._update.on_host(state, live)
-            if outcome.updated is self._update.yes:
+            outcome = self.update.on_host(state, live)
+            if outcome.updated is self.update.yes:
                 self._moved.update(live)
-        self._tried += 1
-        self._ended[self._tried] = state.steps
-        self._ended.pop(self._tried - 256, None)
+        self.tried()
         cycle.drop()
-        self._look(outcome)
-        own = loss if self.options.accumulate > 1 else outcome.loss
-        return Record(
-            own, outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated, self._print()
-        )
+        trouble.look(self, outcome)
+        return self.ended(loss, outcome)
+
+    def tried(self) -> None:
+        """One more cycle is over: the device tells by this number where it stopped."""
+        self.tries += 1
+        self._ended[self.tries] = self.state.steps
+        self._ended.pop(self.tries - (1 << 14), None)
 
     def forget(self) -> None:
         """After a load: what was known of the state before it no longer holds."""
         self._moved.clear()
+        self.layout.settle(self)
         self.watch = Watch(every_calls=16)
 
     def _check_weights(self) -> None:
         if self._averaged:
             raise ValueError("step: inside averaged() the network holds averages, to evaluate; leave the block first")
 
-    def _settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
+    @property
+    def ready(self) -> bool:
+        """Whether the device may decide: an update has gone through, so that optimizer state exists."""
+        return self.on_device and bool(self._moved)
+
+    def settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
         """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
         dense = not any(g is not None and g.is_sparse for g in grads)
         return bool(live) and dense and self._moved.issuperset(live)
 
-    def _resume(self, tried: int) -> Exception:
-        """The error of the update that was tried as number `tried`; once the user knows, training may go on."""
-        error = trouble.nonfinite(self, self._ended.get(tried, self.state.steps))
-        self.state.halted.zero_()
-        self.watch = Watch(every_calls=16)
-        return error
+    def tried_at(self, number: int) -> int:
+        """The step that ended the cycle of this number, as far as it is still known."""
+        return self._ended.get(number, self.state.steps)
 
-    def _print(self) -> Tensor:
+    def _printed(self, record: Record) -> Record:
         every = self.options.fingerprint_every
-        due = every and self.state.steps % every == 0
-        return combine(self.fingerprints().values()) if due else self._no_print
+        return record._replace(fingerprint=self.print()) if every and self.state.steps % every == 0 else record
 
-    def _look(self, outcome: Outcome) -> None:
-        """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
-        if outcome.skipped is self._update.yes:  # the host decided, a first update under decide="device" too
-            halted, skips = self._tried * (self.options.nonfinite == "raise"), int(self.host.read(self.state.streak))
-        elif self.on_device:
-            state = self.state
-            news = self.watch.look(lambda: torch.stack([state.halted, state.streak]), self.device)
-            halted, skips = news or (0, 0)
-        else:
-            return
-        if halted:
-            raise self._resume(halted)
-        trouble.streak(self, skips)
+    def print(self) -> Tensor:
+        """One fingerprint of the whole state."""
+        return combine(self.fingerprints().values())

@@ -3,8 +3,12 @@
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
+
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import NoScale, Precision
+from halfstep.step.record import Outcome
+from halfstep.watch import Watch
 
 if TYPE_CHECKING:
     from halfstep.step.train import TrainStep
@@ -26,6 +30,27 @@ def nonfinite(step: "TrainStep", at: int) -> NonFiniteError:
     )
 
 
+def look(step: "TrainStep", outcome: Outcome) -> None:
+    """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
+    state = step.state
+    if outcome.skipped is step.update.yes:  # the host decided, a first update under decide="device" too
+        halted = step.tries * (step.options.nonfinite == "raise")
+        heed(step, halted, int(step.host.read(state.streak)))
+    elif step.on_device:
+        news = step.watch.look(lambda: torch.stack([state.halted, state.streak]), step.device)
+        heed(step, *(news or (0, 0)))
+
+
+def heed(step: "TrainStep", halted: int, skips: int) -> None:
+    """What the device reports: the number of the cycle that nonfinite="raise" stopped at (0: none), skips in a row."""
+    if halted:
+        error = nonfinite(step, step.tried_at(halted))
+        step.state.halted.zero_()  # the user knows now, and may go on
+        step.watch = Watch(every_calls=16)
+        raise error
+    streak(step, skips)
+
+
 def streak(step: "TrainStep", skips: int) -> None:
     """After max_skips skipped updates in a row: raise, or go on in bf16 or fp32, as the scale says."""
     scale = step.precision.loss_scale
@@ -36,7 +61,7 @@ def streak(step: "TrainStep", skips: int) -> None:
     if scale.on_skips == "raise":
         raise NonFiniteError(f"{said}. If gradients are that large, use dtype='bfloat16', 'fp32', or on_skips='bf16'.")
     fallback = _fallback(step.precision, scale.on_skips)
-    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=5)
+    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=6)
     step.switch(fallback)
 
 

@@ -1,7 +1,8 @@
 """The end of a cycle: g = G · inv_scale / N, check, clip, and commit all of it or none of it."""
 
 import math
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,14 @@ from halfstep.step import gradients
 from halfstep.step.commit import Commit
 from halfstep.step.host import Host
 from halfstep.step.options import StepOptions
+from halfstep.step.quick_plan import Shape
 from halfstep.step.record import Outcome
 from halfstep.step.state import Cycle, StepState
+
+if TYPE_CHECKING:
+    from halfstep.step.quick import Quick
+
+SHAPES = 16  # of updates that are remembered for captures
 
 
 class Measured(NamedTuple):
@@ -52,9 +59,11 @@ class Update:
         self.yes, self.no = self.one.bool(), self.zero.bool()
         self.tries = torch.zeros((), dtype=torch.int64, device=self.device)  # cycles ended, updated or not
         self._places: dict[tuple[int, ...], Tensor] = {}
+        self._few, self._shapes = False, set[Shape]()
 
     def on_host(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction, decided by the host: one read of the flag, one of N where it may be 0."""
+        self._note(state.cycle, live)
         m = self._measure(state, live, looks=self.device.type == "cpu")
         used = state.scale.clone() if self.scaled else state.scale
         self.tries += 1
@@ -77,6 +86,9 @@ class Update:
 
     def on_device(self, state: StepState, live: list[int]) -> Outcome:
         """The transaction without a host decision: every branch is a select, so that it can be captured."""
+        self._note(state.cycle, live)
+        if self.quick and self._quick.fits(state, live):
+            return self._quick(state, live)
         m, used = self._measure(state, live, looks=False), state.scale.clone()
         self.tries += 1
         overflow = m.found > 0
@@ -97,6 +109,28 @@ class Update:
         if self.options.nonfinite == "raise":
             state.halted.copy_(torch.where(skipped, self.tries, state.halted))
         return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), m.norm, used, skipped, updated)
+
+    @property
+    def quick(self) -> bool:
+        """Whether on_device takes few kernels, for captures; they sum the norm's squares in another order."""
+        return self._few
+
+    @quick.setter
+    def quick(self, few: bool) -> None:
+        """Loads the kernels for updates like those so far: a capture must load no code."""
+        self._few = self.commit.spread = few
+        for shape in self._shapes if few else ():
+            self._quick.prepare(shape)
+
+    def _note(self, cycle: Cycle, live: list[int]) -> None:
+        if self.commit.kind == "fused" and len(self._shapes) < SHAPES:
+            self._shapes.add(Shape.of(cycle, live))
+
+    @cached_property
+    def _quick(self) -> "Quick":
+        from halfstep.step.quick import Quick
+
+        return Quick(self)
 
     def _measure(self, state: StepState, live: list[int], *, looks: bool) -> Measured:
         """Unscale, average, check, measure: in that order, and before clipping, always."""

@@ -58,7 +58,8 @@ def test_few_frames_lie_between_the_users_call_and_forward(precision: str, devic
 def test_few_frames_lie_between_fit_and_forward(precision: str, device: torch.device) -> None:
     """At most 10, callbacks or not: they are called beside the step, not around it."""
     net = Deep().to(device)
-    model = Model(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision)
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = Model(net, nn.MSELoss(), sgd, precision, capture=False)  # captured, forward runs only to be captured
     data = hs.data.Dataset((torch.randn(8, 4), torch.zeros(8, 3))).batch(2)
     model.fit(1, data, callbacks=[Callback()])
     _, *later = net.between

@@ -14,7 +14,7 @@ from halfstep.data.flow.given import source_of
 from halfstep.data.flow.load import loaded
 from halfstep.data.flow.maps import Select, is_transform, listed, mapped
 from halfstep.data.flow.parts import Batch
-from halfstep.data.flow.place import found, place
+from halfstep.data.flow.place import Placed, found, place
 from halfstep.data.flow.plan import Plan
 from halfstep.data.flow.position import Position, load
 from halfstep.data.flow.stages import Part, Repeat, Shard, Shuffle, Stage, Window
@@ -127,11 +127,12 @@ class Dataset:
         placed = place(self.plan, torch.device(device), budget)
         if not placed.honoured:
             warnings.warn(f"to_device: streaming to {device}, not resident: {placed.placement.reason}", Notice, 2)
-        new = self._moved(placed.plan)
-        new.placement, new._budget = placed.placement, budget
-        if placed.plan.source.device.type != "cpu":
-            new._workers = None  # other processes could not gather there
-        return new
+        return self._placed(placed, budget)
+
+    def near(self, device: torch.device) -> "Dataset":
+        """to_device for data that nobody has placed yet, without remarks: what an engine does by itself."""
+        there = self.placement.kind != "host" or self.placement.device == device
+        return self if there else self._placed(place(self.plan, device, None), None)
 
     def load(self) -> "Dataset":
         """Read every sample into memory once, so that it can be gathered or kept on a device. Transforms without random
@@ -202,18 +203,30 @@ class Dataset:
         workers = (self._workers.count, self._workers.ahead) if isinstance(self._workers, Workers) else self._workers
         return {**self.__dict__, "_mark": None, "_workers": workers}
 
-    def _begin(self, form: Callable[[Batch], Any]) -> Pass:
+    def begin(self) -> Mark:
+        """The next pass as its place alone, for an engine that gathers the samples itself."""
         here = self._next
         self._mark, self._next = Mark(here.plan, here.epoch, here.step), here.next()
+        return self._mark
+
+    def _begin(self, form: Callable[[Batch], Any]) -> Pass:
+        mark = self.begin()
         if isinstance(self._workers, tuple):
             self._workers = Workers(self.plan, *self._workers, pin=self.placement.device.type == "cuda")
-        return Pass(self._mark, self.placement, self._workers, form)
+        return Pass(mark, self.placement, self._workers, form)
 
     def _known(self, columns: str | Sequence[str]) -> tuple[str, ...]:
         names = (columns,) if isinstance(columns, str) else tuple(columns)
         if not names or set(names) - set(self.columns) or len(set(names)) < len(names):
             raise ValueError(f"expected columns out of {list(self.columns)}, each once, got {list(names)}")
         return names
+
+    def _placed(self, placed: Placed, budget: Budget) -> "Dataset":
+        new = self._moved(placed.plan)
+        new.placement, new._budget = placed.placement, budget
+        if placed.plan.source.device.type != "cpu":
+            new._workers = None  # other processes could not gather there
+        return new
 
     def _staged(self, stage: Stage) -> "Dataset":
         return self._with(self.plan.staged(stage))

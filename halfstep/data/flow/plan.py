@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from halfstep.data.flow.maps import Function, Map, Select, joined
+from halfstep.data.flow.maps import Chain, Function, Map, Select, joined
 from halfstep.data.flow.parts import Batch, checked
 from halfstep.data.flow.seeded import seeded
 from halfstep.data.flow.source import Columns, Source, first_of
@@ -73,6 +73,11 @@ class Plan:
     def ours(self) -> bool:
         """Whether no code of the user's runs in a fetch."""
         return isinstance(self.source, Columns) and not any(isinstance(m, Function) for m in self.maps)
+
+    @property
+    def random(self) -> bool:
+        """Whether a transform draws random numbers, and with them the pass matters to a fetch."""
+        return any(t.draws for m in self.maps if isinstance(m, Chain) for t in m.transforms)
 
     @property
     def per_sample(self) -> Function | None:

@@ -1,0 +1,76 @@
+"""The device room: capture once, replay often. CUDA has graphs; everything else runs the same code call by call."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from halfstep.step.capturing import capturing
+
+MOST = 64  # graphs held at once: beyond that the oldest goes
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph and what its body returned: tensors that every replay fills anew."""
+
+    replay: Callable[[], object]
+    result: Any
+
+
+class Graphs:
+    """Captured bodies by key. `captures` counts them; they share one pool of memory, as they never run at once."""
+
+    def __init__(self, device: torch.device, *, direct: bool = False) -> None:
+        self.device, self.captures, self.replays = device, 0, 0
+        self.direct = direct  # replay by calling the body again: what a graph would do, on any device
+        self._stopped = False
+        self._held: dict[Hashable, Captured] = {}
+        self._pool: Any = None
+
+    @property
+    def usable(self) -> bool:
+        return (self.direct or self.device.type == "cuda") and not self._stopped
+
+    def stop(self) -> None:
+        """No more captures: what was tried cannot be captured."""
+        self._stopped = True
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: Hashable) -> Captured | None:
+        return self._held.get(key)
+
+    def clear(self) -> None:
+        """What the graphs had baked in has changed. Their memory goes with them."""
+        self._held.clear()
+        self._pool = None
+
+    def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
+        """Records what `body` launches, without running it. Raises what it raised."""
+        if self.direct:
+            captured = _direct(body)
+        else:
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None:
+                torch.cuda.empty_cache()  # what the eager steps used is not needed beside the graphs' own memory
+                self._pool = torch.cuda.graph_pool_handle()
+            with capturing(graph, self.device, self._pool):
+                result = body()
+            captured = Captured(graph.replay, result)
+        while len(self._held) >= MOST:
+            self._held.pop(next(iter(self._held)))
+        self.captures += 1
+        self._held[key] = captured
+        return captured
+
+
+def _direct(body: Callable[[], Any]) -> Captured:
+    box: list[Any] = [None]
+
+    def replay() -> None:
+        box[0] = body()
+
+    return Captured(replay, box)

@@ -1,0 +1,159 @@
+"""Batches where a graph finds them: gathered from a resident data set by numbers on the device, or staged."""
+
+from collections.abc import Hashable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from halfstep.data import Dataset
+from halfstep.engine.feed import Args, Feed
+from halfstep.engine.sunk.ring import Ring
+from halfstep.step.objective import rows as samples_of
+
+TOKENS = 1 << 20  # samples whose numbers are computed at once
+ROWS = 1 << 13  # steps between two resets of the ring, at most
+
+
+class Inputs(Protocol):
+    """One pass of batches. `next()` makes the next one current and gives its key, None when the pass is over."""
+
+    samples: int
+    row: int
+
+    def start(self) -> None: ...
+    def next(self) -> Hashable | None: ...
+    def batch(self) -> Args: ...
+    def full(self) -> bool: ...
+    def alike(self, most: int) -> int: ...
+    def skip(self, batches: int) -> None: ...
+
+
+class Resident:
+    """Sample numbers of many batches in a table on the device; a graph gathers the batch at the ring's place."""
+
+    def __init__(self, feed: Feed, ring: Ring, data: Dataset) -> None:
+        self.feed, self.ring, self.data = feed, ring, data
+        self.samples, self.row = 0, 0
+        size = min(data.plan.batch, data.plan.samples)
+        room = min(ring.rows, max(1, TOKENS // size))
+        self._samples = torch.zeros(room, size, dtype=torch.int64, device=ring.device)
+        self._epochs = torch.zeros_like(self._samples)
+        self._lengths: tuple[int, ...] = ()
+
+    def start(self) -> None:
+        """The pass from the feed's position on."""
+        self.mark = self.data.begin()
+        self._lengths, self.row = (), 0
+
+    def next(self) -> Hashable | None:
+        if self.row == len(self._lengths) and not self._refill():
+            return None
+        self.samples = self._lengths[self.row]
+        self.row += 1
+        self.mark.step += 1
+        return self.samples
+
+    def batch(self) -> Args:
+        """The current batch, in a graph or out of it: its numbers by the device's own counter."""
+        samples = self._samples.index_select(0, self.ring.at).view(-1)[: self.samples]
+        epochs = samples  # a stand-in where nothing is drawn from them: a kernel less
+        if self.mark.plan.random:
+            epochs = self._epochs.index_select(0, self.ring.at).view(-1)[: self.samples]
+        return self.feed.arguments(self.mark.plan.fetch(samples, epochs))
+
+    def alike(self, most: int) -> int:
+        """Batches from the current one on that have its size and are in the table: they may run as one graph."""
+        first = self.row - 1
+        run = self._lengths[first : first + most]
+        return next((i for i, n in enumerate(run) if n != self.samples), len(run))
+
+    def skip(self, batches: int) -> None:
+        """As many have run beside the current one."""
+        self.row += batches
+        self.mark.step += batches
+
+    def full(self) -> bool:
+        """Whether the next batch needs the table, and the ring's rows beside it, anew."""
+        return self.row == len(self._lengths)
+
+    def _refill(self) -> bool:
+        plan = self.mark.plan
+        count = min(len(self._samples), plan.size - self.mark.step)
+        if count <= 0:
+            return False
+        tokens = plan.tokens(self.mark.epoch, self.mark.step, count, self.ring.device)
+        self._samples[:count].copy_(tokens.samples)
+        self._epochs[:count].copy_(tokens.epochs)
+        self._lengths, self.row = tokens.lengths, 0
+        self.ring.reset()
+        return True
+
+
+class Staged:
+    """Batches from anywhere, copied into inputs that stay where they are: one set for each structure and shape."""
+
+    def __init__(self, feed: Feed, ring: Ring) -> None:
+        self.feed, self.ring = feed, ring
+        self.samples, self.row = 0, 0
+        self._source: Iterator[Args] | None = None
+        self._held: dict[Hashable, tuple[list[Tensor], Args]] = {}
+        self._now: Args = ()
+
+    def start(self) -> None:
+        self._source = self.feed.start()
+        self.row = 0
+        self.ring.reset()
+
+    def full(self) -> bool:
+        return self.row == self.ring.rows
+
+    def next(self) -> Hashable | None:
+        assert self._source is not None
+        args = next(self._source, None)
+        if args is None:
+            return None
+        if self.full():
+            self.row = 0
+            self.ring.reset()
+        self.samples = samples_of(args)
+        self.row += 1
+        return self._stage(args)
+
+    def batch(self) -> Args:
+        return self._now
+
+    def alike(self, most: int) -> int:
+        return 1
+
+    def skip(self, batches: int) -> None:
+        assert not batches
+
+    def _stage(self, args: Args) -> Hashable:
+        leaves, spec = tree_flatten(args)
+        key = (str(spec), *(_shape(leaf) for leaf in leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if key not in self._held:
+            room = [torch.empty_like(t, device=self.ring.device) for t in tensors]
+            filled = iter(room)
+            inside = [next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._held[key] = room, tree_unflatten(inside, spec)
+        room, self._now = self._held[key]
+        for mine, given in zip(room, tensors, strict=True):
+            cross = self.ring.device.type == "cuda" and given.device.type == "cpu" and not given.is_pinned()
+            mine.copy_(given.pin_memory() if cross else given, non_blocking=True)
+        return key
+
+
+def _shape(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype, leaf.stride())
+    return leaf if isinstance(leaf, Hashable) else repr(leaf)
+
+
+def resident(feed: Feed, device: torch.device) -> Dataset | None:
+    """The feed's data set, where its batches can be gathered on the device by numbers alone."""
+    data = feed.data
+    ours = isinstance(data, Dataset) and data.plan.ours and data.plan.source.device == device
+    return data if ours and isinstance(data, Dataset) else None

@@ -1,0 +1,59 @@
+"""Recording a CUDA graph without a wait, and leaving the process whole when that fails."""
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # one for all captures: cuBLAS keeps 64 MiB for each it has seen
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+    """What is launched inside goes into `graph`. Only this thread is watched: another may be copying batches."""
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    main, side = torch.cuda.current_stream(device), _STREAMS[device]
+    side.wait_stream(main)
+    collecting, watching = gc.isenabled(), torch.cuda.get_sync_debug_mode()
+    gc.disable()  # a tensor that is collected now would be freed inside the capture
+    sync_mode("error")  # a wait is refused before CUDA sees it and spoils the capture
+    try:
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                _abandon(graph, device)
+                raise
+            graph.capture_end()
+    finally:
+        sync_mode(watching)
+        if collecting:
+            gc.enable()
+        main.wait_stream(side)
+
+
+def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    """Ends a capture that failed. One that was spoiled cannot be ended, and would leave the random numbers captured."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        mine = torch.cuda.default_generators[device.index or 0]
+        fresh = torch.Generator(device)
+        fresh.set_state(mine.get_state())
+        mine.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def sync_mode(mode: int | str) -> None:
+    """What happens when the host waits for the device, without torch's remark that this is a prototype."""
+    with warnings.catch_warnings(action="ignore"):
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def is_capturing() -> bool:
+    """Whether a graph is being recorded; torch without CUDA cannot even be asked."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

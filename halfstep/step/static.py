@@ -1,0 +1,146 @@
+"""A step over storage that stays where it is, so that a graph of it can be replayed."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.precision.device import backend
+from halfstep.step.optim import state_tensors
+from halfstep.step.record import Record
+from halfstep.step.replay import allowed
+from halfstep.step.state import Cycle
+from halfstep.step.train import TrainStep
+
+
+class Unsettled(Exception):
+    """A parameter has a gradient and no optimizer state yet: its first update is decided by the host."""
+
+
+class Static:
+    """The device half of a TrainStep, and the host's bookkeeping of it, apart: a replay runs only the first.
+
+    A cycle of several batches lives in tensors of its own here. `adopt` takes in what eager steps left open, `settle`
+    gives it back, so that a checkpoint, a fingerprint or an eager step finds the state as it would be without graphs.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step, self.micro = step, step.state.cycle.micro
+        self.many = step.options.accumulate > 1
+        self._grads: list[Tensor | None] = []
+        self._sums: dict[str, Tensor] = {}  # weight, nominal, loss
+        self._live: set[int] = set()
+
+    @property
+    def place(self) -> tuple[bool, bool]:
+        """Whether the next batch opens its cycle, and whether it closes it."""
+        return self.micro == 0, self.micro + 1 == self.step.options.accumulate
+
+    def body(self, batch: tuple[Any, ...] | None, *, first: bool, last: bool) -> Record:
+        """The step as the device sees it: no host decision, no counter of the host's. Without a batch: the flush."""
+        step, cycle = self.step, self.step.state.cycle
+        before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
+        allow = allowed(step.update)
+        try:
+            with backend(step.precision, step.device, **step.options.kernels), allow:
+                self._enter(first)
+                loss = step.accumulator.zero
+                if batch is not None:
+                    loss = step.accumulator(step.state, step.layout.inputs(batch))
+                if not last:
+                    record = step.during(loss)
+                    self._keep()
+                    return record
+                live = [i for i, g in enumerate(cycle.grads) if g is not None]
+                self._check(live)
+                return step.ended(loss, step.update.on_device(step.state, live))
+        finally:
+            for name, value in before.items():
+                setattr(cycle, name, value)
+
+    def ran(self, *, last: bool, steps: int = 1) -> None:
+        """The host's side of a replay."""
+        self.step.state.steps += steps
+        self.micro += steps
+        if last:
+            self.step.tried()
+            self.micro = 0
+
+    def adopt(self) -> None:
+        """After eager steps: an open cycle moves into this storage."""
+        cycle = self.step.state.cycle
+        self.micro = cycle.micro
+        if self.many and cycle.micro:
+            self._keep()
+            self._fill()
+
+    def settle(self) -> None:
+        """Before anybody looks at the state: the cycle as the replays left it."""
+        if self.micro and self.many:
+            self._fill()
+        else:
+            self.step.state.cycle.drop()
+
+    def _check(self, live: list[int]) -> None:
+        grads, names = self.step.state.cycle.grads, self.step.names
+        sparse = [names[i] for i in live if (g := grads[i]) is not None and g.is_sparse]
+        if sparse:
+            raise RuntimeError(f"sparse gradient of {sparse[0]}: a graph holds dense ones only")
+        if not self.step.settled(grads, live):
+            raise Unsettled
+
+    def _enter(self, first: bool) -> None:
+        if first:
+            self.step.state.cycle.drop()
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
+        cycle = self.step.state.cycle
+        cycle.micro = max(self.micro, 1)
+        cycle.grads = [g if i in self._live else None for i, g in enumerate(self._grads)]
+        for name, tensor in self._sums.items():
+            setattr(cycle, name, tensor)
+
+    def _keep(self) -> None:
+        """The cycle's tensors into this storage, where they are not it already."""
+        cycle = self.step.state.cycle
+        self.prepare()
+        pairs = [
+            (i, mine, g) for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)) if g is not None
+        ]
+        self._live = {i for i, _, _ in pairs}
+        moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
+        moved += [(mine, now) for name, mine in self._sums.items() if (now := getattr(cycle, name)) is not mine]
+        for dtype in {mine.dtype for mine, _ in moved}:
+            alike = [pair for pair in moved if pair[0].dtype == dtype]
+            torch._foreach_copy_([mine for mine, _ in alike], [g for _, g in alike])
+
+    def prepare(self) -> None:
+        """The storage, before a capture: what is allocated inside one belongs to its graph."""
+        if self._sums or not self.many:
+            return
+        acc = self.step.accumulator
+        wide = zip(acc.params, acc.wide, strict=True)
+        self._grads = [torch.zeros_like(p, dtype=d, requires_grad=False) for p, d in wide]
+        self._sums = {name: torch.zeros_like(acc.zero, dtype=torch.float64) for name in ("weight", "nominal", "loss")}
+
+
+def addresses(step: TrainStep) -> tuple[Any, ...]:
+    """Everything a graph of this step bakes in: where its tensors are, modes, and the optimizer's plain settings."""
+    state, groups = step.state, step.optimizer.param_groups
+    settings = [v for g in groups for k, v in g.items() if k != "params" and isinstance(v, (int, float, str, tuple))]
+    rates = [g["lr"] for g in groups if isinstance(g["lr"], Tensor)]
+    own = (state.updates, state.skips, state.streak, state.scale, state.growth, state.halted, state.bad)
+    held = (*own, *rates, *step.params, *state_tensors(step.optimizer), *state.ema, *state.residue)
+    modules = list(step.net.modules())
+    modes = [m.training for m in modules]
+    frozen = [p.requires_grad for p in step.net.parameters()]
+    parts = (*pointers(held), *pointers(step.net.parameters()), *pointers(step.buffers.tensors()))
+    return (step.applied, step.update, tuple(settings), tuple(modes), tuple(frozen), *parts)
+
+
+def pointers(tensors: Iterable[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]

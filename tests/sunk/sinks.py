@@ -1,0 +1,107 @@
+"""Runs to compare: the same network, data and seeds, stepped by hand and sunk."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.engine.feed import Feed
+from halfstep.engine.sunk.pace import Pace
+from halfstep.engine.sunk.program import Program
+from halfstep.engine.sunk.sink import Sink
+from halfstep.engine.sunk.sunk import Sunk
+
+FIELDS = ("loss", "cycle_loss", "lr", "scale", "grad_norm", "skipped", "updated", "fingerprint")
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.05),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adam-capturable": lambda p: torch.optim.Adam(p, lr=0.01, capturable=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, capturable=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01, capturable=True),
+}
+
+
+class Hasty(Pace):
+    """Steps that count as short from the first on, so that graphs hold many of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.step_s = 1e-5
+
+    def tick(self, steps: int = 1) -> None:
+        super().tick(steps)
+        self.step_s = 1e-5
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, and a head whose output grows: enough to go wrong in every way a graph can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.25))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def step(device: torch.device, precision: str, optimizer: str = "sgd", **options: Any) -> hs.TrainStep:
+    torch.manual_seed(0)
+    net = Net().to(device)
+    options = {"decide": "device", "nonfinite": "skip", **options}
+    make = OPTIMIZERS[optimizer]
+    return hs.TrainStep(net, nn.CrossEntropyLoss(), make(net.parameters()), precision=precision, **options)
+
+
+def data(device: torch.device, *, samples: int = 100, batch: int = 8, poison: tuple[int, ...] = ()) -> hs.data.Dataset:
+    """`poison`: samples that overflow every half precision, and fp32 too."""
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(samples, 6, generator=g), torch.randint(0, 3, (samples,), generator=g)
+    for i in poison:
+        x[i] = 3e38
+    return hs.data.Dataset((x.to(device), y.to(device)), seed=3).shuffle().batch(batch)
+
+
+def by_hand(step: hs.TrainStep, batches: Any, passes: int) -> dict[str, list[Any]]:
+    """Every record of eager steps, the tail's flush joined to the last of its pass."""
+    rows: list[hs.Record] = []
+    for _ in range(passes):
+        for batch in batches:
+            rows.append(step(*batch))
+        tail = step.flush()
+        if tail is not None:
+            rows[-1] = tail._replace(loss=rows[-1].loss)
+    return {name: [getattr(r, name).double().tolist() for r in rows] for name in FIELDS[:-1]} | {
+        "fingerprint": [r.fingerprint.item() for r in rows]
+    }
+
+
+def sunk(
+    step: hs.TrainStep, batches: Any, passes: int, *, every: int, direct: bool, polished: bool = False
+) -> tuple[dict[str, Any], Sink]:
+    """The same through hs.sink; `direct` replays by calling, on devices without graphs. `polished`: as a long run."""
+    sink = hs.sink(step, batches, every=every)
+    if direct:
+        sink.sunk = Sunk.of(step, Feed(batches), direct=True)
+    if polished:
+        assert isinstance(sink.sunk.program, Program)
+        sink.sunk.program.polish()
+        sink.sunk.pace = Hasty(step.device)
+    columns: dict[str, list[Any]] = {name: [] for name in FIELDS}
+    for _ in range(passes):
+        for records in sink:
+            for name in FIELDS:
+                value = getattr(records, name)
+                columns[name] += (value.double() if name != "fingerprint" else value).tolist()
+    return columns, sink
+
+
+def same_state(a: hs.TrainStep, b: hs.TrainStep) -> list[str]:
+    """Names of the tensors in which two steps differ, bit by bit."""
+    mine, other = a.fingerprints(), b.fingerprints()
+    names = [*mine, *(n for n in other if n not in mine)]
+    return [n for n in names if n not in mine or n not in other or mine[n].item() != other[n].item()]

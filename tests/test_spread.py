@@ -1,0 +1,210 @@
+"""Fused optimizers on smaller pieces: the bits of optimizer.step(), or no step at all."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import halfstep as hs
+from halfstep.step import spread
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+# Every setting is in one of them. fp64: on a CPU a rate of many bits is not rounded to float32.
+CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "sgd": (SGD, {"lr": 0.1}),
+    "sgd decay": (SGD, {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
+    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "dampening": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True}),
+    "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "adam": (Adam, {"lr": 0.01}),
+    "adam decay": (Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5}),
+    "amsgrad": (Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adamw": (AdamW, {"lr": 0.01}),
+    "adamw amsgrad": (AdamW, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.3, "betas": (0.7, 0.8)}),
+    "decoupled": (Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+}
+SIZES = [(150, 101), (7,), (8, 3, 30, 30), (), (0, 3), (4096,), (4097,), (13, 5)]  # the third: channels last
+
+
+def make(case: str, dtype: torch.dtype = torch.float32, *, tensor_lr: bool = False) -> tuple[Optimizer, list[Tensor]]:
+    """Two groups, the last parameter frozen; every other one has state."""
+    torch.manual_seed(1)
+    params = [nn.Parameter(torch.randn(size, dtype=dtype, device=DEVICE)) for size in SIZES]
+    params[2].data = params[2].data.to(memory_format=torch.channels_last)
+    params[-1].requires_grad_(False)
+    kind, settings = CASES[case]
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.03}]
+    optimizer = kind(groups, **settings, fused=True)
+    if tensor_lr:
+        for group in optimizer.param_groups:
+            wide = torch.float64 if DEVICE == "cpu" else torch.float32
+            group["lr"] = torch.tensor(group["lr"], dtype=wide, device=DEVICE)
+    fill(params, 0)
+    optimizer.step()
+    return optimizer, params
+
+
+def fill(params: list[Tensor], seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    for p in params[:-1]:
+        values = torch.randn(p.shape, generator=g).to(DEVICE, p.dtype)
+        p.grad = torch.empty_like(p).copy_(values)
+
+
+def contents(optimizer: Optimizer, params: list[Tensor]) -> Iterator[Tensor]:
+    for p in params:
+        yield p.detach()
+        yield from (v for v in optimizer.state.get(p, {}).values() if v is not None)
+        yield from (p.grad,) if p.grad is not None else ()
+
+
+def plainly(optimizer: Any, found: Tensor) -> None:
+    optimizer.grad_scale, optimizer.found_inf = None, found
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+def flag(value: float) -> Tensor:
+    return torch.tensor(value, device=DEVICE)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_step(case: str, dtype: torch.dtype, tensor_lr: bool) -> None:
+    compare(case, dtype, tensor_lr=tensor_lr)
+
+
+def compare(case: str, dtype: torch.dtype, *, tensor_lr: bool) -> None:
+    (one, mine), (two, theirs) = (make(case, dtype, tensor_lr=tensor_lr) for _ in range(2))
+    for seed, found in enumerate([0.0, 1.0, 0.0, 0.0], start=1):
+        fill(mine, seed)
+        fill(theirs, seed)
+        before = [t.clone() for t in contents(one, mine)]
+        assert spread.step(one, flag(found))
+        plainly(two, flag(found))
+        now = list(contents(one, mine))
+        for a, b in zip(now, contents(two, theirs), strict=True):
+            assert torch.equal(a, b), (seed, a.shape)
+            assert a.stride() == b.stride()
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True)) is bool(found)
+
+
+def test_pieces_are_many_and_launches_are_not() -> None:
+    """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5; its two large tensors whole make 11 blocks."""
+    mlp = [512 * 784, 512, 512 * 512, 512, 512 * 10, 10]
+    for lists, room in ((2, 64), (3, 48), (4, 36), (5, 30)):
+        size = spread.length(mlp, lists)
+        pieces = sum(-(-n // size) for n in mlp)
+        assert size % 4 == 0  # torch's kernels read four at a time where a piece begins at a multiple of four
+        assert pieces <= room
+        assert size == spread.PIECE or sum(-(-n // (size - spread.PIECE)) for n in mlp) > room
+        assert pieces > 2 * 11
+    assert spread.length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
+    assert spread.length([10], 2) == spread.PIECE
+
+
+def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    kernel = torch._fused_sgd_
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *a, **k: (seen.append(len(a[0])), kernel(*a, **k))[1])
+    optimizer, _ = make("momentum")
+    seen.clear()
+    assert spread.step(optimizer, flag(0.0))
+    assert seen == [4 + 1 + 6, 1 + 1 + 1 + 2]  # 15150, 7 and 21600 elements; 1, 0, 4096 and 4097
+
+
+def refusals() -> Iterator[tuple[str, Callable[[Any, list[Any]], Any]]]:
+    """What makes step() more, or something else, than its kernels on whole tensors."""
+    yield "a hook before", lambda o, _: o.register_step_pre_hook(lambda *_: None)
+    yield "a hook after", lambda o, _: o.register_step_post_hook(lambda *_: None)
+    yield "a hook before any", lambda *_: register_optimizer_step_pre_hook(lambda *_: None)
+    yield "a hook after any", lambda *_: register_optimizer_step_post_hook(lambda *_: None)
+    yield "a step of its own", lambda o, _: setattr(o, "step", lambda: None)
+    yield "not fused", lambda o, _: o.param_groups[1].update(fused=False)
+    yield "differentiable", lambda o, _: o.param_groups[1].update(differentiable=True)
+    yield "no state", lambda o, ps: o.state.pop(ps[1])
+    yield "part of a state", lambda o, ps: o.state[ps[1]].popitem()
+    yield "a state elsewhere", lambda o, ps: o.state[ps[0]].update(exp_avg=o.state[ps[0]]["exp_avg"].to("meta"))
+    yield "a counter elsewhere", lambda o, ps: o.state[ps[0]].update(step=o.state[ps[0]]["step"].to("meta"))
+    yield "a rate elsewhere", lambda o, _: o.param_groups[0].update(lr=torch.tensor(0.1, device="meta"))
+    yield "betas as tensors", lambda o, _: o.param_groups[0].update(betas=(torch.tensor(0.9), 0.99))
+    yield "other strides", lambda _, ps: setattr(ps[2], "grad", ps[2].grad.contiguous())
+    yield "gaps", lambda _, ps: setattr(ps[2], "data", ps[2].new_zeros(16, 3, 30, 30)[::2])
+    yield "sparse", lambda _, ps: setattr(ps[0], "grad", ps[0].grad.to_sparse())
+    yield "no gradient", lambda _, ps: [setattr(p, "grad", None) for p in ps]
+
+
+@pytest.mark.parametrize(("name", "spoil"), [pytest.param(n, f, id=n) for n, f in refusals()])
+def test_refused(name: str, spoil: Callable[[Any, list[Any]], Any]) -> None:
+    optimizer, params = make("adam")
+    made = spoil(optimizer, params)
+    before = [t.to_dense().clone() for t in contents(optimizer, params) if not t.is_meta]
+    try:
+        assert not spread.step(optimizer, flag(0.0))
+    finally:
+        if "hook" in name:
+            made.remove()
+    after = [t.to_dense() for t in contents(optimizer, params) if not t.is_meta]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert spread.step(optimizer, flag(0.0)) is ("hook" in name)
+
+
+def test_a_subclass_is_left_alone() -> None:
+    class Mine(SGD):
+        pass
+
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    assert not spread.step(Mine([p], fused=True), flag(0.0))
+    assert spread.step(SGD([p], fused=True), flag(0.0))
+
+
+def test_large_networks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer, params = make("sgd")
+    total = sum(p.numel() for p in params[:-1])
+    monkeypatch.setattr(spread, "MOST", total - 1)
+    assert not spread.step(optimizer, flag(0.0))
+    monkeypatch.setattr(spread, "MOST", total)
+    assert spread.step(optimizer, flag(0.0))
+
+
+def test_a_scheduler_sees_its_step() -> None:
+    """torch warns when a scheduler moves before its optimizer has."""
+    p = nn.Parameter(torch.ones(3, device=DEVICE))
+    p.grad = torch.ones_like(p)
+    optimizer = SGD([p], lr=1.0, fused=True)
+    scheduler = StepLR(optimizer, 1)
+    assert spread.step(optimizer, flag(0.0))
+    scheduler.step()
+    optimizer.step = lambda: None  # type: ignore[method-assign]
+    assert not spread.step(optimizer, flag(0.0))
+
+
+def test_a_step_that_is_spread_equals_one_that_is_not() -> None:
+    """Through a whole TrainStep, overflow included; the gradients are gone afterwards."""
+    one, two = (train(spread=on) for on in (True, False))
+    for i in range(5):
+        x = torch.randn(8, 100, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        x[0, 0] = torch.inf if i == 2 else 0.0
+        for step in (one, two):
+            step(x, torch.zeros(8, 90, device=DEVICE))
+    assert int(one.state.skips) == int(two.state.skips) == 1
+    a, b = one.fingerprints(), two.fingerprints()
+    assert [k for k in a if a[k].item() != b[k].item()] == []
+    assert all(p.grad is None for p in one.params)
+    assert not hasattr(one.optimizer, "found_inf")
+
+
+def train(*, spread: bool) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(100, 90).to(DEVICE)
+    step = hs.TrainStep(net, nn.MSELoss(), AdamW(net.parameters(), fused=True), decide="device", nonfinite="skip")
+    step.update.commit.spread = spread
+    return step

@@ -101,7 +101,7 @@ def job(work: str, args: argparse.Namespace) -> tuple[peers.Clock, int, list[roo
     name, _, which = work.partition(" ")
     device = torch.device(args.device)
     if name == "mlp":
-        data = mlp.pipeline(mlp.load(args.samples), device, floats=False)
+        data = mlp.pipeline(mlp.load(args.samples), which, device, raw=False)
         size, shape = (4 if which == "fp32" else 2), (mlp.BATCH, 1, 28, 28)
         ops = roofline.ops_of(hs.nets.mlp(), shape, size, KEPT[which])
         return mlp.ours("halfstep fused", which, data, device), data.size, ops, "fp32" if which == "fp32" else "fp16"

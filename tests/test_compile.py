@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfstep as hs
-from halfstep.step.compiled import COST_S, GAIN, SHAPES, leaves, pays
+from halfstep.step.compiled import COST_S, GAIN, SHAPES, _cutting, leaves, pays
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -203,6 +203,22 @@ def test_twenty_steps_make_one_program_and_an_odd_batch_one_more(precision: str)
         step(X[:5], Y[:5])
         step(X, Y)
     assert programs() == 2
+
+
+def identities(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
+    """How often a step asks for the identity of a tensor, which torch 2.11 answers with three programs for one."""
+    asked: list[Any] = []
+    spy = lambda value: asked.append(value) or id(value)  # noqa: E731
+    monkeypatch.setattr("halfstep.precision.casting.id", spy, raising=False)
+    build(small(), nn.CrossEntropyLoss(), precision=hs.Precision(**settings))(X, Y)
+    return len(asked)
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2", "O3", "fp16", "bf16"])
+def test_only_kept_modules_need_the_identity_of_a_tensor(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identities(monkeypatch, name=precision) == 0
+    if precision == "O2":
+        assert identities(monkeypatch, name=precision, keep={"4": "fp32"}) > 0
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -465,6 +481,33 @@ def test_generated_code_overflows_where_half_does() -> None:
 @pytest.mark.slow
 def test_generated_code_keeps_a_kept_module_in_fp32() -> None:
     assert generated(hs.Precision("O1", keep={"0": "fp32"})) <= 16 * 2.0**-23  # as in fp32: no product is low
+
+
+@pytest.mark.parametrize("precision", ["fp32", "O2"])
+def test_on_a_cpu_torch_is_asked_for_the_roundings_of_half_and_nothing_else(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, made = [], torch._dynamo.lookup_backend("aot_eager")
+
+    def generate(graph: Any, inputs: Any, config_patches: Any) -> Any:
+        asked.append(config_patches)
+        return made(graph, inputs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", generate)
+    step = build(small(), nn.CrossEntropyLoss(), precision=precision, compile=True)
+    for _ in range(3):
+        step(X, Y)
+    assert asked == [{"emulate_precision_casts": True} if precision == "O2" else None]
+
+
+def test_a_pass_of_the_users_own_is_not_replaced() -> None:
+    from torch._inductor import config
+
+    (cut,) = _cutting("cuda").values()
+    assert cut.device == "cuda"
+    with config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        assert _cutting("cuda") == {}
+    assert _cutting(None) == {}
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:

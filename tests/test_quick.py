@@ -144,12 +144,17 @@ def test_half_parameters(case: str) -> None:
     equal_in_everything(case, torch.optim.AdamW)
 
 
+def alike(p: Tensor, values: Tensor) -> Tensor:
+    """Values as a gradient of `p`: its dtype and its strides, which fused kernels insist on."""
+    return torch.empty_like(p, requires_grad=False).copy_(values)
+
+
 def half_norms_are_float32() -> None:
     """Squares beyond float16's range, and below it; gradients stay as they were."""
     for precision, size in (("fp16", 3e4), ("fp16", 1e-6), ("bf16", 1e15), ("bf16", 1e-15)):
         step = build(quick=True, make=torch.optim.AdamW, precision=precision, nonfinite="skip")
         state, g = step.state, torch.Generator().manual_seed(1)
-        given = [(torch.randn(p.shape, generator=g).clamp(-2, 2) * size).to(DEVICE, p.dtype) for p in step.params]
+        given = [alike(p, torch.randn(p.shape, generator=g).clamp(-2, 2) * size) for p in step.params]
         state.cycle.grads, state.cycle.buffers = [t.clone() for t in given], step.buffers.copy([])
         state.cycle.loss = torch.ones((), device=DEVICE)
         outcome = step.update.on_device(state, list(range(len(given))))
@@ -163,7 +168,7 @@ def gradients_round_as_torch_does() -> None:
     """Reciprocal, product, quotient and clip to the last bit; the norm as near as its sums allow."""
     step = build(quick=True, precision=hs.Precision("O1", scale=1000.0), accumulate=2, clip_norm=0.1)
     state, g = step.state, torch.Generator().manual_seed(1)
-    given = [(torch.randn(p.shape, generator=g) * 50).to(DEVICE) for p in step.params]
+    given = [alike(p, torch.randn(p.shape, generator=g) * 50) for p in step.params]
     state.cycle.grads, state.cycle.buffers = [t.clone() for t in given], step.buffers.copy([])
     state.cycle.weight, state.cycle.loss = (torch.full((), n, dtype=torch.float64, device=DEVICE) for n in (3.0, 7.0))
     outcome = step.update.on_device(state, list(range(len(given))))

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import halfstep as hs
+from halfstep.precision import pieces
 from halfstep.step import spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,14 +101,14 @@ def test_pieces_are_many_and_launches_are_not() -> None:
     """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5; its two large tensors whole make 11 blocks."""
     mlp = [512 * 784, 512, 512 * 512, 512, 512 * 10, 10]
     for lists, room in ((2, 64), (3, 48), (4, 36), (5, 30)):
-        size = spread.length(mlp, lists)
-        pieces = sum(-(-n // size) for n in mlp)
+        size = pieces.length(mlp, lists)
+        count = sum(-(-n // size) for n in mlp)
         assert size % 4 == 0  # torch's kernels read four at a time where a piece begins at a multiple of four
-        assert pieces <= room
-        assert size == spread.PIECE or sum(-(-n // (size - spread.PIECE)) for n in mlp) > room
-        assert pieces > 2 * 11
-    assert spread.length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
-    assert spread.length([10], 2) == spread.PIECE
+        assert count <= room
+        assert size == pieces.PIECE or sum(-(-n // (size - pieces.PIECE)) for n in mlp) > room
+        assert count > 2 * 11
+    assert pieces.length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
+    assert pieces.length([10], 2) == pieces.PIECE
 
 
 def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halfstep.precision.pieces import cut_alike
+
 
 class _Copy(torch.autograd.Function):
     """masters → low copies. One foreach cast each way, so that 161 parameters cost a few kernels, not 322."""
@@ -14,7 +16,7 @@ class _Copy(torch.autograd.Function):
     def forward(ctx: Any, store: list[Tensor], *masters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # an unused parameter keeps grad None
         ctx.dtypes = [m.dtype for m in masters]
-        torch._foreach_copy_(store, list(masters))
+        copy_(store, list(masters))
         copies = tuple(s.detach() for s in store)
         ctx.mark_non_differentiable(*(c for c, m in zip(copies, masters, strict=True) if not m.requires_grad))
         return copies
@@ -47,5 +49,12 @@ def widen(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list
     ]
     pairs = [(o, g) for o, g in zip(out, grads, strict=True) if o is not None and g is not None and o is not g]
     if pairs:
-        torch._foreach_copy_([o for o, _ in pairs], [g for _, g in pairs])
+        copy_([o for o, _ in pairs], [g for _, g in pairs])
     return [o.to(d) if o is not None and o.is_sparse else o for o, d in zip(out, dtypes, strict=True)]
+
+
+def copy_(to: list[Tensor], given: list[Tensor]) -> None:
+    """One foreach cast. On more of the chip in a capture only: outside, the host would cut for longer than it saves."""
+    if to[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        to, given = cut_alike(to, given)
+    torch._foreach_copy_(to, given)

@@ -182,16 +182,17 @@ def pack(
     *,
     keep_loss: bool,
     move: bool,
+    compiled: bool = True,
 ) -> None:
     """table[at] = loss, cycle_loss, scale, grad_norm, skipped, updated, *lr in float64; `move` adds 1 to `at`.
 
-    With keep_loss the row before `at` gets all but its loss, and `at` stays. On CUDA one kernel: it leaves out a row
-    that the table does not have.
+    With keep_loss the row before `at` gets all but its loss, and `at` stays. On CUDA, where `compiled` allows it, one
+    kernel: it leaves out a row that the table does not have.
     """
     move = move and not keep_loss
     fields = (loss, cycle_loss, lr, scale, skipped, grad_norm, updated)
     key = (table.device, table.shape[1], keep_loss, move, *(t.dtype for t in fields))
-    if usable(table.device) and _RECORDS.get(key, not capturing(table.device)):
+    if compiled and usable(table.device) and _RECORDS.get(key, not capturing(table.device)):
         step = lr.stride(0) if lr.dim() else 0
         sizes = len(table), table.stride(0), step, lr.numel(), keep_loss, move
         try:

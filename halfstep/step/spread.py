@@ -1,7 +1,4 @@
-"""torch's fused optimizers on more of the chip: a block of theirs takes 65,536 elements, so a small network fills few.
-
-The same kernels on shorter pieces of the same tensors: every element is computed by itself, so every bit is the same.
-"""
+"""torch's fused optimizers on more of the chip: the same kernels on shorter pieces of the same tensors, same bits."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +8,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as shared
 
+from halfstep.precision.pieces import MOST, cut, length
 from halfstep.step.quick_plan import dense
-
-PIECE = 4096  # elements: a block of 512 threads takes 2,048 at a time
-CHUNK = 1 << 16  # elements that torch gives a block
-MOST = 8 << 20  # elements in all: above, torch's blocks fill the chip
-ROOM = {2: 64, 3: 48, 4: 36, 5: 30}  # tensors that torch takes per launch, by how many lists
 
 
 class Lot(NamedTuple):
@@ -127,18 +120,6 @@ def _adam(lot: Lot, found: Tensor) -> None:
 def _pieces(lot: Lot) -> tuple[list[list[Tensor]], list[int]]:
     """Parameters, gradients and averages in pieces, one list for each; how many pieces each parameter has."""
     size = length([row[0].numel() for row in lot.rows], len(lot.rows[0]))
-    cuts = [[_flat(t).split(size) for t in row] for row in lot.rows]
+    cuts = [[cut(t, size) for t in row] for row in lot.rows]
     lists = [[piece for parts in column for piece in parts] for column in zip(*cuts, strict=True)]
     return lists, [len(parts[0]) for parts in cuts]
-
-
-def length(sizes: Sequence[int], lists: int) -> int:
-    """Of a piece: the shortest for which torch's kernel takes no more launches than for whole tensors."""
-    room = ROOM[lists] * -(-len(sizes) // ROOM[lists])
-    fitting = (n for n in range(PIECE, CHUNK, PIECE) if sum(-(-size // n) for size in sizes) <= room)
-    return next(fitting, max(*sizes, CHUNK))
-
-
-def _flat(t: Tensor) -> Tensor:
-    """Its elements in the order of memory."""
-    return t.detach().as_strided((t.numel(),), (1,))

@@ -2,11 +2,10 @@
 
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
+from gpu.waits import no_sync
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.data import Dataset, Flip, Normalize, Order, PadCrop, Rescale, Resize, ToCHW
@@ -14,16 +13,6 @@ from halfstep.errors import Notice
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100, 255, 256, 1000, 60_000, 10**9, 2**61 + 12345])

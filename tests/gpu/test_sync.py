@@ -1,11 +1,8 @@
 """No host sync in a step: 1,000 mixed fp16 steps with forced overflows under CUDA's sync debug mode."""
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from gpu.waits import no_sync
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -18,16 +15,6 @@ OPTIMIZERS = {
     "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "Adam capturable": lambda p: torch.optim.Adam(p, lr=1e-3, capturable=True),
 }
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def network() -> nn.Module:

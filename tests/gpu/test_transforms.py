@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from gpu.waits import no_sync
 from torch import Tensor
 
 import halfstep
@@ -41,16 +39,6 @@ CHAINS: dict[str, list[Transform]] = {
     "float64": [Cast("float64"), *AUGMENT, Rescale(1 / 255, -0.1), Normalize(0.4914, 0.2023), Flatten()],
 }
 COLOUR: list[Transform] = [*AUGMENT, Rescale(1 / 255), Normalize([0.49, 0.48, 0.45], [0.2, 0.2, 0.21]), ToCHW()]
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    with warnings.catch_warnings(action="ignore"):  # torch says that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def inputs(shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

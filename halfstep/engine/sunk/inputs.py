@@ -8,7 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.data import Dataset
+from halfstep.data.flow.parts import Batch
+from halfstep.data.flow.source import Columns
 from halfstep.engine.feed import Args, Feed
+from halfstep.engine.sunk.gather import gather
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step.objective import rows as samples_of
 
@@ -57,11 +60,28 @@ class Resident:
 
     def batch(self) -> Args:
         """The current batch, in a graph or out of it: its numbers by the device's own counter."""
+        columns = self._gathered() if self.ring.quick else None
+        return self.feed.arguments(self._fetched() if columns is None else columns)
+
+    def _gathered(self) -> Batch | None:
+        """By one kernel, where that can be; then the maps."""
+        plan, standing = self.mark.plan, self._samples[0, : self.samples]  # in its place where nothing is drawn
+        assert isinstance(plan.source, Columns)
+        told = (self._samples, self._epochs) if plan.random else ()
+        found = gather(plan.source.tensors, self._samples, self.ring.at, self.samples, told)
+        if found is None:
+            return None
+        columns, (samples, epochs) = found[0], found[1] or (standing, standing)
+        for change in plan.maps:
+            columns = change(columns, epochs, samples)
+        return columns
+
+    def _fetched(self) -> Batch:
         samples = self._samples.index_select(0, self.ring.at).view(-1)[: self.samples]
         epochs = samples  # a stand-in where nothing is drawn from them: a kernel less
         if self.mark.plan.random:
             epochs = self._epochs.index_select(0, self.ring.at).view(-1)[: self.samples]
-        return self.feed.arguments(self.mark.plan.fetch(samples, epochs))
+        return self.mark.plan.fetch(samples, epochs)
 
     def alike(self, most: int) -> int:
         """Batches from the current one on that have its size and are in the table: they may run as one graph."""

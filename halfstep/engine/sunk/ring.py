@@ -35,7 +35,7 @@ class Ring:
         """A step's record as a row; `tail`: the newest row again, but for its own loss, by the flush that followed."""
         self._fit(len(COLUMNS) + record.lr.numel())
         fields = {name: getattr(record, name) for name in (*COLUMNS, "lr")}
-        pack(self.table, self.at, **fields, keep_loss=tail, move=not tail)
+        pack(self.table, self.at, **fields, keep_loss=tail, move=not tail, compiled=self.quick)
 
     def _fit(self, width: int) -> None:
         if not self.table.shape[1]:

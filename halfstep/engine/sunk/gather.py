@@ -1,0 +1,88 @@
+"""The batch of a resident data set in one kernel, for captured steps: torch takes one for its numbers and one a column.
+
+Rows are copied as they lie in memory, so every bit is the same.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import Notice
+from halfstep.step.quick_plan import capturing, usable
+
+MOST = 4  # columns: the kernel is compiled for each number and width of them
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes: what rows are copied in
+
+_WORKS: dict[tuple[Any, ...], bool] = {}  # whether the kernel could be compiled, by what it is compiled for
+
+
+def gather(
+    columns: Mapping[str, Tensor], table: Tensor, at: Tensor, n: int, told: Sequence[Tensor] = ()
+) -> tuple[dict[str, Tensor], list[Tensor]] | None:
+    """column[table[at, :n]] for each column, and t[at, :n] for each of `told`, tables like the first (int64 [rows, m]).
+
+    None: torch's kernels must do it, in a capture also where no call before has compiled this one. Numbers are trusted.
+    """
+    if not usable(table.device) or not all(_readable(c, table.device, n) for c in columns.values()):
+        return None
+    if not 0 < len(columns) <= MOST or not all(map(_table, (table, *told))) or {t.shape for t in told} - {table.shape}:
+        return None
+    made = {name: torch.empty((n, *c.shape[1:]), dtype=c.dtype, device=c.device) for name, c in columns.items()}
+    rows = [torch.empty(n, dtype=t.dtype, device=t.device) for t in told]
+    words = [width(c) for c in columns.values()]
+    sources = [*map(_flat, columns.values(), words), *told]
+    outs = [*map(_flat, made.values(), words), *rows]
+    counts = (*(len(s) // len(c) for s, c in zip(sources, columns.values(), strict=False)), *(0 for _ in told))
+    return (made, rows) if _launched(sources, outs, counts, table, at, n) else None
+
+
+def _readable(column: Tensor, device: torch.device, n: int) -> bool:
+    """What a kernel may copy by rows: plain memory without gaps that no gradient goes back to, places in int32."""
+    plain = type(column) is Tensor and column.layout == torch.strided and not column.is_quantized
+    whole = plain and column.device == device and column.is_contiguous() and not (column.is_conj() or column.is_neg())
+    return whole and not column.requires_grad and 0 < n * _bytes(column) <= 2**30
+
+
+def _table(t: Tensor) -> bool:
+    return t.dtype == torch.int64 and t.is_contiguous()
+
+
+def _bytes(column: Tensor) -> int:
+    """Of a row."""
+    return math.prod(column.shape[1:]) * column.element_size()
+
+
+def width(column: Tensor) -> int:
+    """Bytes of the widest word that rows are made of and begin at."""
+    return math.gcd(8, _bytes(column), column.data_ptr(), column.storage_offset() * column.element_size())
+
+
+def _flat(t: Tensor, word: int) -> Tensor:
+    return t.view(-1).view(WORDS[word])
+
+
+def _launched(
+    sources: list[Tensor], outs: list[Tensor], counts: tuple[int, ...], table: Tensor, at: Tensor, n: int
+) -> bool:
+    """Whether the kernel ran. A first call compiles it; a capture must not."""
+    from halfstep.engine.sunk.gather_kernel import launch
+
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (*sources, *outs))  # Triton tells these apart
+    key = (table.device, counts, pointers)
+    if not _WORKS.get(key, not capturing(table.device)):
+        return False
+    try:
+        launch(sources, outs, counts, table, at, n)
+    except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
+        if key in _WORKS:
+            raise
+        _WORKS[key] = False
+        advice = "It needs a C compiler and a folder to write to. Batches are the same."
+        warnings.warn(f"Batches take a kernel per column: Triton failed ({error}). {advice}", Notice, stacklevel=4)
+        return False
+    _WORKS[key] = True
+    return True

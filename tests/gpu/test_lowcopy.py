@@ -1,0 +1,80 @@
+"""Low copies and their gradients in a graph: the bits of whole tensors, in one kernel each way."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from halfstep.precision.lowcopy import LowCopies, copy_, widen
+
+pytestmark = pytest.mark.gpu
+MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
+
+
+def kernels(graph: torch.cuda.CUDAGraph) -> list[str]:
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        graph.replay()
+        torch.cuda.synchronize()
+    return [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+def test_one_kernel_each_way(low: torch.dtype) -> None:
+    masters = [nn.Parameter(torch.randn(s, device="cuda")) for s in MLP]
+    copies = LowCopies(masters, [low] * len(masters))
+    grads: list[Tensor | None] = [torch.randn(s, device="cuda").to(low) for s in MLP]
+    copies.fresh()
+    widen(grads, [torch.float32] * len(grads))
+    there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(there):
+        made = copies.fresh()
+    with torch.cuda.graph(back):
+        wide = widen(grads, [torch.float32] * len(grads))
+    for m, g in zip(masters, grads, strict=True):
+        m.data.normal_()
+        assert g is not None
+        g.normal_()
+    assert len(kernels(there)) == 1
+    assert len(kernels(back)) == 1
+    for m, c, g, w in zip(masters, made, grads, wide, strict=True):
+        assert g is not None
+        assert w is not None
+        assert torch.equal(c.detach(), m.detach().to(low))
+        assert torch.equal(w, g.float())
+
+
+def test_gradients_through_captured_copies() -> None:
+    """Forward and backward in one graph: gradients arrive at the masters, in their dtype."""
+    p = nn.Parameter(torch.randn(300, 300, device="cuda"))
+    copies, x = LowCopies([p], [torch.float16]), torch.randn(8, 300, device="cuda", dtype=torch.float16)
+
+    def run() -> Tensor:
+        (low,) = copies.fresh()
+        (grad,) = torch.autograd.grad((x @ low).float().sum(), [p])
+        return grad
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grad = run()
+    x.normal_()
+    graph.replay()
+    assert grad.dtype == torch.float32
+    assert torch.equal(grad, run())
+
+
+def test_pieces_only_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    kernel = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (seen.append(len(a[0])), kernel(*a))[1])
+    to, given = ([torch.zeros(40960, dtype=d, device="cuda")] for d in (torch.float16, torch.float32))
+    copy_(to, given)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        copy_(to, given)
+    assert seen == [1, 10]

@@ -1,0 +1,102 @@
+"""`halfstep compare`: flags to settings, the progress that fits the terminal, the table, the report."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_STOPPED = "halfstep: stopped. The same command goes on from here; finished runs are kept in {out}"
+
+
+def compare(
+    net: Annotated[str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")] = "mlp",
+    data: Annotated[str, typer.Option(help="sample, a data set by name, a folder, or module:function")] = "sample",
+    path: Annotated[str | None, typer.Option(help="where the named data set lies: folder, archive or URL")] = None,
+    precisions: Annotated[str, typer.Option(help="names; the first is the reference")] = "fp32,fp16,O1,O2",
+    seeds: Annotated[str, typer.Option(help="how many (5), or which (0,7,42)")] = "3",
+    epochs: Annotated[int, typer.Option(help="passes over the data")] = 4,
+    batch: Annotated[int, typer.Option(help="samples in a batch")] = 64,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw")] = "momentum",
+    lr: Annotated[float | None, typer.Option(help="learning rate; else the optimizer's usual one")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, linear, cosine, poly, steps or one_cycle")] = "linear",
+    sink: Annotated[int | None, typer.Option(help="steps between two looks of the host")] = None,
+    margin: Annotated[float, typer.Option(help="points of accuracy that count as the same")] = 0.5,
+    samples: Annotated[int | None, typer.Option(help="only so many training samples")] = None,
+    test_samples: Annotated[int | None, typer.Option(help="only so many test samples")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
+    out: Annotated[Path, typer.Option(help="folder of the comparison")] = Path("runs/compare"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="throw away what OUT holds of a comparison")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="run again what failed")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="lines instead of bars, no colour")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Train one network in several precisions and say which to use.
+
+    Same weights, same batches, same seeds in each. Ends with a table (time, memory, loss, accuracy, the difference from
+    the first precision and whether it is proved) and OUT/report.html. Interrupted, the same command goes on.
+
+    \b
+    halfstep compare                                        an MLP on the shipped sample: about a minute
+    halfstep compare --seeds 5 --margin 0.3                 surer, and stricter
+    halfstep compare --net resnet18 --data cifar10 --precisions fp32,O2,O2+bf16 --epochs 10 --batch 128
+    halfstep compare --net mine:build --data photos/        a network and images of your own
+
+    Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 130 and 143 when stopped.
+    """
+    from halfstep.compare import Settings
+
+    settings = Settings(
+        net=net, data=data, path=path, precisions=_names(precisions), seeds=_seeds(seeds), epochs=epochs, batch=batch,
+        optimizer=optimizer, lr=lr, schedule=schedule, sink=sink, margin=margin, samples=samples,
+        test_samples=test_samples, device=device,
+    )  # fmt: skip
+    summary = _run(settings, out, plain=plain, as_json=as_json, fresh=fresh, retry=retry)
+    _show(summary, out, plain=plain, as_json=as_json)
+    raise typer.Exit(1 if summary["rows"][0]["verdict_kind"] == "failed" else 0)
+
+
+def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, retry: bool) -> dict[str, Any]:
+    from halfstep.compare import compare as go
+    from halfstep.compare.progress import Bars, Lines, Progress
+
+    file = sys.stderr if as_json else sys.stdout
+    bars = sys.stderr.isatty() and not plain
+    progress: Progress = Bars() if bars else Lines(steps=plain, file=file)
+    command = shlex.join(["halfstep", *sys.argv[1:]])
+    try:
+        return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=command)
+    except KeyboardInterrupt:
+        typer.echo(_STOPPED.format(out=out), err=True)
+        raise typer.Exit(130) from None
+    except SystemExit as end:  # SIGTERM, after its checkpoint
+        typer.echo(_STOPPED.format(out=out), err=True)
+        raise typer.Exit(end.code if isinstance(end.code, int) else 1) from None
+
+
+def _show(summary: dict[str, Any], out: Path, *, plain: bool, as_json: bool) -> None:
+    from halfstep.compare import table
+    from halfstep.report import write
+
+    written = write(out)
+    if as_json:
+        return typer.echo(json.dumps(summary, indent=1, allow_nan=False))
+    if sys.stdout.isatty() and not plain:
+        table.show(summary)
+    else:
+        typer.echo("\n" + table.text(summary))
+    typer.echo(f"written: {', '.join(map(str, written))}")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """ "3" is three of them, 0, 1 and 2; "4,7" are those two, and "4," is that one."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts if part) or not any(parts):
+        raise ValueError(f"seeds: expected how many (--seeds 5) or which (--seeds 0,7,42), got {text!r}")
+    return tuple(int(part) for part in parts if part) if len(parts) > 1 else tuple(range(int(text)))

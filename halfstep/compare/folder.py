@@ -1,0 +1,125 @@
+"""The folder of a comparison: one process at a time, one spec for ever, every file whole or not there."""
+
+import contextlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SUMMARY, LOCK, VERSION = "compare.json", ".lock", 1
+# what may be asked anew of a folder: more runs, another margin, or how often the host looks in
+_FREE = ("seeds", "precisions", "margin", "sink")
+_ENVIRONMENT = ("device", "torch", "threads")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON, on the disk and whole before it has its name; NaN and inf become null."""
+    text = json.dumps(_strict(value), indent=1, allow_nan=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; None when there is no such file."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected JSON, found something else ({error}). Remove it, or name another folder."
+        ) from None
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _strict(each) for name, each in value.items()}
+    return [_strict(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """The folder is this process's until the block ends, or the process does, however it ends."""
+    import fcntl
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / LOCK).open("a+")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ValueError(
+            f"out: expected a folder that can be written, {out} cannot: {reason}. Name another: --out"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            said = f"out: {out} is in use by a comparison that runs now, process {owner}"
+            raise ValueError(f"{said}. Wait for it, or name another folder: --out") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+    """Refuses a folder of something else, or of a comparison that asked for something else, naming the difference."""
+    ways = "Repeat the command as it was, name another folder (--out), or start over (--fresh)"
+    before = read_json(out / SUMMARY)
+    if before is None:
+        others = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, "runs"))
+        if others:
+            raise ValueError(
+                f"out: {out} holds other things ({', '.join(others[:3])}). Name a folder of its own: --out"
+            )
+        return
+    if not isinstance(before, dict) or before.get("halfstep_compare") != VERSION:
+        raise ValueError(f"out: {out}/{SUMMARY} is not a comparison of this version. Name another folder: --out")
+    old = before["spec"]
+    changed = [name for name in spec if name not in _FREE and spec[name] != old.get(name)]
+    said = [f"{name} was {old.get(name)!r} and is {spec[name]!r}" for name in changed]
+    then = before["environment"]
+    said += [
+        f"{n} was {then.get(n)!r} and is {environment[n]!r}" for n in _ENVIRONMENT if environment[n] != then.get(n)
+    ]
+    said += _dropped("precisions", old, spec) + _dropped("seeds", old, spec)
+    if old["precisions"][0] != spec["precisions"][0]:
+        said.append(f"the reference was {old['precisions'][0]!r} and is {spec['precisions'][0]!r}")
+    if said:
+        raise ValueError(f"out: {out} holds another comparison: {'; '.join(said)}. {ways}.")
+
+
+def _dropped(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """More of them may be asked for, not fewer: finished runs would be left out without a word."""
+    gone: Sequence[Any] = [value for value in old[name] if value not in new[name]]
+    return [f"{name} had {', '.join(map(str, gone))} too"] if gone else []
+
+
+def clear(out: Path) -> None:
+    """Removes a comparison's own files, and nothing else."""
+    if read_json(out / SUMMARY) is None:
+        return
+    shutil.rmtree(out / "runs", ignore_errors=True)
+    for name in (SUMMARY, "report.html", "report.md", "report.json"):
+        with contextlib.suppress(FileNotFoundError):
+            (out / name).unlink()
+
+
+def run_folder(out: Path, name: str, seed: int) -> Path:
+    return out / "runs" / f"{name}-s{seed}"

@@ -1,0 +1,43 @@
+"""A training script as people write it: a small network on Fashion-MNIST's shipped sample, one loop, one evaluation."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halfstep as hs
+from halfstep.data import sample
+
+
+def load(train: bool) -> TensorDataset:
+    images, labels = sample(train)
+    return TensorDataset(images[:1500, None].float() / 255, labels[:1500])
+
+
+def main(out: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(1152, 10)
+    )
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=2 * 24)
+    loader = DataLoader(load(train=True), batch_size=64, shuffle=True)
+    step = hs.TrainStep(net, criterion, optimizer, precision="fp32", clip_norm=1.0)
+    losses = []
+    for _ in range(2):
+        net.train()
+        for images, labels in loader:
+            loss = step(images, labels).loss
+            scheduler.step()
+            losses.append(loss.item())
+        net.eval()
+        with torch.no_grad():
+            right = sum((net(x).argmax(1) == y).sum().item() for x, y in DataLoader(load(train=False), batch_size=500))
+        print(f"loss {losses[-1]:.4f}, accuracy {right / 1500:.2%}")
+    torch.save({"net": net.state_dict(), "losses": losses}, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

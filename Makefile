@@ -24,8 +24,8 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) ## train one MLP in three precisions and compare (about a minute)
-	@$(PY) -m halfstep.demo
+demo: $(STAMP) ## which precision? an MLP in four of them, three seeds each, with a report (about a minute)
+	@$(PY) -m halfstep compare --fresh --out runs/demo
 
 lint: $(STAMP) ## ruff and mypy
 	@echo "lint: ruff check"
@@ -42,6 +42,10 @@ test: lint ## lint, then every test that is not slow
 test-full: test ## test, then the slow tests and the mutants
 	@echo "test-full: pytest, slow"
 	@$(PY) -m pytest -q -m slow || test $$? -eq 5  # 5: no test is slow
+	@echo "test-full: a browser, and the report in it"
+	@$(PIP) install playwright
+	@$(PY) -m playwright install --with-deps chromium || apt-get install -qq -y chromium
+	@HALFSTEP_NEEDS_BROWSER=1 $(PY) -m pytest -q tests/test_report_browser.py
 	@echo "test-full: mutants"
 	@$(PY) tests/mutants.py
 

@@ -3,14 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from halfstep import amp
-from halfstep.errors import NonFiniteError, Notice, UncapturableError
-from halfstep.grads import GradManager, GradOperation
-from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
-from halfstep.step import EvalStep, Record, TrainStep
-
 if TYPE_CHECKING:
-    from halfstep import callbacks, checkpoint, data, losses, metrics, nets, schedules
+    from halfstep import amp, callbacks, checkpoint, data, losses, metrics, nets, schedules
     from halfstep.again import diff, replay
     from halfstep.callbacks import (
         Checkpoint,
@@ -29,7 +23,11 @@ if TYPE_CHECKING:
         TimeMonitor,
     )
     from halfstep.engine import Callback, sink
+    from halfstep.errors import NonFiniteError, Notice, UncapturableError
+    from halfstep.grads import GradManager, GradOperation
     from halfstep.model import Model
+    from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
+    from halfstep.step import EvalStep, Record, TrainStep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,9 +38,14 @@ __all__ = [
     "metrics", "nets", "replay", "schedules", "sink",
 ]  # fmt: skip
 
-# Rooms around the step, loaded when first used: all of them at once took a third of torch's own import.
-_ROOMS = {"callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
-_HOMES = {"Callback": "engine", "sink": "engine", "Model": "model", "diff": "again", "replay": "again"}
+# Loaded when first used: the command's help and a shell's completion need no torch, which takes two seconds to import.
+_ROOMS = {"amp", "callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
+_HOMES = {
+    "Callback": "engine", "sink": "engine", "Model": "model", "diff": "again", "replay": "again",
+    "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors", "GradManager": "grads",
+    "GradOperation": "grads", "DynamicScale": "precision", "FixedScale": "precision", "NoScale": "precision",
+    "Precision": "precision", "EvalStep": "step", "Record": "step", "TrainStep": "step",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import halfstep as hs
+from halfstep.cli.app import app as whole
 from halfstep.cli.compare import compare as command
 from halfstep.compare import Settings, compare, folder, summary, table
 from halfstep.compare.progress import Lines
@@ -316,5 +317,5 @@ def test_seeds_that_are_none_are_refused() -> None:
 
 
 def test_help_teaches() -> None:
-    ran = CliRunner().invoke(app, ["--help"])
+    ran = CliRunner().invoke(whole, ["compare", "--help"])
     assert "halfstep compare --net resnet18" in ran.output

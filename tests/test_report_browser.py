@@ -37,6 +37,7 @@ def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as p:
         program = found(p.chromium.executable_path)
         if program is None:
+            assert "HALFSTEP_NEEDS_BROWSER" not in os.environ, "no browser was installed"
             pytest.skip("needs a Chromium: playwright install chromium, or HALFSTEP_CHROMIUM=/path/to/chromium")
         started = p.chromium.launch(executable_path=program, args=["--no-sandbox"])  # root has no sandbox
         yield started

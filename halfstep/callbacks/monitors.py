@@ -57,9 +57,9 @@ class LossMonitor(Callback):
 class ProgressLines(Callback):
     """`loss: 2.314975  [   64/60000]` at an epoch's first step and every `every` steps after it.
 
-    The count is of samples, with the line's batch; `start=0` leaves that out, as in seed 001. `total` is the samples of
-    an epoch; it is `?` until it is given or one epoch has been seen. `accuracy` names a score: then the lines around it
-    are printed too, the epoch's head, `Accuracy: 41.1%, Avg loss: 2.160750` and the total time.
+    The count is of samples, with the line's batch; `start=0` leaves that out, as in seed 001. `total` is the
+    samples of an epoch; where neither it nor the data says, it is `?` until one epoch has been seen. `accuracy` names a
+    score: then the lines around it are printed too, the head, `Accuracy: 41.1%, Avg loss: 2.160750`, the total time.
     """
 
     writes = True
@@ -93,7 +93,8 @@ class ProgressLines(Callback):
         self._seen = before + row.samples
         if (row.step - 1) % self.every == 0:
             current = self._seen if self.start else before
-            total = "?" if self._total is None else self._total
+            known = self._total or run.epoch_samples
+            total = "?" if known is None else known
             self._print(f"loss: {row.loss:>7f}  [{current:>5d}/{total:>5}]")
 
     def epoch_end(self, run: Run) -> None:

@@ -8,6 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
+HELP = """Train one network in several precisions and say which to use.
+
+Same weights, same batches, same seeds in each. Ends with a table (time, memory, loss, accuracy, the difference from
+the first precision and whether it is proved) and OUT/report.html. Interrupted, the same command goes on.
+
+\b
+halfstep compare                                        an MLP on the shipped sample: about a minute
+halfstep compare --seeds 5 --margin 0.3                 surer, and stricter
+halfstep compare --net resnet18 --data cifar10 --precisions fp32,O2,O2+bf16 --epochs 10 --batch 128
+halfstep compare --net mine:build --data photos/        a network and images of your own
+
+Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 130 and 143 when stopped.
+"""
 _STOPPED = "halfstep: stopped. The same command goes on from here; finished runs are kept in {out}"
 
 
@@ -33,19 +46,7 @@ def compare(
     plain: Annotated[bool, typer.Option("--plain", help="lines instead of bars, no colour")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Train one network in several precisions and say which to use.
-
-    Same weights, same batches, same seeds in each. Ends with a table (time, memory, loss, accuracy, the difference from
-    the first precision and whether it is proved) and OUT/report.html. Interrupted, the same command goes on.
-
-    \b
-    halfstep compare                                        an MLP on the shipped sample: about a minute
-    halfstep compare --seeds 5 --margin 0.3                 surer, and stricter
-    halfstep compare --net resnet18 --data cifar10 --precisions fp32,O2,O2+bf16 --epochs 10 --batch 128
-    halfstep compare --net mine:build --data photos/        a network and images of your own
-
-    Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 130 and 143 when stopped.
-    """
+    """HELP, for the command line."""
     from halfstep.compare import Settings
 
     settings = Settings(

@@ -1,16 +1,31 @@
 """Entry of the command: errors without tracebacks unless asked, exit codes that scripts can use."""
 
+import contextlib
 import sys
 import traceback
+import warnings
+from typing import Any, TextIO
+
+# what a message advises in Python, as the command line has it
+_HINTS = {
+    "allow download=True": "On the command line: halfstep data get NAME downloads it, --path says where it lies.",
+    'fit(resume="auto")': "On the command line: --resume auto.",
+    "load(..., strict=False)": "On the command line: name the network the weights were made for, --net or --build.",
+}
 
 
 def main() -> None:
-    """Run the command. Exit codes: 0 done, 1 a difference, 2 a mistake in what was asked or an error on the way."""
+    """Run the command. Exit codes: 0 done, 1 a difference or a failed check, 2 a mistake in what was asked or an error
+    on the way, 130 and 143 when stopped by SIGINT and SIGTERM."""
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a stream that is somebody else's, or closed
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        _run()
+        with _notices(debug):
+            _run()
     except Exception as error:
         if debug:
             traceback.print_exception(error)
@@ -23,12 +38,33 @@ def _run() -> None:
     from halfstep.cli.app import app
 
     try:
-        app()
+        app(prog_name="halfstep")  # however it was started, python -m halfstep too
     except SystemExit as end:
         cause = getattr(end.__context__, "__cause__", None)
         if isinstance(cause, EOFError):  # typer takes it for the end of the input and exits with 1
             raise cause from None
+        if isinstance(cause, KeyboardInterrupt):  # likewise
+            sys.exit(130)
         raise
+
+
+@contextlib.contextmanager
+def _notices(debug: bool) -> Any:
+    """halfstep's notices as one line each; with --debug, and for other warnings, as Python has them."""
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+
+        def show(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:  # fmt: skip
+            if category.__name__ == "Notice" and not debug:
+                print(f"note: {message}", file=sys.stderr)
+            else:
+                before(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = show
+        yield
 
 
 def _said(error: Exception) -> str:
@@ -36,4 +72,5 @@ def _said(error: Exception) -> str:
     kind, text = type(error).__name__, str(error)
     plain = text and isinstance(error, ValueError | TypeError | OSError)
     first = text if plain else f"{kind}: {text}" if text else kind
-    return "\n".join([first, *getattr(error, "__notes__", [])])
+    hints = [hint for words, hint in _HINTS.items() if words in first]
+    return "\n".join([first, *getattr(error, "__notes__", []), *hints])

@@ -70,7 +70,7 @@ def held(out: Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             owner = file.read().strip() or "unknown"
-            said = f"out: {out} is in use by a comparison that runs now, process {owner}"
+            said = f"out: {out} is in use by another halfstep, process {owner}"
             raise ValueError(f"{said}. Wait for it, or name another folder: --out") from None
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -95,7 +95,7 @@ def _spec(settings: Settings, given: Material) -> dict[str, Any]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Where the numbers come from."""
-    from halfstep import __version__
+    import halfstep
 
     cuda = device.type == "cuda"
     return {
@@ -104,7 +104,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda if cuda else None,
         "threads": torch.get_num_threads(),
-        "halfstep": __version__,
+        "halfstep": halfstep.__version__,
         "platform": platform.platform(),
     }
 

@@ -27,6 +27,14 @@ class Feed:
         """Batches in the pass under way; None when nobody knows."""
         return self.data.pass_size if isinstance(self.data, Dataset) else self.data.size
 
+    @property
+    def samples(self) -> int | None:
+        """Samples in a pass, where the data is a Dataset whose batches no stage reorders or repeats."""
+        plan = self.data.plan if isinstance(self.data, Dataset) else None
+        if plan is None or plan.batch_stages:
+            return None
+        return min(plan.samples, plan.batches * plan.batch)
+
     def start(self) -> Iterator[Args]:
         """The batches of the pass under way from its position on, as the arguments of a step."""
         self._base = self.data.state_dict()

@@ -19,6 +19,8 @@ class Run:
     epochs: int
     epoch_steps: int | None
     """Steps in an epoch; None when the data does not say."""
+    epoch_samples: int | None = None
+    """Samples in an epoch, where the data says."""
     epoch: int = 1
     step: int = 0
     global_step: int = 0

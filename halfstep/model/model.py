@@ -108,7 +108,7 @@ class Model:
             count = plan.updates(epochs, feed.size, steps_per_epoch, accumulate)
             done = int(self.step.state.updates)  # of an earlier fit: the schedule begins with this one
             self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count, done))
-        run = Run(self, epochs, steps_per_epoch or feed.size)
+        run = Run(self, epochs, size, None if steps_per_epoch else feed.samples)
         check = self._validation(valid) if valid is not None else None
         sunk = self.graphs.training(self.step, feed, steps)
         loop = Loop(run, self.step, feed, list(named.values()), timing, check, sunk)

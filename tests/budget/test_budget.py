@@ -154,7 +154,15 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     "engine": {"errors", "data", "metrics", "step"},
     "callbacks": {"errors", "engine", "checkpoint", "schedules", "step"},
     "again": {"errors", "checkpoint", "engine", "model"},
-    "cli": {"again"},
+    "compare": {
+        *("errors", "again", "callbacks", "checkpoint", "data", "engine", "metrics", "model", "nets", "precision"),
+        "schedules",
+    },
+    "report": set(),
+    "cli": {
+        *("errors", "again", "callbacks", "checkpoint", "compare", "data", "metrics", "model", "nets", "precision"),
+        *("report", "schedules", "step"),
+    },
     "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
 }
 

@@ -3,18 +3,17 @@
 from functools import partial
 from typing import Any
 
-import torch
-
 from halfstep.data import Dataset
 from halfstep.engine.evaluate import Labels
 from halfstep.engine.feed import Feed
 from halfstep.engine.sunk.evaluate import Outputs, Scores
 from halfstep.engine.sunk.program import Program
+from halfstep.engine.sunk.refusal import obstacle
 from halfstep.engine.sunk.sink import check
 from halfstep.engine.sunk.sunk import Sunk
 from halfstep.engine.sunk.verify import Subject
 from halfstep.metrics import Metrics
-from halfstep.step import EvalStep, TrainStep
+from halfstep.step import EvalStep
 
 LONG = 40_000  # steps that are worth compiling kernels for before the first of them
 
@@ -29,9 +28,9 @@ class Captures:
             raise ValueError(f"verify: expected a number of replays to check, or 0, got {verify!r}")
         self.cell, self.device, self.wish, self.verify = cell, cell.device, wish, verify
         self._sunk: Sunk | None = None
-        self._scores: dict[int, Scores] = {}
+        self._scores: Scores | None = None
         self._outputs: Outputs | None = None
-        self._near: list[tuple[Any, Dataset]] = []  # data sets as given, and on the device
+        self._near: list[tuple[Any, list[int], Dataset]] = []  # plans as given, their versions, and on the device
 
     def training(self, step: Any, feed: Feed, steps: int | None) -> Sunk | None:
         """The engine that sinks `step` over `feed` for about `steps` steps; None: it runs eagerly."""
@@ -40,7 +39,8 @@ class Captures:
             raise ValueError(f"capture=True: this run cannot be captured: {why}")
         if why or not self.wish:
             return None
-        if self._sunk is None or not self._sunk.feeds(feed):
+        mine = self._sunk.program if self._sunk else None
+        if self._sunk is None or not isinstance(mine, Program) or mine.step is not step or not self._sunk.feeds(feed):
             make = partial(Sunk.of, step, on_uncapturable="raise" if self.wish is True else "eager")
             check(Subject(step), feed, make, self.device, self.verify)
             self._sunk = make(feed)
@@ -53,7 +53,10 @@ class Captures:
     def scores(self, cell: Any, metrics: Metrics, labels: Labels) -> Scores | None:
         if not self._on or not isinstance(cell, EvalStep):
             return None
-        return self._scores.setdefault(id(metrics), Scores(cell, metrics, labels))
+        held = self._scores
+        if held is None or (held.cell, held.metrics, held.labels) != (cell, metrics, labels):
+            held = self._scores = Scores(cell, metrics, labels)
+        return held
 
     def outputs(self) -> Outputs | None:
         if self._on and self._outputs is None:
@@ -64,10 +67,11 @@ class Captures:
         """Batches of `data`; a data set that fits is on the device from its first use on."""
         if not self._on or not isinstance(data, Dataset) or data.placement.kind != "host":
             return Feed(data, named=named)
-        near = next((there for given, there in self._near if given is data.plan), None)
+        now = data.plan.versions  # written to in place: the copy on the device is out of date
+        near = next((there for given, then, there in self._near if given is data.plan and then == now), None)
         if near is None:
             near = data.near(self.device)
-            self._near = [*self._near[-3:], (data.plan, near)]
+            self._near = [*(each for each in self._near[-3:] if each[0] is not data.plan), (data.plan, now, near)]
         return Feed(near, named=named)
 
     def describe(self, step: Any) -> str:
@@ -86,16 +90,3 @@ class Captures:
     @property
     def _on(self) -> bool:
         return self.device.type == "cuda" and bool(self.wish)
-
-
-def obstacle(step: Any, device: torch.device) -> str:
-    """Why a step cannot be sunk; "" when it can."""
-    if device.type != "cuda":
-        return f"{device.type} has no graphs to capture"
-    if not isinstance(step, TrainStep):
-        return "the step is a cell of your own; hs.sink(cell, data) captures it"
-    if not step.on_device:
-        name = type(step.optimizer).__name__
-        return f"{name} ({step.kind}) reads values on the host at every update; fused=True or capturable=True does not"
-    hooks = step.optimizer._optimizer_step_pre_hooks or step.optimizer._optimizer_step_post_hooks
-    return "the optimizer has step hooks, which a replay would not run" if hooks else ""

@@ -177,16 +177,16 @@ class Model:
     def predict(self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None) -> Any:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor, or with `stream`
         an iterator of batches. `targets`: batches end with one, which is left out (None: where there is a loss)."""
-        parts = self._predictions(data, batch, self.loss is not None if targets is None else targets)
+        parts = self._predictions(data, batch, self.loss is not None if targets is None else targets, stream)
         if stream:
             return parts
         outputs = list(parts)
         return torch.cat(outputs) if outputs and all(isinstance(o, Tensor) for o in outputs) else outputs
 
-    def _predictions(self, data: Any, batch: int, targets: bool) -> Iterator[Any]:
+    def _predictions(self, data: Any, batch: int, targets: bool, stream: bool) -> Iterator[Any]:
         feed = self._feed(_batches(data, batch))
         outputs = self.graphs.outputs()
-        if outputs is not None and not self._kept_average:  # between two outputs the user may train on
+        if outputs is not None and not self._kept_average and not stream:  # there one may train on between two
             yield from outputs(feed, lambda args: self._output(args, targets), self._cell.applied, targets)
             return
         feed.next_pass(0)

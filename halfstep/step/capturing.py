@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+_LOST: dict[torch.device, int] = {}
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # one for all captures: cuBLAS keeps 64 MiB for each it has seen
 
 
@@ -26,10 +27,10 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = Non
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 yield
+                graph.capture_end()
             except BaseException:
                 _abandon(graph, device)
                 raise
-            graph.capture_end()
     finally:
         sync_mode(watching)
         if collecting:
@@ -42,10 +43,16 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
+        _LOST[device] = generation(device) + 1
         mine = torch.cuda.default_generators[device.index or 0]
         fresh = torch.Generator(device)
         fresh.set_state(mine.get_state())
         mine.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def generation(device: torch.device) -> int:
+    """How often the device's random numbers had to be freed: graphs from before draw from a generator of the past."""
+    return _LOST.get(device, 0)
 
 
 def sync_mode(mode: int | str) -> None:

@@ -21,6 +21,7 @@ class Rates:
         self.table = None if table is None else _table(table, len(self.groups), device)
         self.tensors = tensors
         self._shown: tuple[list[Any], Tensor] = ([], torch.zeros(()))
+        self._baked: list[Tensor] = []
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -47,6 +48,8 @@ class Rates:
             rates = torch.stack([self._tensor(v) for v in now])
             return rates if len(now) > 1 else rates[0]
         if now == self._shown[0]:
+            if is_capturing():
+                self._baked.append(self._shown[1])  # a graph reads it for as long as there is one
             return self._shown[1]
         each = [self._tensor(v) for v in now]
         rates = torch.stack(each) if len(each) > 1 else each[0]

@@ -1,6 +1,5 @@
 """A step over storage that stays where it is, so that a graph of it can be replayed."""
 
-from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -8,7 +7,8 @@ import torch
 from torch import Tensor
 
 from halfstep.precision.device import backend
-from halfstep.step.optim import state_tensors
+from halfstep.step.baked import of_modules, of_optimizer, pointers
+from halfstep.step.capturing import generation
 from halfstep.step.record import Record
 from halfstep.step.replay import allowed
 from halfstep.step.state import Cycle
@@ -31,7 +31,7 @@ class Static:
         self.many = step.options.accumulate > 1
         self._grads: list[Tensor | None] = []
         self._sums: dict[str, Tensor] = {}  # weight, nominal, loss
-        self._live: set[int] = set()
+        self.live: frozenset[int] = frozenset()  # gradients that the open cycle has
 
     @property
     def place(self) -> tuple[bool, bool]:
@@ -100,7 +100,7 @@ class Static:
     def _fill(self) -> None:
         cycle = self.step.state.cycle
         cycle.micro = max(self.micro, 1)
-        cycle.grads = [g if i in self._live else None for i, g in enumerate(self._grads)]
+        cycle.grads = [g if i in self.live else None for i, g in enumerate(self._grads)]
         for name, tensor in self._sums.items():
             setattr(cycle, name, tensor)
 
@@ -111,7 +111,7 @@ class Static:
         pairs = [
             (i, mine, g) for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)) if g is not None
         ]
-        self._live = {i for i, _, _ in pairs}
+        self.live = frozenset(i for i, _, _ in pairs)
         moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
         moved += [(mine, now) for name, mine in self._sums.items() if (now := getattr(cycle, name)) is not mine]
         for dtype in {mine.dtype for mine, _ in moved}:
@@ -128,19 +128,10 @@ class Static:
         self._sums = {name: torch.zeros_like(acc.zero, dtype=torch.float64) for name in ("weight", "nominal", "loss")}
 
 
-def addresses(step: TrainStep) -> tuple[Any, ...]:
-    """Everything a graph of this step bakes in: where its tensors are, modes, and the optimizer's plain settings."""
-    state, groups = step.state, step.optimizer.param_groups
-    settings = [v for g in groups for k, v in g.items() if k != "params" and isinstance(v, (int, float, str, tuple))]
-    rates = [g["lr"] for g in groups if isinstance(g["lr"], Tensor)]
+def baked(step: TrainStep) -> tuple[Any, ...]:
+    """Everything a graph of this step holds fast; when it differs, the graph is another step's."""
+    state, roots = step.state, (step.net, step.objective.loss)
     own = (state.updates, state.skips, state.streak, state.scale, state.growth, state.halted, state.bad)
-    held = (*own, *rates, *step.params, *state_tensors(step.optimizer), *state.ema, *state.residue)
-    modules = list(step.net.modules())
-    modes = [m.training for m in modules]
-    frozen = [p.requires_grad for p in step.net.parameters()]
-    parts = (*pointers(held), *pointers(step.net.parameters()), *pointers(step.buffers.tensors()))
-    return (step.applied, step.update, tuple(settings), tuple(modes), tuple(frozen), *parts)
-
-
-def pointers(tensors: Iterable[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]
+    held = (*own, *step.params, *state.ema, *state.residue)
+    objects = (step.applied, step.update, step.compiled.on, generation(step.device))
+    return (*objects, *pointers(held), *of_modules(*roots), *of_optimizer(step.optimizer))

@@ -288,11 +288,11 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = nn.Linear(6, 3), 0
+        self.inner, self.calls = nn.Linear(6, 3), [0]  # where nobody looks: a plain number would be seen
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.inner(x) * (1 + self.calls % 2)
+        self.calls[0] += 1
+        out: Tensor = self.inner(x) * (1 + self.calls[0] % 2)
         return out
 
 
@@ -300,6 +300,6 @@ def test_verify_finds_what_a_graph_bakes_in() -> None:
     net = Counts().to(CUDA)
     s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(AssertionError, match=r"verify: step [3-6] differs in .*captured step is not the eager one"):
-        hs.sink(s, data(CUDA, samples=160), verify=4)  # six steps: the counter comes back to where it was
+    with pytest.raises(AssertionError, match=r"verify: step \d+ differs in .*captured step is not the eager one"):
+        hs.sink(s, data(CUDA, samples=160), verify=5)  # twelve steps: the counter comes back to where it was
     assert all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))

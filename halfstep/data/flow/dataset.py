@@ -209,6 +209,12 @@ class Dataset:
         self._mark, self._next = Mark(here.plan, here.epoch, here.step), here.next()
         return self._mark
 
+    def take_pass(self) -> dict[str, Any]:
+        """The state of the next pass, which somebody else goes through: the one after it is next here."""
+        state = self._next.state()
+        self.begin()
+        return state
+
     def _begin(self, form: Callable[[Batch], Any]) -> Pass:
         mark = self.begin()
         if isinstance(self._workers, tuple):

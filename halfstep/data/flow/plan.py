@@ -75,6 +75,11 @@ class Plan:
         return isinstance(self.source, Columns) and not any(isinstance(m, Function) for m in self.maps)
 
     @property
+    def versions(self) -> list[int]:
+        """How often each column in memory has been written to."""
+        return [t._version for t in self.source.tensors.values()] if isinstance(self.source, Columns) else []
+
+    @property
     def random(self) -> bool:
         """Whether a transform draws random numbers, and with them the pass matters to a fetch."""
         return any(t.draws for m in self.maps if isinstance(m, Chain) for t in m.transforms)

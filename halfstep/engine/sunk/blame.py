@@ -43,10 +43,13 @@ def watched(net: nn.Module | None, device: torch.device, *, on: bool) -> Iterato
         yield found
         return
     names = {id(m): n for n, m in net.named_modules()} if net is not None else {}
+    others: list[Any] = []
 
-    def note(message: Any, *_: Any, **__: Any) -> None:
+    def note(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message):
             found.append(_place("an operation that waits for the device", sys._getframe(1), names))
+        else:
+            others.append((message, category, filename, lineno))
 
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -57,6 +60,8 @@ def watched(net: nn.Module | None, device: torch.device, *, on: bool) -> Iterato
             yield found
         finally:
             sync_mode(before)
+    for other in others:  # not ours to swallow
+        warnings.warn_explicit(*other)
 
 
 def of(error: BaseException, net: nn.Module | None) -> Culprit:

@@ -12,14 +12,15 @@ from halfstep.engine.evaluate import Labels, finished
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.sunk import blame
 from halfstep.engine.sunk.graph import Graphs
-from halfstep.engine.sunk.inputs import ROWS, Resident, Staged, resident
+from halfstep.engine.sunk.inputs import LOOSE, ROWS, Resident, Staged, resident
 from halfstep.engine.sunk.pace import Pace
 from halfstep.engine.sunk.ring import Ring
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.step import EvalStep
-from halfstep.step.static import pointers
+from halfstep.step.baked import of_modules, pointers, slots
+from halfstep.step.capturing import generation
 
 
 class Forward:
@@ -33,14 +34,14 @@ class Forward:
         self._held: tuple[Any, ...] = ()
 
     def start(self, feed: Feed, *baked: Any) -> Resident | Staged:
-        """One pass from its start. `baked`: what graphs hold besides the network's tensors."""
+        """One pass from its start. `baked`: what graphs hold besides the network."""
         data = resident(feed, self.device)
         mine = self.inputs.data if isinstance(self.inputs, Resident) else None
         same = self.inputs is not None and (data and data.plan) is (mine and mine.plan)
-        tensors = [*self.net.parameters(), *self.net.buffers()]
-        held = (*baked, *pointers(tensors))
+        held = (*baked, generation(self.device), *of_modules(self.net))
         if not same or held != self._held:
             self.graphs.clear()
+            self._seen.clear()
             self.inputs = Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)
         self._held = held
         assert self.inputs is not None
@@ -56,15 +57,19 @@ class Forward:
         if captured is None and key in self._seen and self.graphs.usable:
             captured = self._capture(key, body)
         if captured is None:
-            self._seen.add(key)
+            if self.graphs.usable and key is not LOOSE and self.graphs.room(len(self._seen)):
+                self._seen.add(key)
             return body()
         captured.replay()
         return captured.result[0] if self.graphs.direct else captured.result
 
     def _capture(self, key: Hashable, body: Callable[[], Any]) -> Any:
+        places = slots(self.net)
         try:
             return self.graphs.capture(key, body)
         except Exception as error:
+            for owner, name, tensor in places:
+                owner[name] = tensor
             self.graphs.clear()
             self.graphs.stop()
             said = f"evaluation cannot be captured as a CUDA graph:\n  {blame.of(error, self.net)}\nIt runs eagerly."
@@ -85,15 +90,20 @@ class Scores:
         self.mean.reset()
         self.metrics.reset()
         self.metrics.to(self.cell.device)
-        inputs, pace = self.forward.start(feed, self.cell.applied), Pace(self.cell.device)
+        loss, device = self.cell.objective.loss, self.cell.device
+        inputs, pace = self.forward.start(feed, self.cell.applied, *of_modules(loss), *self._counters()), Pace(device)
         while (key := inputs.next()) is not None:
             if stop():
                 return None
             outputs, truth = self.forward(key, lambda: self._batch(inputs))
-            if len(self.outside):
-                self.outside.update(outputs, truth)
+            if len(self.outside):  # they may keep what they are given, and the next replay writes over it
+                self.outside.update(*tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (outputs, truth)))
             pace.tick()
         return finished(self.mean, self.metrics)
+
+    def _counters(self) -> list[int]:
+        counters = [v for m in self.inside.each.values() for v in vars(m).values() if isinstance(v, Tensor)]
+        return pointers([*counters, self.mean.total, self.mean.count])
 
     @torch.no_grad()
     def _batch(self, inputs: Resident | Staged) -> tuple[Any, Any]:
@@ -102,7 +112,8 @@ class Scores:
         self.mean.update(record.loss, record.count)
         outputs, truth = logits_of(record.outputs), None
         if len(self.metrics):
-            truth = self.labels(args[0] if len(args) == 1 else args)
+            found = self.labels(args[0] if len(args) == 1 else args)
+            truth = found.to(self.cell.device) if isinstance(found, Tensor) else found
             self.inside.update(outputs, truth, loss=record.loss, count=record.count)
         self.forward.ring.at.add_(1)
         return outputs, truth
@@ -120,7 +131,7 @@ class Outputs:
             out = self.forward(key, lambda: self._batch(inputs, cell))
             landed = tree_map(_sent, out)
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self.forward.device))
             if waiting is not None:
                 yield _arrived(*waiting)
             waiting = landed, event

@@ -1,14 +1,16 @@
 """The device room: capture once, replay often. CUDA has graphs; everything else runs the same code call by call."""
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from halfstep.errors import Notice
 from halfstep.step.capturing import capturing
 
-MOST = 64  # graphs held at once: beyond that the oldest goes
+MOST = 64  # graphs held at once, and kinds of batches that are looked at: whatever comes beyond runs eagerly
 
 
 @dataclass(frozen=True)
@@ -23,15 +25,23 @@ class Graphs:
     """Captured bodies by key. `captures` counts them; they share one pool of memory, as they never run at once."""
 
     def __init__(self, device: torch.device, *, direct: bool = False) -> None:
-        self.device, self.captures, self.replays = device, 0, 0
+        self.device, self.captures = device, 0
         self.direct = direct  # replay by calling the body again: what a graph would do, on any device
-        self._stopped = False
+        self._stopped = self._told = False
         self._held: dict[Hashable, Captured] = {}
         self._pool: Any = None
 
     @property
     def usable(self) -> bool:
         return (self.direct or self.device.type == "cuda") and not self._stopped
+
+    def room(self, kinds: int) -> bool:
+        """Whether one more kind may be captured; where not, it is said once."""
+        if kinds >= MOST and not self._told:
+            self._told = True
+            text = f"sink: batches in more than {MOST} kinds, or with values of unknown types, run eagerly"
+            warnings.warn(text, Notice, stacklevel=3)
+        return kinds < MOST
 
     def stop(self) -> None:
         """No more captures: what was tried cannot be captured."""
@@ -60,8 +70,6 @@ class Graphs:
             with capturing(graph, self.device, self._pool):
                 result = body()
             captured = Captured(graph.replay, result)
-        while len(self._held) >= MOST:
-            self._held.pop(next(iter(self._held)))
         self.captures += 1
         self._held[key] = captured
         return captured

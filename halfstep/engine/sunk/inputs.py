@@ -1,7 +1,6 @@
 """Batches where a graph finds them: gathered from a resident data set by numbers on the device, or staged."""
 
 from collections.abc import Hashable, Iterator
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from halfstep.data.flow.parts import Batch
 from halfstep.data.flow.source import Columns
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.sunk.gather import gather
+from halfstep.engine.sunk.graph import MOST
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step.objective import rows as samples_of
 
@@ -19,18 +19,9 @@ TOKENS = 1 << 20  # samples whose numbers are computed at once
 ROWS = 1 << 13  # steps between two resets of the ring, at most
 
 
-class Inputs(Protocol):
-    """One pass of batches. `next()` makes the next one current and gives its key, None when the pass is over."""
-
-    samples: int
-    row: int
-
-    def start(self) -> None: ...
-    def next(self) -> Hashable | None: ...
-    def batch(self) -> Args: ...
-    def full(self) -> bool: ...
-    def alike(self, most: int) -> int: ...
-    def skip(self, batches: int) -> None: ...
+LOOSE = object()
+"""The key of a batch that cannot be in a graph: it holds more than tensors and plain values, or one shape too many."""
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Resident:
@@ -118,7 +109,7 @@ class Staged:
         self.feed, self.ring = feed, ring
         self.samples, self.row = 0, 0
         self._source: Iterator[Args] | None = None
-        self._held: dict[Hashable, tuple[list[Tensor], Args]] = {}
+        self._held: dict[Hashable, list[Tensor]] = {}  # for good: graphs read from there
         self._now: Args = ()
 
     def start(self) -> None:
@@ -151,25 +142,24 @@ class Staged:
         assert not batches
 
     def _stage(self, args: Args) -> Hashable:
+        """This batch's tensors in inputs that stay, its other values as they are: those are part of the key."""
         leaves, spec = tree_flatten(args)
-        key = (str(spec), *(_shape(leaf) for leaf in leaves))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if key not in self._held:
-            room = [torch.empty_like(t, device=self.ring.device) for t in tensors]
-            filled = iter(room)
-            inside = [next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._held[key] = room, tree_unflatten(inside, spec)
-        room, self._now = self._held[key]
+        rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        shapes = tuple([(tuple(t.shape), t.dtype, t.stride()) for t in tensors])
+        full = shapes not in self._held and len(self._held) >= MOST
+        if full or not all(type(leaf) in _PLAIN for leaf in rest):
+            self._now = args
+            return LOOSE
+        room = self._held.get(shapes)
+        if room is None:
+            room = self._held[shapes] = [torch.empty_like(t, device=self.ring.device) for t in tensors]
         for mine, given in zip(room, tensors, strict=True):
             cross = self.ring.device.type == "cuda" and given.device.type == "cpu" and not given.is_pinned()
             mine.copy_(given.pin_memory() if cross else given, non_blocking=True)
-        return key
-
-
-def _shape(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype, leaf.stride())
-    return leaf if isinstance(leaf, Hashable) else repr(leaf)
+        filled = iter(room)
+        self._now = tree_unflatten([next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return (str(spec), shapes, tuple([(type(leaf), repr(leaf)) for leaf in rest]))
 
 
 def resident(feed: Feed, device: torch.device) -> Dataset | None:

@@ -1,16 +1,20 @@
 """A step function of the user's own as a program: captured as it is, its results kept row by row."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.engine.feed import Args
 from halfstep.engine.sunk import blame
-from halfstep.engine.sunk.graph import Captured, Graphs
-from halfstep.engine.sunk.program import OnUncapturable, refusal
+from halfstep.engine.sunk.graph import MOST, Captured, Graphs
+from halfstep.engine.sunk.inputs import LOOSE
+from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step import Record
+from halfstep.step.baked import of_modules, of_optimizer, slots
+from halfstep.step.capturing import generation
 
 WARM = 3  # calls before a capture: optimizer state, autotuned kernels and gradients exist after them
 
@@ -18,34 +22,48 @@ WARM = 3  # calls before a capture: optimizer state, autotuned kernels and gradi
 class OwnProgram:
     """Calls `step(*batch)`, then replays it. Its results, tensors of one number each, are the columns of the rows."""
 
-    def __init__(self, step: Callable[..., Any], ring: Ring, graphs: Graphs, on_uncapturable: OnUncapturable) -> None:
+    def __init__(
+        self, step: Callable[..., Any], ring: Ring, graphs: Graphs, on_uncapturable: OnUncapturable,
+        state: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
         self.step, self.ring, self.graphs, self.on_uncapturable = step, ring, graphs, on_uncapturable
-        self.names: tuple[str, ...] = ()
-        self.why = ""
+        self.state, self.names = tuple(state), tuple[str, ...]()
+        self.why, self.replays, self._found = "", 0, ""
         self._seen: dict[Hashable, int] = {}
+        self._held: tuple[Any, ...] = ()
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """A visit begins: what `state` names must still be what the graphs were captured with."""
+        if len(self.graphs) and self._baked() != self._held:
+            self.graphs.clear()
 
     def settle(self) -> None: ...
 
-    def flush(self) -> bool:
+    def _baked(self) -> tuple[Any, ...]:
+        parts = (of_optimizer(s) if isinstance(s, Optimizer) else of_modules(s) for s in self.state)
+        return (generation(self.ring.device), *(each for part in parts for each in part))
+
+    def flush(self, *, told: bool) -> bool:
         """The tail, where the step has a notion of it."""
         flush = getattr(self.step, "flush", None)
         return bool(flush and flush())
 
     def run(self, key: Hashable, batch: Callable[[], Args], alike: int = 1) -> int:
-        captured = self.graphs.get(key)
-        if captured is None and self._seen.get(key, 0) >= WARM and not self.why:
+        if self._found:
+            self._refuse(self._found)
+        captured, seen = self.graphs.get(key), self._seen.get(key, 0)
+        able = self.graphs.usable and not self.why and (key is not LOOSE or self.graphs.room(MOST))
+        if captured is None and seen >= WARM and able:
             captured = self._capture(key, batch)
         if captured is not None:
             captured.replay()
+            self.replays += 1
             return 1
-        last = self._seen.get(key, 0) == WARM - 1 and self.graphs.usable and not self.why
-        with blame.watched(None, self.graphs.device, on=last) as found:
+        with blame.watched(None, self.graphs.device, on=able and seen == WARM - 1) as found:
             self._call(batch)
-        if found:
-            self._refuse("\n  ".join(dict.fromkeys(map(str, found))))
-        self._seen[key] = self._seen.get(key, 0) + self.graphs.usable
+        self._found = "\n  ".join(dict.fromkeys(map(str, found)))
+        if able and (key in self._seen or self.graphs.room(len(self._seen))):
+            self._seen[key] = seen + 1
         return 1
 
     def _call(self, batch: Callable[[], Args]) -> None:
@@ -56,16 +74,21 @@ class OwnProgram:
         self.ring.write(values)
 
     def _capture(self, key: Hashable, batch: Callable[[], Args]) -> Captured | None:
+        places = slots(*self.state)
         try:
-            return self.graphs.capture(key, lambda: self._call(batch))
+            captured = self.graphs.capture(key, lambda: self._call(batch))
+            self._held = self._baked()
+            return captured
         except Exception as error:
+            for owner, name, tensor in places:
+                owner[name] = tensor
             self._refuse(str(blame.of(error, None)), error)
             return None
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
-        self.why = reason
-        refusal(reason, self.on_uncapturable, cause)
+        self.why, self._found = reason, ""
+        refuse(reason, self.on_uncapturable, cause)
 
 
 def columns(result: Any) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -13,28 +13,28 @@ class Pace:
     """`tick()` after every step: now and then it waits until the device has come nearer."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on = device.type == "cuda"
-        self.stride, self._count = 1, 0
+        self.device, self.stride, self._count = device, 1, 0
         self.step_s: float | None = None  # of late
-        self._events: deque[torch.cuda.Event] = deque()
+        self._events: deque[tuple[torch.cuda.Event, int]] = deque()
         self._last = time.perf_counter()
 
     def tick(self, steps: int = 1) -> None:
         self._count += steps
-        if not self.on or self._count < self.stride:
+        if self.device.type != "cuda" or self._count < self.stride:
             return
         event = torch.cuda.Event()
-        event.record()
-        self._events.append(event)
+        event.record(torch.cuda.current_stream(self.device))
+        self._events.append((event, self._count))
         self._count = 0
         if len(self._events) >= 3:
-            self._events.popleft().synchronize()
-            self._adapt()
+            done, count = self._events.popleft()
+            done.synchronize()
+            self._adapt(count)
 
-    def _adapt(self) -> None:
+    def _adapt(self, count: int) -> None:
         now = time.perf_counter()
         took, self._last = now - self._last, now
-        self.step_s = took / self.stride
+        self.step_s = took / count
         if took < AHEAD_S / 2:
             self.stride = min(self.stride * 2, MOST)
         elif took > AHEAD_S * 2:

@@ -2,18 +2,21 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from halfstep.engine.feed import Args
 from halfstep.engine.sunk import blame
-from halfstep.engine.sunk.graph import Captured, Graphs
+from halfstep.engine.sunk.graph import MOST, Captured, Graphs
+from halfstep.engine.sunk.inputs import LOOSE
+from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
-from halfstep.errors import Notice, UncapturableError
+from halfstep.errors import Notice
 from halfstep.step import TrainStep
-from halfstep.step.static import Static, Unsettled, addresses
+from halfstep.step.baked import hooked, slots
+from halfstep.step.static import Static, Unsettled, baked
 
-OnUncapturable: TypeAlias = Literal["raise", "eager"]
 Batch = Callable[[], Args]
+Place = tuple[bool, bool]
 _OFTEN = 8  # recaptures for changed settings before it is mentioned
 POLISH = 5000  # replays after which a run is long enough to compile kernels for it (about 2 s, once per machine)
 BURST = 8  # steps that a graph of several must hold at least
@@ -31,19 +34,23 @@ class Program:
         self.static = Static(step)
         self.recaptures, self.replays, self.why, self.polished = 0, 0, "", False
         self._seen: dict[Hashable, int] = {}
-        self._update = step.update
+        self._lives: dict[Hashable, frozenset[int]] = {}  # gradients that a cycle has after each graph
+        self._made = (step.update, step.compiled.on)
         self._held: tuple[Any, ...] = ()
+        self._found = ""  # what the last eager step waited for
+        self._inside = self._by_hand = False  # an eager step is under way; hooks want every step
 
     def begin(self) -> None:
         """A visit begins: whatever happened since the last one, graphs must still be right."""
+        step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
         self.static.adopt()
-        if len(self.graphs) and addresses(self.step) != self._held:
+        if len(self.graphs) and baked(step) != self._held:
             self._drop()
-        if self._update is not self.step.update:  # another precision or schedule: it runs eagerly once more
+        if self._made != (step.update, step.compiled.on):  # another precision, schedule or program: eagerly once more
             self._seen.clear()
-            self._update = self.step.update
-            self._update.quick = self.polished and not self.step.options.deterministic
-        wish = self.step.options.polish
+            self._made = (step.update, step.compiled.on)
+            step.update.quick = self.polished and not step.options.deterministic
+        wish = step.options.polish
         if not self.polished and (wish is True or (wish == "auto" and self.replays >= POLISH)):
             self.polish()
 
@@ -57,99 +64,115 @@ class Program:
 
     def run(self, key: Hashable, batch: Batch, alike: int = 1) -> int:
         """One batch, or `alike` ones of the same kind as one graph; their records in the ring. How many it was."""
+        self._refuse_found()
         first, last = self.static.place
-        kind = (key, first, last)
-        if alike > 1 and self.polished and self._known(kind):
+        kind = (key, first, last, frozenset() if first else self.static.live)
+        if alike > 1 and self.polished and first and self._known(kind):
             many = self._burst(key, batch, alike)
             if many:
                 return many
-        captured = self.graphs.get(kind)
+        captured = self.graphs.get(kind) if not self._by_hand else None
         if captured is None and self._known(kind):
             captured = self._capture(kind, lambda: self._body(batch(), first, last))
         if captured is None:
             self._eager(kind, batch)
         else:
-            captured.replay()
-            self.replays += 1
-            self.static.ran(last=last)
+            self._replay(kind, captured, [(first, last)])
             self._fingerprint()
         return 1
+
+    def flush(self, *, told: bool) -> bool:
+        """Ends an open cycle; whether there was one. `told`: its outcome joins the newest row of the ring."""
+        if not self.static.micro:
+            return False
+        kind = ("flush", self.static.live)
+        captured = self.graphs.get(kind) if told and not self._by_hand else None
+        if captured is None and told and self._known(kind):
+            captured = self._capture(kind, self._tail)
+        if captured is not None:
+            captured.replay()
+            self.static.ran(last=True, steps=0)
+        else:
+            self.static.settle()
+            ready, record = self.step.ready, self.step.flush()
+            assert record is not None
+            if told:
+                self.ring.record(record, tail=True)
+            self.static.adopt()
+            self._saw(kind, ready and told)
+        if told:
+            self._fingerprint()
+        return True
+
+    def settle(self) -> None:
+        """A visit ends: the step's state is as it would be without graphs. After an error inside an eager step it is
+        the step's own."""
+        if not self._inside:
+            self.static.settle()
+
+    def _replay(self, kind: Hashable, captured: Captured, places: list[Place]) -> None:
+        captured.replay()
+        self.replays += len(places)
+        self.static.live = self._lives.get(kind, frozenset())
+        for _, last in places:
+            self.static.ran(last=last)
 
     def _burst(self, key: Hashable, batch: Batch, alike: int) -> int:
         """Whole cycles, as many as a graph may hold: launches have gaps between them, kernels of one graph hardly."""
         cycle = self.step.options.accumulate
         many = alike // cycle * cycle
-        if self.static.micro or many < 2 or many < BURST or self.step.options.fingerprint_every:
+        if many < BURST or self.step.options.fingerprint_every:
             return 0
         places = [(i % cycle == 0, i % cycle == cycle - 1) for i in range(many)]
-        if not all(self._known((key, *place)) for place in places):
-            return 0
-        captured = self.graphs.get((key, many))
+        kind = (key, many)
+        captured = self.graphs.get(kind)
+        if captured is None and self._cycle_known(key, cycle):
+            captured = self._capture(kind, lambda: self._bodies(batch, places))
         if captured is None:
-            captured = self._capture((key, many), lambda: self._bodies(batch, places))
-        if captured is None:
             return 0
-        captured.replay()
-        self.replays += many
-        for _, last in places:
-            self.static.ran(last=last)
+        self._replay(kind, captured, places)
         return many
 
-    def flush(self) -> bool:
-        """Ends an open cycle; whether there was one."""
-        if not self.static.micro:
-            return False
-        captured = self.graphs.get("flush")
-        if captured is None and self._known("flush"):
-            captured = self._capture("flush", self._tail)
-        if captured is None:
-            self.static.settle()
-            ready, record = self.step.ready, self.step.flush()
-            assert record is not None
-            self.ring.record(record, tail=True)
-            self.static.adopt()
-            self._saw("flush", ready)
-        else:
-            captured.replay()
-            self.static.ran(last=True, steps=0)
-        self._fingerprint()
-        return True
+    def _cycle_known(self, key: Hashable, cycle: int) -> bool:
+        """Whether every place of a cycle of such batches has run eagerly, gradients missing or not."""
+        seen = {kind[1:3] for kind in self._seen if len(kind) == 4 and kind[0] == key and self._known(kind)}  # type: ignore[index, arg-type]
+        return {(i == 0, i == cycle - 1) for i in range(cycle)} <= seen
 
-    def settle(self) -> None:
-        """A visit ends: the step's state is as it would be without graphs."""
-        self.static.settle()
+    def _bodies(self, batch: Batch, places: list[Place]) -> None:
+        for first, last in places:
+            self._body(batch(), first, last)
 
     def _body(self, batch: Args, first: bool, last: bool) -> None:
         self.ring.record(self.static.body(batch, first=first, last=last))
-
-    def _bodies(self, batch: Batch, places: list[tuple[bool, bool]]) -> None:
-        for first, last in places:
-            self._body(batch(), first, last)
 
     def _tail(self) -> None:
         self.ring.record(self.static.body(None, first=False, last=True), tail=True)
 
     def _eager(self, kind: Hashable, batch: Batch) -> None:
         self.static.settle()
-        ready = self.step.ready and self.graphs.usable and not self.why
+        able = self.graphs.usable and not self.why and not self._by_hand
+        if able and kind[0] is LOOSE:  # type: ignore[index]
+            able = self.graphs.room(MOST)
+        ready = self.step.ready and able
         last = ready and self._seen.get(kind, 0) + 1 == self._needed
+        self._inside = True
         with blame.watched(self.step.net, self.graphs.device, on=last) as found:
             record = self.step(*batch())
+        self._inside = False
         self.ring.record(record)
         if self.step.options.fingerprint_every:
             self.ring.note(record.fingerprint)
         self.static.adopt()
-        if found:
-            self._refuse("\n  ".join(dict.fromkeys(map(str, found))))
+        self._found = "\n  ".join(dict.fromkeys(map(str, found)))
         self._saw(kind, ready)
 
     def _saw(self, kind: Hashable, ready: bool) -> None:
         """It may be captured next time, if the device could decide this time already."""
-        if ready and self.graphs.usable and not self.why:
+        if ready and self.graphs.usable and not self.why and (kind in self._seen or self.graphs.room(len(self._seen))):
             self._seen[kind] = self._seen.get(kind, 0) + 1
 
     def _known(self, kind: Hashable) -> bool:
-        return self._seen.get(kind, 0) >= self._needed
+        return self._seen.get(kind, 0) >= self._needed and not self._by_hand and self.graphs.usable
 
     @property
     def _needed(self) -> int:
@@ -157,26 +180,39 @@ class Program:
         return 2 if self.step.compiled.on else 1
 
     def _capture(self, kind: Hashable, body: Callable[[], Any]) -> Captured | None:
-        before = addresses(self.step)
+        step, live = self.step, self.static.live
+        before, places = baked(step), slots(step.net, step.objective.loss)
         self.static.prepare()
+        captured, failed = None, None
         try:
             captured = self.graphs.capture(kind, body)
+            self._held, self._lives[kind] = baked(step), self.static.live
         except Unsettled:  # a parameter that no update has moved yet: once more by the host
-            return None
+            pass
         except Exception as error:
-            self._refuse(str(blame.of(error, self.step.net)), error)
-            return None
-        self._held = addresses(self.step)
-        if self._held != before:
-            self._refuse("the step replaces a buffer, a parameter or a mode of its network; write in place: b.copy_(…)")
+            failed = error
+        replaced = captured is not None and self._held != before
+        self.static.live = live
+        if captured is None or replaced:
+            for owner, name, tensor in places:  # what the body put there was never computed
+                owner[name] = tensor
+        if failed is not None:
+            self._refuse(str(blame.of(failed, step.net)), failed)
+        if replaced:
+            self._refuse("the step replaces a tensor of its network, or counts in Python: write in place, b.copy_(…)")
             return None
         return captured
+
+    def _refuse_found(self) -> None:
+        if self._found:
+            found, self._found = self._found, ""
+            self._refuse(found)
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self._seen.clear()
         self.why = reason
-        refusal(reason, self.on_uncapturable, cause)
+        refuse(reason, self.on_uncapturable, cause)
 
     def _drop(self) -> None:
         """Addresses, modes or settings are not those of the graphs any more."""
@@ -193,12 +229,3 @@ class Program:
         if every and self.step.state.steps % every == 0:
             self.static.settle()
             self.ring.note(self.step.print())
-
-
-def refusal(reason: str, policy: OnUncapturable, cause: BaseException | None = None) -> None:
-    """Raises, or says that the step runs launch by launch."""
-    said = f"this step cannot be captured as a CUDA graph:\n  {reason}"
-    if policy == "raise":
-        advice = "Keep values on the device, or give on_uncapturable='eager'."
-        raise UncapturableError(f"{said}\n{advice}") from cause
-    warnings.warn(f"{said}\nIt runs eagerly, launch by launch.", Notice, stacklevel=3)

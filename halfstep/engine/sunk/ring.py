@@ -60,6 +60,6 @@ class Ring:
         landing = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
         landing.copy_(part, non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(part.device))
         done.synchronize()  # the one wait of a visit
         return landing.tolist()

@@ -1,5 +1,6 @@
 """`hs.sink`: a loop over visits instead of steps, for a TrainStep or a step function of the user's own."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -7,8 +8,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from halfstep.data import Dataset
 from halfstep.engine import rng
 from halfstep.engine.feed import Feed
 from halfstep.engine.memory import kept
@@ -16,11 +18,12 @@ from halfstep.engine.rows import COLUMNS
 from halfstep.engine.sunk.graph import Graphs
 from halfstep.engine.sunk.inputs import ROWS
 from halfstep.engine.sunk.own import OwnProgram
-from halfstep.engine.sunk.program import OnUncapturable
+from halfstep.engine.sunk.refusal import OnUncapturable, obstacle
 from halfstep.engine.sunk.ring import Ring
 from halfstep.engine.sunk.sunk import Sunk, news
 from halfstep.engine.sunk.verify import Subject, cloned, room
 from halfstep.engine.sunk.verify import verify as compare
+from halfstep.errors import Notice
 from halfstep.step import TrainStep
 
 
@@ -51,8 +54,9 @@ class Records:
 class Sink:
     """Each `for` over it is one pass over the data, in visits of `every` steps; graphs are kept from pass to pass."""
 
-    def __init__(self, sunk: Sunk, step: Any, every: int) -> None:
+    def __init__(self, sunk: Sunk, step: Any, every: int, data: Any = None) -> None:
         self.sunk, self.step, self.every = sunk, step, every
+        self._data = data if isinstance(data, Dataset) else None  # its passes are counted there
 
     @property
     def captures(self) -> int:
@@ -65,9 +69,11 @@ class Sink:
 
     def _visits(self) -> Iterator[Records]:
         sunk, feed = self.sunk, self.sunk.feed
-        if not sunk.over:  # a pass that was left early counts
+        if self._data is not None:
+            feed.load_state_dict(self._data.take_pass())
+        elif not sunk.over:  # a pass that was left early counts
             feed.next_pass(feed.passes + 1)
-            sunk.over = True
+        sunk.over = True
         while True:
             samples = sunk.run(self.every, lambda: False)
             if sunk.over:
@@ -103,9 +109,9 @@ def sink(
     On CUDA the step is captured as graphs after a few eager ones and replayed. It gives what calling the step batch by
     batch gives, the tail of an update cycle flushed with the pass's last step. A function of your own must do the same
     work at every call, on tensors that stay where they are, and return its loss or a dict of numbers (as tensors);
-    `device` says where it runs when the data is not there yet. `verify=K` first runs the steps up to K replays eagerly,
-    eagerly again and sunk, compares every tensor bit by bit, and puts everything back; of a function, `state` names the
-    objects with a state_dict that it changes.
+    `state` names the network, optimizer and so on that it changes, so that a rate set by hand is seen, and `device`
+    says where it runs when neither they nor the data do. `verify=K` first runs the steps up to K replays eagerly,
+    eagerly again and sunk, compares every tensor bit by bit, and puts everything back. The data's own passes go on.
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"every: expected a number of steps of 1 or more, got {every!r}")
@@ -120,16 +126,16 @@ def sink(
         feed = Feed(data, named=step.objective.loss is None, device=step.device)
         make = partial(Sunk.of, step, on_uncapturable=on_uncapturable)
         check(Subject(step), feed, make, step.device, verify)
-        return Sink(make(feed), step, every)
-    place = _place(device, data)
+        return Sink(make(feed), step, every, data)
+    place = _place(device, data, state)
     feed = Feed(data, device=place)
 
     def own(feed: Feed) -> Sunk:
-        return Sunk(OwnProgram(step, Ring(ROWS, place), Graphs(place), on_uncapturable), feed)
+        return Sunk(OwnProgram(step, Ring(ROWS, place), Graphs(place), on_uncapturable, state), feed)
 
     if verify:
         check(Subject(step, state), feed, own, place, verify)
-    return Sink(own(feed), step, every)
+    return Sink(own(feed), step, every, data)
 
 
 def check(subject: Subject, feed: Feed, make: Callable[[Feed], Sunk], device: torch.device, replays: int) -> None:
@@ -146,20 +152,27 @@ def check(subject: Subject, feed: Feed, make: Callable[[Feed], Sunk], device: to
         for _ in batches:
             runs.run(1, lambda: False)
             look()
+        seen = runs.program.replays
+        if device.type == "cuda" and seen < replays:
+            warnings.warn(
+                f"verify: {seen} of {replays} replays were compared in the {len(batches)} batches there were: give "
+                "more data, or a step whose first updates are not skipped", Notice, stacklevel=5,
+            )  # fmt: skip
 
     compare(subject, batches, sunk)
 
 
 def _check(step: TrainStep) -> None:
-    if step.device.type != "cpu" and not step.on_device:
-        raise ValueError(
-            f"sink: {type(step.optimizer).__name__} reads values on the host at every update ({step.kind}), which a "
-            "sunk step cannot; build it with fused=True or capturable=True, and without decide='host'"
-        )
+    why = obstacle(step, step.device)
+    if why and step.device.type == "cuda":
+        raise ValueError(f"sink: {why}; call the step batch by batch otherwise")
 
 
-def _place(device: torch.device | str | None, data: Any) -> torch.device:
+def _place(device: torch.device | str | None, data: Any, state: Sequence[Any]) -> torch.device:
     if device is not None:
         return torch.device(device)
+    for module in state:
+        if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+            return next(module.parameters()).device
     where = getattr(getattr(data, "placement", None), "device", None)
     return where if isinstance(where, torch.device) else torch.device("cpu")

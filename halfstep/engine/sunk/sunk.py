@@ -10,7 +10,8 @@ from halfstep.engine.feed import Feed
 from halfstep.engine.sunk.graph import Graphs
 from halfstep.engine.sunk.inputs import ROWS, Resident, Staged, resident
 from halfstep.engine.sunk.pace import Pace
-from halfstep.engine.sunk.program import OnUncapturable, Program
+from halfstep.engine.sunk.program import Program
+from halfstep.engine.sunk.refusal import OnUncapturable
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step import TrainStep
 from halfstep.step.trouble import heed
@@ -23,10 +24,11 @@ class Runs(Protocol):
 
     ring: Ring
     graphs: Graphs
+    replays: int
 
     def begin(self) -> None: ...
     def run(self, key: Hashable, batch: Callable[[], tuple[Any, ...]], alike: int) -> int: ...
-    def flush(self) -> bool: ...
+    def flush(self, *, told: bool) -> bool: ...
     def settle(self) -> None: ...
 
 
@@ -39,7 +41,7 @@ class Sunk:
         self.inputs = Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)
         self.pace = Pace(self.ring.device)
         self.over, self.done = True, list[int]()  # samples of each step of the run under way
-        self._read = 0  # rows of the ring that the host has
+        self._read = self._made = 0  # rows of the ring that the host has, and that the device has been asked for
         self._rows: list[list[float]] = []
         self._prints: list[int] = []
 
@@ -53,22 +55,33 @@ class Sunk:
     def run(self, limit: int, stop: Callable[[], object], seconds: float | None = None) -> list[int]:
         """Up to `limit` steps: fewer where the pass ends, `stop()` is true, or after about `seconds`. The number of
         samples of each."""
-        program, inputs, feed, pace = self.program, self.inputs, self.feed, self.pace
-        done = self.done = list[int]()
+        program = self.program
+        self.done = list[int]()
         program.begin()
         self._start()
+        try:
+            self._steps(limit, stop, seconds)
+        finally:
+            program.settle()
+        return self.done
+
+    def _steps(self, limit: int, stop: Callable[[], object], seconds: float | None) -> None:
+        program, inputs, feed, pace, done = self.program, self.inputs, self.feed, self.pace, self.done
         end = None if seconds is None else time.perf_counter() + seconds
         while len(done) < limit and not stop():
-            if inputs.full():
+            full = inputs.full()
+            if full:
                 self._drain()
-                self._read = 0
             key = inputs.next()
             if key is None:
                 self.over = True
                 break
+            if full:
+                self._read = self._made = 0
             quick = pace.step_s is not None and pace.step_s < SHORT_S
             many = program.run(key, inputs.batch, inputs.alike(min(MOST, limit - len(done))) if quick else 1)
             inputs.skip(many - 1)
+            self._made += many
             done += [inputs.samples] * many
             feed.done(many)
             if feed.step == feed.size:
@@ -77,8 +90,6 @@ class Sunk:
             pace.tick(many)
             if end is not None and time.perf_counter() > end:
                 break
-        program.settle()
-        return done
 
     def feeds(self, feed: Feed) -> bool:
         """Goes on with another feed, and whether it can: graphs gather from the data set they were captured with."""
@@ -94,7 +105,7 @@ class Sunk:
 
     def flush(self) -> bool:
         """The tail of a pass as an update of its own; whether there was one. Its outcome joins the last row."""
-        flushed = self.program.flush()
+        flushed = self.program.flush(told=self._made > 0)
         self.program.settle()
         return flushed
 
@@ -108,10 +119,11 @@ class Sunk:
     def _start(self) -> None:
         if self.over:
             self.inputs.start()
-            self.over, self._read = False, 0
+            self.over, self._read, self._made = False, 0, 0
+            self._rows, self._prints = [], []  # of a pass that failed
 
     def _drain(self) -> None:
-        first, last = self._read, self.inputs.row
+        first, last = self._read, self._made
         if last > first:
             self._rows += self.ring.read(first, last)
             self._prints += self.ring.read_prints(first, last) if self._hashed() else [0] * (last - first)
@@ -125,4 +137,6 @@ class Sunk:
 def news(step: TrainStep) -> None:
     """Raises or switches precision for what the device has run into."""
     halted, skips = Ring.fetch(torch.stack([step.state.halted, step.state.streak]))
-    heed(step, int(halted), 0 if step.state.cycle.micro else int(skips))  # inside a cycle no precision can change
+    falls = getattr(step.precision.loss_scale, "on_skips", "raise") != "raise"
+    later = falls and step.state.cycle.micro > 0  # inside a cycle no precision can change
+    heed(step, int(halted), 0 if later else int(skips))

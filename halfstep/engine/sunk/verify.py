@@ -139,8 +139,8 @@ def _name(path: Any) -> str:
 
 
 def room(step: Any) -> int:
-    """Steps before the first replay: two whole cycles of a TrainStep, three calls of a function."""
-    return 2 * step.options.accumulate if isinstance(step, TrainStep) else 3
+    """Steps before the first replay: some cycles of a TrainStep, the first ones maybe skipped; a function's first."""
+    return (3 + step.compiled.on) * step.options.accumulate + 4 if isinstance(step, TrainStep) else 3
 
 
 def cloned(args: Args, device: torch.device) -> Args:

@@ -1,0 +1,58 @@
+"""Everything a captured graph holds fast: where its tensors are, and every plain value that its code has read."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def pointers(tensors: Iterable[Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
+
+
+def of_modules(*roots: Any) -> Iterator[Any]:
+    """Each module, its plain attributes (a dropout's p, a loss's smoothing), hooks, tensors and what is frozen."""
+    for root in roots:
+        if not isinstance(root, nn.Module):
+            yield root
+            continue
+        for module in root.modules():
+            yield module
+            yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
+            yield tuple([len(getattr(module, name)) for name in _HOOKS])
+            for held in (module._parameters, module._buffers):
+                tensors = [t for t in held.values() if t is not None]
+                yield tuple([(t.data_ptr(), t.requires_grad, len(t._backward_hooks or ())) for t in tensors])
+
+
+def of_optimizer(optimizer: Optimizer) -> Iterator[Any]:
+    """Its plain settings by group, and where its tensors are, rates and state alike."""
+    for group in optimizer.param_groups:
+        settings = [v for k, v in group.items() if k != "params" and _is_plain(v, Tensor)]
+        yield tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in settings])
+        for p in group["params"]:
+            yield tuple([v.data_ptr() for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)])
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Whether something runs beside its step, which a replay would not run."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def slots(*roots: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Every tensor of the modules by its place, to be put back when a capture did not become a graph."""
+    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    return [(owner, k, v) for m in modules for owner in (m._parameters, m._buffers, vars(m)) for k, v in owner.items()
+            if isinstance(v, Tensor)]  # fmt: skip
+
+
+def _is_plain(value: Any, *also: type) -> bool:
+    if isinstance(value, tuple):
+        return all(isinstance(v, _PLAIN) for v in value)
+    return isinstance(value, (*_PLAIN, *also))

@@ -37,7 +37,7 @@ lint: $(STAMP) ## ruff and mypy
 
 test: lint ## lint, then every test that is not slow
 	@echo "test: pytest"
-	@$(PY) -m pytest -q
+	@$(PY) -m pytest -q -n 2 --dist loadfile
 
 test-full: test ## test, then the slow tests and the mutants
 	@echo "test-full: pytest, slow"

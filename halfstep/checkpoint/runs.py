@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,7 @@ from halfstep.checkpoint.errors import CheckpointError, wrong
 from halfstep.checkpoint.store import read_manifest, verify
 from halfstep.errors import Notice
 
+_STIR_S = 0.05  # file systems keep times in ticks of up to 10 ms
 _NAME = re.compile(r"step-([0-9]{9,})")
 
 
@@ -48,7 +50,7 @@ def latest(root: str | Path) -> Path | None:
     Notice names them."""
     while True:
         found, broken, lost = _search(root)
-        if found or not lost:  # lost ones were pruned meanwhile: newer ones are there by now
+        if found or not (lost or _is_stirring(root)):  # pruned meanwhile: newer ones are there by now
             break
     if broken:
         reasons = "\n  ".join(broken)
@@ -87,6 +89,14 @@ def _search(root: str | Path) -> tuple[Path | None, list[str], bool]:
             continue
         return path, broken, lost
     return None, broken, lost
+
+
+def _is_stirring(root: str | Path) -> bool:
+    """Whether the folder has just changed: a listing made meanwhile may have seen neither the old name nor the new."""
+    try:
+        return abs(time.time() - os.stat(root).st_mtime) < _STIR_S
+    except OSError:
+        return False
 
 
 def _is_named(path: Path) -> bool:

@@ -14,13 +14,13 @@ from torch import Tensor
 from halfstep.errors import Notice
 from halfstep.precision import DynamicScale
 from halfstep.precision.lowcopy import widen
+from halfstep.step.capturing import is_capturing
 from halfstep.step.quick_plan import (
     BLOCK,
     DTYPES,
     WARPS,
     Plan,
     Shape,
-    capturing,
     cut,
     idle,
     kernels,
@@ -65,7 +65,7 @@ class Quick:
     def prepare(self, shape: Shape) -> bool:
         """Plans and loads the kernels: a capture must do neither. They run once, on numbers of no importance."""
         u = self.update
-        if shape not in self._plans and self._plain(shape) and usable(u.device) and not capturing(u.device):
+        if shape not in self._plans and self._plain(shape) and usable(u.device) and not is_capturing():
             state, made, rates = _rehearsal(u, shape), idle(u.params, shape.live), self._rates(keep=False)
             grads = [u.zero.to(self._dtype(i)) for i in shape.live]  # an idle plan follows no pointer
             try:
@@ -192,7 +192,7 @@ def pack(
     move = move and not keep_loss
     fields = (loss, cycle_loss, lr, scale, skipped, grad_norm, updated)
     key = (table.device, table.shape[1], keep_loss, move, *(t.dtype for t in fields))
-    if compiled and usable(table.device) and _RECORDS.get(key, not capturing(table.device)):
+    if compiled and usable(table.device) and _RECORDS.get(key, not is_capturing()):
         step = lr.stride(0) if lr.dim() else 0
         sizes = len(table), table.stride(0), step, lr.numel(), keep_loss, move
         try:

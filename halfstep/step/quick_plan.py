@@ -118,7 +118,3 @@ def usable(device: torch.device) -> bool:
     """On CUDA; on a CPU where Triton interprets (TRITON_INTERPRET=1)."""
     found = kernels()
     return found is not None and (device.type == "cuda" or (device.type == "cpu" and found.INTERPRETED))
-
-
-def capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

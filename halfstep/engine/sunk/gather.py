@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from halfstep.errors import Notice
-from halfstep.step.quick_plan import capturing, usable
+from halfstep.step.capturing import is_capturing
+from halfstep.step.quick_plan import usable
 
 MOST = 4  # columns: the kernel is compiled for each number and width of them
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes: what rows are copied in
@@ -73,7 +74,7 @@ def _launched(
 
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (*sources, *outs))  # Triton tells these apart
     key = (table.device, counts, pointers)
-    if not _WORKS.get(key, not capturing(table.device)):
+    if not _WORKS.get(key, not is_capturing()):
         return False
     try:
         launch(sources, outs, counts, table, at, n)

@@ -256,7 +256,7 @@ def test_auto_waits_until_it_is_asked_and_can_be_taken_back() -> None:
     for _ in range(2):
         step(X, Y)
     assert programs() == 0
-    assert step.report().choices["compiled"].startswith("no: nobody")
+    assert step.report().choices["compiled"].startswith("no: 'auto' compiles in a fit")
     assert step.compiled(True, "the run is long") is True
     for _ in range(3):
         step(X, Y)

@@ -1,6 +1,7 @@
 """Entry of the command: errors without tracebacks unless asked, exit codes that scripts can use."""
 
 import contextlib
+import os
 import sys
 import traceback
 import warnings
@@ -37,6 +38,8 @@ def main() -> None:
 def _run() -> None:
     from halfstep.cli.app import app
 
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # module:function of the user's, beside where the command is called
     try:
         app(prog_name="halfstep")  # however it was started, python -m halfstep too
     except SystemExit as end:

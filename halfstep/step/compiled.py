@@ -48,7 +48,7 @@ class Compiled:
 
     def __init__(self, objective: Objective, wish: Auto, device: torch.device, *, deterministic: bool) -> None:
         self.objective, self.wish, self.device = objective, wish, device
-        self.on, self.reason = False, "nobody who knows the length of the run has asked for it"
+        self.on, self.reason = False, "'auto' compiles in a fit that is long enough to pay for it"
         self._open = wish == "auto" and not deterministic
         self._under: Applied | None = None
         self._program: Any = None

@@ -46,14 +46,17 @@ net = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU
 x, y = torch.randn(64, 784), torch.randint(0, 10, (64,))
 optimizer, loss = torch.optim.SGD(net.parameters(), lr=1e-3), nn.CrossEntropyLoss()
 
-def faults(steps=80):  # a heap that grows once more is spread over them
-    for i in range(2 * steps):
-        if i == steps:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def train(steps):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
         optimizer.zero_grad()
         loss(net(x), y).backward()
         optimizer.step()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
+
+def faults():
+    train(20)
+    return sorted(train(20) for _ in range(5))[2]  # a heap may grow once more in one of them
 
 with kept() as within:
     inside = faults()

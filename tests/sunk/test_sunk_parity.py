@@ -67,8 +67,8 @@ def test_skipped_updates(precision: str, accumulate: int, device: torch.device) 
     assert b.state.skips.item() >= 3
 
 
-def test_a_pass_in_the_middle_of_a_cycle_goes_on_eagerly_and_back(device: torch.device) -> None:
-    """Eager steps between sinks find the open cycle, and the sink finds theirs."""
+def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
+    """The state at a visit is that of eager steps, in the middle of a cycle too."""
     options = {"deterministic": device.type == "cuda", "accumulate": 4}
     batches = list(data(device, samples=96))
     a, b = step(device, "O2", **options), step(device, "O2", **options)

@@ -39,9 +39,11 @@ test: lint ## lint, then every test that is not slow
 	@echo "test: pytest"
 	@$(PY) -m pytest -q -n 2 --dist loadfile
 
-test-full: test ## test, then the slow tests and the mutants
+test-full: test ## test, then the slow tests, more cases, a browser and the mutants
 	@echo "test-full: pytest, slow"
 	@$(PY) -m pytest -q -m slow || test $$? -eq 5  # 5: no test is slow
+	@echo "test-full: new cases for the property tests"
+	@$(PY) -m pytest -q -n 2 --hypothesis-profile=search $$(grep -rlE '^@given' tests)
 	@echo "test-full: a browser, and the report in it"
 	@$(PIP) install playwright
 	@$(PY) -m playwright install --with-deps chromium || apt-get install -qq -y chromium

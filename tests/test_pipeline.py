@@ -142,6 +142,25 @@ def test_any_chain_delivers_what_the_lists_do(case: tuple[int, Chain], epoch: in
     assert numbers(data) == flat(reference(size, chain, epoch + 1))  # the next `for` is the next pass
 
 
+def others_have_more(size: int, chain: Chain, stop: int) -> bool:
+    """Shards of the same pass may be longer by an item: until it is delivered, the pass is not over for any."""
+    for place in range(max(0, len(chain) - 2), len(chain)):
+        name, argument = chain[place]
+        if name == "shard" and all(later == "batch" for later, _ in chain[place + 1 :]):
+            first_of_them = (name, (argument[0], 0, argument[2]))
+            return built(size, [*chain[:place], first_of_them, *chain[place + 1 :]]).size > stop
+    return False
+
+
+def test_a_short_shard_waits_for_the_others_before_the_next_pass() -> None:
+    data = built(3, [("shard", (2, 1, "keep"))])
+    assert [item.tolist() for (item,) in islice(iter(data), 1)] == [1]
+    again = built(3, [("shard", (2, 1, "keep"))])
+    again.load_state_dict(data.state_dict())
+    assert numbers(again) == []  # shard 0 has sample 2 to deliver yet
+    assert numbers(again) == [1]
+
+
 @given(chains(), st.data())
 def test_saved_at_any_item_it_goes_on_elsewhere_with_the_same_stream(
     case: tuple[int, Chain], data: st.DataObject
@@ -157,7 +176,7 @@ def test_saved_at_any_item_it_goes_on_elsewhere_with_the_same_stream(
     second = built(size, chain)
     second.load_state_dict(saved)
     rest = numbers(second)
-    if stop == first.size:  # the pass was over, so the rest is the next one
+    if stop == first.size and not others_have_more(size, chain, stop):  # the pass was over: the rest is the next one
         assert head + rest == whole
     else:
         assert head + rest + numbers(second) == whole

@@ -231,6 +231,9 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+SIZES = "images of different sizes: halfstep train and compare take one size. Resize the files first."
+
+
 def test_check_reads_every_image_and_names_the_bad_ones(photos: Path) -> None:
     found = json.loads(said("data", "check", str(photos), "--json"))
     train, test = found["parts"]
@@ -244,7 +247,8 @@ def test_check_reads_every_image_and_names_the_bad_ones(photos: Path) -> None:
     told = CliRunner().invoke(app, ["data", "check", str(photos)])
     assert told.exit_code == 1
     assert [str(path) in told.output for path in bad] == [True, True]
-    assert told.output.endswith("\n2 damaged\n")
+    assert told.stdout.endswith("\n2 damaged\n")
+    assert told.stderr == f"note: {SIZES}\n"
 
 
 def test_show_draws_a_sheet(photos: Path, tmp_path: Path) -> None:
@@ -264,8 +268,8 @@ def test_get_finds_what_is_there(tmp_path: Path) -> None:
 
 MISTAKES = {
     "a name of nothing": (["data", "check", "imagenet"], "expected sample, mnist, .*there is no such folder"),
+    "nothing to get": (["data", "get", "sample"], "sample ships with the package, there is nothing to get"),
     "a path for a folder": (["data", "check", ".", "--path", "x"], "--path: expected with a data set of mnist"),
-    "a folder of idx files": (["data", "check", str(SAMPLE)], "say which: halfstep data check NAME --path"),
     "a long time": (["info", "--seconds", "100"], "--seconds: expected 0 to 60, got 100"),
     "no time": (["bench", "--seconds", "0"], "--seconds: expected a number above 0"),
     "another suffix": (["predict", "x", "y", "--out", "z.txt"], "expected a name that ends in .csv, .json, .npy"),

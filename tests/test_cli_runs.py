@@ -1,7 +1,9 @@
 """`train`, `eval`, `predict` and `replay` on runs that are really made: the bits of the library, folders, resumes."""
 
 import csv
+import hashlib
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -41,6 +43,11 @@ def parts():
     return model, hs.data.Dataset((x, y)).shuffle().batch(8), hs.data.Dataset((x[:13], y[:13])).batch(4)
 
 def two(): return parts()[:2]
+
+def proved():
+    made = nn.Linear(6, 3)
+    model = hs.Model(made, nn.CrossEntropyLoss(), torch.optim.SGD(made.parameters(), lr=0.1), verify=2)
+    return model, hs.data.Dataset((torch.randn(40, 6), torch.arange(40) % 3)).batch(8)
 """
 
 
@@ -132,6 +139,47 @@ def test_a_resumed_run_ends_at_the_same_bits() -> None:
     assert CliRunner().invoke(app, ["diff", "a", "b"]).exit_code == 0
 
 
+def files(folder: str) -> dict[str, tuple[str, int]]:
+    """Everything in a folder with its content and its time; the lock aside."""
+    found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in found}
+
+
+def spoken(*line: str) -> str:
+    result = CliRunner().invoke(app, ["train", *SMALL, "--device", "cpu", *line], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_run_that_has_its_epochs_is_left_as_it_is() -> None:
+    first = trained("r", "--epochs", "2")
+    before = files("r")
+    for epochs in ("2", "1"):
+        told = spoken("--epochs", epochs, "--out", "r", "--resume", "auto")
+        has = f"r has 2 epochs already, up to step 10, and --epochs is {epochs}: nothing was done."
+        assert told == f"{has} To train further: --epochs 3, or more\n"
+        assert trained("r", "--epochs", epochs, "--resume", "auto") == first | {"resumed": "r/step-000000010"}
+        assert files("r") == before
+    Path("r/weights.safetensors").unlink()  # as after a kill before they were written
+    spoken("--epochs", "2", "--out", "r", "--resume", "auto")
+    assert {name: content for name, (content, _) in files("r").items()} == {name: c for name, (c, _) in before.items()}
+
+
+def test_a_resumed_run_says_so_before_its_first_epoch() -> None:
+    first = spoken("--epochs", "1", "--out", "r", "--schedule", "constant", "--resume", "auto")
+    assert first.startswith("epoch 1/1 ")
+    lines = spoken("--epochs", "2", "--out", "r", "--schedule", "constant", "--resume", "auto").splitlines()
+    assert lines[0] == "goes on after step 5, in epoch 2 of 2, from r/step-000000005"
+    assert lines[1].startswith("epoch 2/2 ")
+
+
+def test_what_stands_in_the_way_of_a_resume_comes_first() -> None:
+    trained("r", "--epochs", "1")
+    said = r"holds another run: lr was 0\.02 and is 1\.0\. Repeat .*\. Allowed to differ: epochs was 1 and is 3\.$"
+    with pytest.raises(ValueError, match=said):
+        trained("r", "--epochs", "3", "--lr", "1", "--resume", "auto")
+
+
 @pytest.mark.slow
 def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
     line = ["train", *SMALL, "--epochs", "100000", "--out", "r", "--schedule", "constant"]
@@ -143,8 +191,10 @@ def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 143, said
-    assert "stopped. The same command with --resume auto goes on from the checkpoint in r" in said
-    assert checkpoint.latest("r") is not None
+    kept = checkpoint.latest("r")
+    assert kept is not None
+    again = shlex.join(["halfstep", *line, "--resume", "auto"])
+    assert said.endswith(f"stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}\n")
 
 
 def test_fresh_removes_a_runs_own_files_and_no_others() -> None:
@@ -179,6 +229,11 @@ def test_what_a_builder_decided_is_refused_beside_it() -> None:
         told("eval", "r", "--precision", "fp32")
 
 
+def test_a_builder_that_asks_for_proof_on_a_cpu_is_told() -> None:
+    said = CliRunner().invoke(app, ["train", "--build", "mine:proved", "--epochs", "1", "--out", "r"]).stderr
+    assert said == "note: verify=2: there is nothing to verify on cpu, where no step is replayed from a graph\n"
+
+
 # predictions
 
 
@@ -200,7 +255,29 @@ def test_predictions_are_the_networks_own() -> None:
     assert [row["probability"] for row in rows] == [round(p, 6) for p in expected.double().softmax(1).amax(1).tolist()]
     assert rows[0]["class"] == ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker",
                                 "Bag", "Ankle boot")[rows[0]["label"]]  # fmt: skip
-    assert [row["label"] for row in told("predict", "r", "sample")][:7] == [row["label"] for row in rows]
+    whole = told("predict", "r", "sample")
+    assert [row["label"] for row in whole][:7] == [row["label"] for row in rows]
+    assert len(whole) == 2000  # though the run was tested on 100
+    assert [rows[0]["input"], whole[0]["input"]] == ["bytes.npy[0]", "sample[0]"]
+
+
+def test_every_prediction_has_every_column() -> None:
+    """A builder's data has no names: the class is empty, not left out. Gray floats without a channel are taken."""
+    told("train", "--build", "mine:two", "--epochs", "1", "--out", "own")
+    np.save("x.npy", torch.randn(2, 6).numpy())
+    assert [list(row) for row in told("predict", "own", "x.npy")] == [["input", "label", "class", "probability"]] * 2
+    assert [row["class"] for row in told("predict", "own", "x.npy")] == [None, None]
+    page = CliRunner().invoke(app, ["predict", "own", "x.npy"]).stdout.splitlines()
+    assert page[0] == "input,label,class,probability"
+    assert page[1].split(",")[2] == ""
+    trained("r", "--epochs", "1")
+    images, _ = hs.data.sample(train=False)
+    np.save("gray.npy", (images[:3] / 255).numpy())
+    np.save("whole.npy", (images[:3, None] / 255).numpy())
+    one, other = (told("predict", "r", name) for name in ("gray.npy", "whole.npy"))
+    assert [row["probability"] for row in one] == [row["probability"] for row in other]
+    with pytest.raises(FileNotFoundError, match=r"found nothing at 'sampel'\. Did you mean 'sample'"):
+        told("predict", "r", "sampel")
 
 
 def test_images_are_predicted_as_their_pixels_are() -> None:

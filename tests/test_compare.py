@@ -3,7 +3,11 @@
 import json
 import os
 import re
+import shlex
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,6 @@ from halfstep.cli.app import app as whole
 from halfstep.cli.compare import compare as command
 from halfstep.compare import Settings, compare, folder, summary, table
 from halfstep.compare.progress import Lines
-from halfstep.compare.settings import precision
 
 MINE = """
 import os
@@ -123,7 +126,7 @@ def test_finished_runs_are_not_repeated_and_more_may_be_asked_for(capsys: pytest
     before = compare(settings(), "out")
     again = compare(settings(), "out", progress=Lines())
     assert again["runs"] == before["runs"]
-    assert "4 runs are done already" in capsys.readouterr().out
+    assert "2 precisions × 2 seeds × 2 epochs, batch 32, on cpu, 4 runs are done already" in capsys.readouterr().out
     more = compare(settings(seeds=(0, 1, 2), precisions=("fp32", "O2", "O1")), "out", progress=Lines())
     assert [r for r in more["runs"] if r in before["runs"]] == before["runs"]
     assert len(more["runs"]) == 9
@@ -149,8 +152,34 @@ def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], said:
     folder.check(Path("out"), {**spec, "margin": 2.0}, around)
     with pytest.raises(ValueError, match=f"{said}.*--fresh"):
         folder.check(Path("out"), asked, around)
-    with pytest.raises(ValueError, match="threads was 1 and is 2"):
-        folder.check(Path("out"), spec, {**around, "threads": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"threads": 2},
+            "holds this comparison, begun otherwise: threads was 1 and is 2. Go on with OMP_NUM_THREADS=1 in",
+        ),
+        ({"torch": "z"}, "torch was 'y' and is 'z'. Repeat it where it was begun, name another folder"),
+    ],
+)
+def test_other_surroundings_are_refused_with_a_way_back(change: dict[str, Any], said: str) -> None:
+    spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": 1}
+    folder.write_json(Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around})
+    with pytest.raises(ValueError, match=re.escape(said)):
+        folder.check(Path("out"), spec, {**around, **change})
+    with pytest.raises(ValueError, match="holds another comparison: batch was 32 and is 16; "):
+        folder.check(Path("out"), {**spec, "batch": 16}, {**around, **change})
+
+
+def test_more_threads_than_cores_are_not_advised() -> None:
+    """OMP_NUM_THREADS=8 gives two on two cores, so that the advice would not work."""
+    many = 1 + (os.cpu_count() or 1)
+    spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": many}
+    folder.write_json(Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around})
+    with pytest.raises(ValueError, match=r"Repeat it where it was begun, .*--fresh"):
+        folder.check(Path("out"), spec, {**around, "threads": 1})
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -206,7 +235,8 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on() -> None:
         ({"epochs": 0}, ValueError, "epochs: expected a whole number of 1 or more, got 0"),
         ({"lr": -1.0}, ValueError, "lr: expected a number above 0"),
         ({"margin": float("nan")}, ValueError, "margin"),
-        ({"optimizer": "lion"}, ValueError, "expected one of sgd, momentum, adam, adamw, got 'lion'"),
+        ({"optimizer": "lion"}, ValueError, "expected one of sgd, momentum, adam, adamw, got 'lion'$"),
+        ({"optimizer": "Adam"}, ValueError, "got 'Adam'. Did you mean 'adam'"),
         ({"schedule": "sine"}, ValueError, "expected one of constant, linear"),
         ({"device": "tpu"}, ValueError, "expected auto, cpu or cuda"),
         ({"device": "cuda:99"}, ValueError, "CUDA devices here"),
@@ -228,7 +258,8 @@ def test_settings_are_checked_as_one_value(change: dict[str, Any], error: type[E
         ({"net": "mine:flat", "data": "mine:text"}, TypeError, "expected 'mine:text' to return"),
         ({"net": "resnet18", "data": "mine:pairs"}, ValueError, "resnet18 does not take inputs of 6"),
         ({"data": "nowhere"}, ValueError, "expected sample, mnist.*there is no such folder"),
-        ({"data": "."}, ValueError, "neither idx files"),
+        ({"data": "fashion_mnist"}, ValueError, "no such folder. Did you mean 'fashion-mnist'"),
+        ({"data": "."}, ValueError, "expected train/ and test/ .*holds none of these"),
         ({"data": "sample", "path": "x"}, ValueError, "^path"),
     ],
 )
@@ -246,15 +277,10 @@ def test_data_and_network_of_the_users_own() -> None:
     assert (found["spec"]["samples"], found["spec"]["test_samples"]) == (64, 32)
 
 
-def test_precisions_with_words_after_a_plus() -> None:
-    assert precision("O2+bf16") == hs.Precision("O2", dtype="bfloat16")
-    assert precision("fp16+kahan") == hs.Precision("fp16", rounding="kahan")
-
-
 def result(name: str, seed: int, acc: float, ms: float, correct: str) -> dict[str, Any]:
     return {
         "precision": name, "seed": seed, "status": "done", "error": None, "acc": acc, "loss": 1.0, "ms_per_step": ms,
-        "s_per_epoch": ms, "samples_per_s": 1 / ms, "peak_memory": 100 if name == "fp32" else 60,
+        "s_per_epoch": ms / 100, "samples_per_s": 64_000 / ms, "peak_memory": 100 if name == "fp32" else 60,
         "memory_kind": "device", "skipped": 0, "final_scale": None, "correct": correct,
     }  # fmt: skip
 
@@ -264,7 +290,7 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     from halfstep.compare.verdict import pack
 
     wrong = {"fp32": 0, "near": 2, "far": 200, "slow": 0}
-    spec = {"precisions": list(wrong), "seeds": [0, 1, 2], "margin": 0.5, "test_samples": 4000}
+    spec = {"precisions": list(wrong), "seeds": [0, 1, 2], "margin": 0.5, "samples": 640, "test_samples": 4000}
 
     def advice(times: dict[str, tuple[float, ...]]) -> dict[str, Any]:
         runs = [
@@ -284,6 +310,17 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     )
     noisy = advice({"fp32": (4, 4, 4), "near": (2, 2, 5), "far": (1, 1, 1), "slow": (5, 5, 5)})
     assert noisy["precision"] == "fp32"
+    assert noisy["reason"] == "near, slow are as accurate, but not faster in every seed by 5 % or more"
+    slower = advice({"fp32": (4, 4, 4), "near": (7, 7, 7), "far": (1, 1, 1), "slow": (5, 5, 5)})
+    assert slower["reason"] == "near, slow are as accurate, but slower (7, 5 ms a step against 4)"
+
+
+def test_samples_per_second_follow_from_the_step() -> None:
+    """Two seeds, 10 batches of 64: the median step is 3 ms, and 64 samples in 3 ms are not the mean of both rates."""
+    spec = {"precisions": ["fp32"], "seeds": [0, 1], "margin": 0.5, "samples": 640, "test_samples": 8}
+    [row] = summary.rows(spec, [result("fp32", seed, 1.0, ms, "/w==") for seed, ms in enumerate((2.0, 4.0))])
+    assert (row["ms_per_step"], row["s_per_epoch"]) == (3.0, 0.03)
+    assert row["samples_per_s"] == pytest.approx(64 / 3e-3)
 
 
 # the command
@@ -297,6 +334,9 @@ def test_the_command_prints_lines_table_and_report() -> None:
     ran = CliRunner().invoke(app, [*FLAGS, "--precisions", "fp32,O1", "--seeds", "1", "--plain", "--out", "out"])
     assert ran.exit_code == 0, ran.output
     lines = ran.output.splitlines()
+    assert (
+        lines[0] == "mine:tiny on sample: 160 samples, 100 to test; 2 precisions × 1 seed × 1 epoch, batch 32, on cpu"
+    )
     assert re.fullmatch(r"loss: \d\.\d{6}  \[   32/  160\]", next(line for line in lines if line.startswith("loss")))
     assert "\x1b" not in ran.output
     start = next(i for i, line in enumerate(lines) if line.startswith("precision"))
@@ -319,3 +359,41 @@ def test_seeds_that_are_none_are_refused() -> None:
 def test_help_teaches() -> None:
     ran = CliRunner().invoke(whole, ["compare", "--help"])
     assert "halfstep compare --net resnet18" in ran.output
+
+
+def test_a_batch_larger_than_the_data_is_said() -> None:
+    ran = CliRunner().invoke(
+        app, [*FLAGS[:8], "--batch", "200", "--precisions", "fp32", "--seeds", "1", "--out", "out"]
+    )
+    assert ran.output.startswith(
+        "note: batch: 200 is more than the 160 training samples: an epoch is one batch of 160\n"
+    )
+
+
+@pytest.mark.slow
+def test_stopped_it_says_what_is_kept_and_how_to_go_on() -> None:
+    """Ctrl-C in a second process, --fresh among its flags: the command that goes on is without it, and works."""
+    line = [
+        "compare",
+        *FLAGS[:6],
+        "--epochs",
+        "100000",
+        "--precisions",
+        "fp32",
+        "--seeds",
+        "1",
+        "--out",
+        "out",
+        "--fresh",
+    ]
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from halfstep.cli import main; main()"  # a shell's background jobs ignore SIGINT
+    process = subprocess.Popen([sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(Path("out").glob("runs/*/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "stopped; out keeps 0 of 1 runs and a checkpoint of the next. The same command goes on from here, " in said
+    assert said.endswith(f"less --fresh: {shlex.join(['halfstep', *line[:-1]])}\n")

@@ -203,6 +203,11 @@ SCALES = {
 PRECISIONS = {
     "scale": precision("scale;'dynamic';received 'big'", {"scale": "big"}, {"scale": "dynamic"}, {"scale": 8}),
     "name": precision("expected one of;O2 ;received 'fp7'", {"name": "fp7"}, O2),
+    "plus": precision("'O2+bf61';expected fp16, bf16;Did you mean 'O2+bf16'", {"name": "O2+bf61"}, {"name": "O2+bf16"}),
+    "plus twice": precision(
+        "received 'O2+bf16';'fp16' too;leave one of them out", {"name": "O2+bf16", "dtype": "fp16"},
+        {"name": "O2+bf16"}, {**O2, "dtype": "fp16"},
+    ),
     "planned": precision("'fp8';planned;O2 ", {"name": "fp8"}, {"name": "bf16"}),
     "kind": Case(
         lambda: step(precision=16), ("a name or a Precision", "received int"), lambda: runs(step(precision="O1"))

@@ -61,12 +61,39 @@ def test_equal_scores_of_few_images_are_no_proof() -> None:
     assert judge([0.0, 0.0, 0.0], margin=0.5, images=Images(2000, 0.0)).kind == "same"
 
 
+NEEDED = 8  # seeds: by tables (2.365 + 0.896) · 0.4243 / √8 = 0.489, and with 7 (2.447 + 0.906) · 0.4243 / √7 = 0.538
+
+
+def test_the_reason_is_the_one_that_applies() -> None:
+    """Half-widths at a target of 0.5: seeds by Student's 12.7 · sd / √2, images by 1.96 · error and 369 / N."""
+    wide = [0.3, -0.3]  # sd 0.42: 3.8
+    assert judge(wide, margin=0.5, images=Images(10_000, 0.1)).text == f"cannot tell: more seeds needed, about {NEEDED}"
+    both = judge(wide, margin=0.5, images=Images(500, 0.1)).text
+    assert both == f"cannot tell: 2 seeds and 500 test images are too few, about {NEEDED} seeds and 800 images needed"
+    alike = judge([0.0, 0.0], margin=0.5, images=Images(10_000, 0.5)).text  # 0.98: (0.98 / 0.5)² times the images
+    assert alike == "cannot tell: 10,000 test images are too few, about 38,500 needed"
+    assert judge([9.0, -9.0], margin=0.5, images=Images(500, 0.1)).text == "cannot tell: more seeds needed, over 200"
+
+
+def test_more_seeds_help_where_each_stumbles_over_images_of_its_own() -> None:
+    """Two seeds that disagree with the reference on images of their own: with n of them the error is √(2 / n) of it."""
+    rng = np.random.default_rng(0)
+    right = np.ones(100_000, bool)
+    draw = [rng.random(100_000) >= 0.04 for _ in range(16)]
+    two, many = verdict.images_of([right] * 2, draw[:2]), verdict.images_of([right] * 16, draw)
+    assert two.with_seeds(8) == pytest.approx(many.error, rel=0.1)  # so many images leave the chance of some 3 %
+    same = verdict.images_of([right] * 2, [draw[0]] * 2)
+    assert (same.apart, same.with_seeds(100)) == (0, same.error)
+    # twice the seeds: 1.96 · √(0.35² − 0.34² / 2) = 0.4984, and with three instead of two 0.5673
+    assert judge([0.0, 0.0], margin=0.5, images=Images(2000, 0.35, 0.34)).text.endswith("more seeds needed, about 4")
+
+
 def test_images_are_judged_by_their_means_over_seeds() -> None:
     """Seeds that stumble over the same images: as large an error as one seed's, not a third of its square."""
     a, b = np.ones(100, bool), np.arange(100) >= 4
     once, thrice = verdict.images_of([a], [b]), verdict.images_of([a] * 3, [b] * 3)
     assert once.error == pytest.approx(100 * math.sqrt(0.04 * 0.96 / 100))
-    assert thrice == once
+    assert (thrice.count, thrice.error) == (once.count, once.error)
     spread = verdict.images_of([a] * 3, [np.roll(b, 10 * i) for i in range(3)])
     assert spread.error == pytest.approx(100 * math.sqrt((12 / 9 / 100 - 0.04**2) / 100))
 

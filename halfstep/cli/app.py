@@ -10,6 +10,7 @@ from halfstep.cli.data import data
 from halfstep.cli.evaluate import evaluate
 from halfstep.cli.info import info
 from halfstep.cli.look import diff, replay
+from halfstep.cli.parsing import Command
 from halfstep.cli.predict import predict
 from halfstep.cli.report import report
 from halfstep.cli.train import train
@@ -48,13 +49,13 @@ def _root(
     """
 
 
-app.command(help=HELP)(compare)
-app.command()(report)
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(predict)
-app.command()(info)
-app.command()(bench)
+app.command(help=HELP, cls=Command)(compare)
+app.command(cls=Command)(report)
+app.command(cls=Command)(train)
+app.command("eval", cls=Command)(evaluate)
+app.command(cls=Command)(predict)
+app.command(cls=Command)(info)
+app.command(cls=Command)(bench)
 app.add_typer(data, name="data")
-app.command()(diff)
-app.command()(replay)
+app.command(cls=Command)(diff)
+app.command(cls=Command)(replay)

@@ -1,12 +1,14 @@
 """`halfstep compare`: flags to settings, the progress that fits the terminal, the table, the report."""
 
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from halfstep.cli import text as said
+from halfstep.cli import words
 
 HELP = """Train one network in several precisions and say which to use.
 
@@ -21,12 +23,11 @@ halfstep compare --net mine:build --data photos/        a network and images of 
 
 Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 130 and 143 when stopped.
 """
-_STOPPED = "halfstep: stopped. The same command goes on from here; finished runs are kept in {out}"
 
 
 def compare(
     net: Annotated[str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")] = "mlp",
-    data: Annotated[str, typer.Option(help="sample, a data set by name, a folder, or module:function")] = "sample",
+    data: words.Data = "sample",
     path: Annotated[str | None, typer.Option(help="where the named data set lies: folder, archive or URL")] = None,
     precisions: Annotated[str, typer.Option(help="names; the first is the reference")] = "fp32,fp16,O1,O2",
     seeds: Annotated[str, typer.Option(help="how many (5), or which (0,7,42)")] = "3",
@@ -66,15 +67,27 @@ def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, r
     file = sys.stderr if as_json else sys.stdout
     bars = sys.stderr.isatty() and not plain
     progress: Progress = Bars() if bars else Lines(steps=plain, file=file)
-    command = shlex.join(["halfstep", *sys.argv[1:]])
     try:
-        return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=command)
-    except KeyboardInterrupt:
-        typer.echo(_STOPPED.format(out=out), err=True)
-        raise typer.Exit(130) from None
-    except SystemExit as end:  # SIGTERM, after its checkpoint
-        typer.echo(_STOPPED.format(out=out), err=True)
-        raise typer.Exit(end.code if isinstance(end.code, int) else 1) from None
+        return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=said.command())
+    except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
+        typer.echo(_stopped(settings, out), err=True)
+        raise typer.Exit(said.code(end)) from None
+
+
+def _stopped(settings: Any, out: Path) -> str:
+    """What is kept, and the command that goes on; --fresh would throw it away."""
+    from halfstep import checkpoint
+    from halfstep.compare.folder import run_folder
+
+    places = [run_folder(out, *pair) for pair in settings.pairs]
+    done = [place for place in places if (place / "result.json").is_file()]
+    begun = any(checkpoint.listing(place) for place in places if place not in done)
+    if not done and not begun:
+        return "halfstep: stopped before the first step; nothing is lost, and nothing kept"
+    kept = f"{len(done)} of {len(places)} runs{' and a checkpoint of the next' if begun else ''}"
+    less = ", less --fresh" if "--fresh" in sys.argv else ""
+    again = said.command(without=("--fresh",))
+    return f"halfstep: stopped; {out} keeps {kept}. The same command goes on from here{less}: {again}"
 
 
 def _show(summary: dict[str, Any], out: Path, *, plain: bool, as_json: bool) -> None:

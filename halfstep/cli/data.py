@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from halfstep.cli import text, words
+from halfstep.cli.parsing import Command
 
 data = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Get a data set, look at its samples, check every one of them."
@@ -17,11 +18,11 @@ Known = Annotated[
 ]
 Any_ = Annotated[
     str,
-    typer.Argument(help=f"{', '.join(words.DATA)}, or a folder of images", autocompletion=words.among(*words.DATA)),
+    typer.Argument(help=f"{', '.join(words.DATA)}, or a folder", autocompletion=words.among(*words.DATA)),
 ]
 
 
-@data.command()
+@data.command(cls=Command)
 def get(name: Known, path: words.Where = None, as_json: words.Json = False) -> None:
     """Find a data set, or download it into the cache; every file is checked against its published checksum.
 
@@ -35,13 +36,15 @@ def get(name: Known, path: words.Where = None, as_json: words.Json = False) -> N
     """
     from halfstep.data.get.find import find
 
+    if name == "sample":
+        raise ValueError("data get: sample ships with the package, there is nothing to get; halfstep data show sample")
     found = find(name, path, download=True)
     if as_json:
         return text.dump({"name": name, "folder": str(found.folder), "origin": found.origin, "sample": found.sample})
     return typer.echo(f"{name}: {found.folder} ({found.origin})")
 
 
-@data.command()
+@data.command(cls=Command)
 def show(
     name: Any_, path: words.Where = None, split: Annotated[Literal["train", "test"], typer.Option()] = "train",
     samples: Annotated[int, typer.Option(help="images in the sheet")] = 8,
@@ -65,16 +68,19 @@ def show(
         typer.echo(f"no browser could be started; open {out} yourself", err=True)
 
 
-@data.command()
+@data.command(cls=Command)
 def check(name: Any_, path: words.Where = None, as_json: words.Json = False) -> None:
     """Read every sample and report sizes, classes, pixel statistics and damage.
 
     The mean and deviation per channel, in 0..1, are what hs.data.Normalize takes.
 
+    A folder is read as by halfstep train and compare: train/ and test/ (or val/) with one folder of images per class,
+    or MNIST's or CIFAR-10's own files. Folders of classes alone are checked too; a note says how to split them.
+
     \b
     halfstep data check sample
     halfstep data check cifar10 --path /data/cifar-10-binary.tar.gz
-    halfstep data check photos/ --json                one folder per class, or train/ and test/ of them
+    halfstep data check photos/ --json
 
     Exit code: 0 whole, 1 damaged or incomplete, 2 not found or a mistake.
     """
@@ -93,7 +99,7 @@ def _tell(found: dict[str, Any]) -> None:
     for part in found["parts"]:
         alone = len(part["sizes"]) == 1
         sizes = ", ".join(f"{w} × {h} × {c}{'' if alone else f' ({n:,})'}" for (h, w, c), n in part["sizes"])
-        typer.echo(f"\n{part['name']}: {part['samples']:,} samples{f' of {sizes}' if sizes else ''}")
+        typer.echo(f"\n{part['name']}: {text.plural(part['samples'], 'sample')}{f' of {sizes}' if sizes else ''}")
         if part["mean"]:
             pairs = zip(part["mean"], part["deviation"], strict=True)
             typer.echo("mean ± deviation: " + ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in pairs))
@@ -103,6 +109,8 @@ def _tell(found: dict[str, Any]) -> None:
             typer.echo(f"damaged: {each}")
     damaged = sum(len(part["damage"]) for part in found["parts"])
     typer.echo(f"\n{damaged} damaged" if damaged else "\nwhole")
+    for each in found["notes"]:
+        typer.echo(f"note: {each}", err=True)
 
 
 def _classes(counts: dict[str, int]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep import data
 from halfstep.cli.runs import Asked
 from halfstep.data import Dataset
+from halfstep.errors import meant
 
 if TYPE_CHECKING:
     from halfstep.again.build import Built
@@ -47,10 +48,13 @@ def _named(source: str, asked: Asked) -> Inputs:
 
     if source != "sample" and source not in CATALOG and ":" not in source:
         known = f"a file, a folder, or a data set of sample, {', '.join(CATALOG)}"
-        raise FileNotFoundError(f"predict: expected {known}; found nothing at {source!r}")
+        close = meant(source, ["sample", *CATALOG])
+        hint = f". Did you mean {close!r}?" if close else ""
+        raise FileNotFoundError(f"predict: expected {known}; found nothing at {source!r}{hint}")
     if asked.build is not None:
         raise ValueError("predict: a builder's network takes what the builder prepares: give an .npy file of it")
-    test = material(replace(asked, data=source).settings()).test
+    path = asked.path if source == asked.data else None
+    test = material(replace(asked, data=source, path=path, test_samples=None).settings()).test  # all of them
     return Inputs(test.select(test.columns[0]), [f"{source}[{i}]" for i in range(test.size)])
 
 
@@ -94,12 +98,14 @@ def _array(path: Path, made: "Built") -> Inputs:
     shape = _shape(made)
     samples = _prepared(array, shape) if array.dtype == torch.uint8 else array
     samples = samples[None] if samples.shape == shape else samples
+    if shape[:1] == (1,) and tuple(samples.shape[1:]) == shape[1:]:
+        samples = samples[:, None]  # gray, without its channel
     if tuple(samples.shape[1:]) != shape or not samples.shape[0]:
         wanted = f"[samples, {', '.join(map(str, shape))}]"
         raise ValueError(
             f"{path}: expected an array of {wanted}, as the network was trained with, got {list(array.shape)}"
         )
-    return Inputs(Dataset((samples,)), [str(i) for i in range(len(samples))])
+    return Inputs(Dataset((samples,)), [f"{path}[{i}]" for i in range(len(samples))])
 
 
 def _prepared(array: Tensor, shape: tuple[int, ...]) -> Tensor:

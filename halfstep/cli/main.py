@@ -46,7 +46,8 @@ def _run() -> None:
         cause = getattr(end.__context__, "__cause__", None)
         if isinstance(cause, EOFError):  # typer takes it for the end of the input and exits with 1
             raise cause from None
-        if isinstance(cause, KeyboardInterrupt):  # likewise
+        if isinstance(cause, KeyboardInterrupt):  # likewise; a run that was going on has said more
+            print("halfstep: stopped", file=sys.stderr)
             sys.exit(130)
         raise
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +14,7 @@ from halfstep.cli.evaluate import OwnDevice, OwnName, OwnNet, asked_for
 if TYPE_CHECKING:
     from torch import Tensor
 
+COLUMNS = ("input", "label", "class", "probability")  # of every row, in CSV and JSON; class is empty without names
 _KINDS = (".csv", ".json", ".npy")
 
 
@@ -27,8 +27,9 @@ def predict(
 ) -> None:  # fmt: skip
     """Predict with a run, a checkpoint or a file of weights.
 
-    Prints a CSV of input, class and probability, or writes OUT. Images are brought to the size and channels that the
-    run was trained with; an .npy of uint8 images is prepared as the training data was, one of floats is taken as it is.
+    Prints a CSV, or writes OUT: input, the number of its likeliest class (label), the name of that where the data has
+    names (class), its probability. Images are brought to the size and channels that the run was trained with; an .npy
+    of uint8 images is prepared as the training data was, one of floats is taken as it is.
 
     \b
     halfstep predict runs/first shirt.png
@@ -76,12 +77,12 @@ def _deliver(outputs: Any, names: list[str], classes: list[str], out: Path | Non
     if out is None:
         text.dump(rows) if as_json else sys.stdout.write(_csv(rows))
         return None
-    out.write_text(json.dumps(rows, indent=1) + "\n" if out.suffix.lower() == ".json" else _csv(rows))
-    return typer.echo(f"written: {out}, {len(rows)} predictions", err=True)
+    out.write_text(text.encoded(rows) + "\n" if out.suffix.lower() == ".json" else _csv(rows))
+    return typer.echo(f"written: {out}, {text.plural(len(rows), 'prediction')}", err=True)
 
 
 def _rows(outputs: Any, names: list[str], classes: list[str]) -> list[dict[str, Any]]:
-    """The likeliest class of each and its probability, the softmax in float64."""
+    """The likeliest class of each and its probability, the softmax in float64. Every row has every column."""
     from torch import Tensor
 
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
@@ -92,13 +93,13 @@ def _rows(outputs: Any, names: list[str], classes: list[str]) -> list[dict[str, 
 
 def _row(name: str, chances: "Tensor", classes: list[str]) -> dict[str, Any]:
     label = int(chances.argmax())
-    said = {"class": classes[label]} if label < len(classes) else {}
-    return {"input": name, "label": label, **said, "probability": round(float(chances[label]), 6)}
+    values = (name, label, classes[label] if label < len(classes) else None, round(float(chances[label]), 6))
+    return dict(zip(COLUMNS, values, strict=True))
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:
     page = io.StringIO()
-    writer = csv.DictWriter(page, list(rows[0]) if rows else ["input", "label", "probability"], lineterminator="\n")
+    writer = csv.DictWriter(page, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return page.getvalue()

@@ -1,6 +1,8 @@
 """A data set read to its end: how many of what size and class, and what is damaged."""
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep import data
+from halfstep.compare import layout
 from halfstep.data import Dataset, ImageFolder
 from halfstep.data.get.catalog import CATALOG
 from halfstep.data.get.find import find
@@ -23,49 +26,70 @@ def dataset(name: str, path: str | None, split: Literal["train", "test"]) -> Dat
         return Dataset({"image": images[..., None], "label": labels}, classes=classes)
     if name in CATALOG:
         return data.load(name, split, path=path)
-    roots = dict(_folders(name, path))
-    return Dataset(ImageFolder(roots.get(split) or next(iter(roots.values()))), ["image", "label"])
+    _refuse_path(name, path)
+    if _is_unsplit(name):
+        return Dataset(ImageFolder(_root(name)), ["image", "label"])
+    folder = layout.found(name, own=False)
+    return folder.read(folder.parts[split == "test"])
 
 
 def examine(name: str, path: str | None) -> dict[str, Any]:
-    """Every part of a data set; what cannot be read is told among the damage, not raised."""
+    """Every part of a data set; what cannot be read is told among the damage, not raised. `notes` say what training on
+    it would stumble over."""
     if name == "sample" or name in CATALOG:
         origin = str(find(name, path).folder) if name != "sample" else "ships with the package"
-        parts = [_whole(name, path, split) for split in ("train", "test")]
-    else:
-        origin = "a folder of images"
-        parts = [_images(part, root) for part, root in _folders(name, path)]
-    return {"name": name, "origin": origin, "parts": parts}
+        parts = [_whole(split, partial(dataset, name, path, split)) for split in ("train", "test")]
+        return {"name": name, "origin": origin, "parts": parts, "notes": []}
+    _refuse_path(name, path)
+    if _is_unsplit(name):
+        root = _root(name)
+        parts = [_images("all", root)]
+        move = f"halfstep train and compare read {layout.READ}: move its classes below {root}/train and {root}/test"
+        return {"name": name, "origin": "a folder of images", "parts": parts, "notes": [move, *_sizes(parts)]}
+    folder = layout.found(name, own=False)
+    if folder.kind != "images":
+        parts = [_whole(part, partial(folder.read, part)) for part in folder.parts]
+        files = "MNIST-family files" if folder.kind == "idx" else "CIFAR-10 files"
+        return {"name": name, "origin": f"a folder of {files}", "parts": parts, "notes": []}
+    parts = [_images(part, folder.root / part) for part in folder.parts]
+    wrong = folder.mismatch()
+    parts[1]["damage"] += [wrong] if wrong else []
+    return {"name": name, "origin": "a folder of images", "parts": parts, "notes": _sizes(parts)}
 
 
-def _folders(name: str, path: str | None) -> list[tuple[str, Path]]:
-    """train/ and test/ (or val/), where both are there; else the folder itself."""
+def _root(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def _is_unsplit(name: str) -> bool:
+    """A folder of classes that is not divided into train and test: it can be looked at, not trained on."""
+    root = _root(name)
+    if not root.is_dir() or any(root.glob("*-idx?-ubyte*")) or any(root.glob("*_batch*.bin")):
+        return False
+    return layout.classes_alone(root)
+
+
+def _refuse_path(name: str, path: str | None) -> None:
     if path is not None:
         raise ValueError(f"--path: expected with a data set of {', '.join(CATALOG)}, got {name!r}")
-    root = Path(name).expanduser()
-    if not root.is_dir():
-        known = f"sample, {', '.join(CATALOG)}, or a folder with one folder of images per class"
-        raise ValueError(f"data: expected {known}; got {name!r}, and there is no such folder")
-    if any(root.glob("*-idx?-ubyte*")) or any(root.glob("*_batch*.bin")):
-        raise ValueError(
-            f"data: {root} holds the files of a known set; say which: halfstep data check NAME --path {root}"
-        )
-    other = next((part for part in ("test", "val", "valid") if (root / part).is_dir()), None)
-    if (root / "train").is_dir() and other is not None:
-        return [("train", root / "train"), (other, root / other)]
-    return [("all", root)]
 
 
-def _whole(name: str, path: str | None, split: Any) -> dict[str, Any]:
+def _sizes(parts: list[dict[str, Any]]) -> list[str]:
+    if len({size for part in parts for size, _ in part["sizes"]}) < 2:
+        return []
+    return ["images of different sizes: halfstep train and compare take one size. Resize the files first."]
+
+
+def _whole(part: str, read: Callable[[], Dataset]) -> dict[str, Any]:
     try:
-        part = dataset(name, path, split)
-        (images, labels), classes = next(iter(part.batch(part.size))), part.classes
+        found = read()
+        (images, labels), classes = next(iter(found.batch(found.size))), found.classes
     except (ValueError, OSError, EOFError) as error:
-        return _part(split, Counter(), Counter(), [], [str(error)], None)
+        return _part(part, Counter(), Counter(), [], [str(error)], None)
     counts = torch.bincount(labels, minlength=len(classes)).tolist()
     named = {str(classes[i] if i < len(classes) else i): count for i, count in enumerate(counts)}
     sizes = Counter({_size(images[0]): len(images)})
-    return _part(split, sizes, Counter(named), list(named), [], Moments().add(images))
+    return _part(part, sizes, Counter(named), list(named), [], Moments().add(images))
 
 
 def _images(part: str, root: Path) -> dict[str, Any]:

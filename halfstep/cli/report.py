@@ -7,23 +7,22 @@ import typer
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(help="folder of a comparison or of one run, or its compare.json, log.jsonl")
-    ],
+    folder: Annotated[Path, typer.Argument(help="folder of a comparison or a run, or its compare.json or log.jsonl")],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="folder to write into, - for standard output; default: FOLDER")
+        Path | None, typer.Option("--out", "-o", help="folder to write into, else FOLDER; - is standard output")
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", "-f", help="html, md or json; give it again for more; html and md")
+        list[str] | None, typer.Option("--format", "-f", help="html, md or json, once for each; else html and md")
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="show the page in the browser")] = False,
 ) -> None:
-    """Write a comparison or a run as one self-contained page, as Markdown for a pull request, as JSON.
+    """Write a comparison or a run as a page, as Markdown, as JSON.
 
+    The page is one file that holds all it shows; the Markdown is for a pull request.
+
+    \b
     halfstep report runs/demo --open
-
     halfstep report runs/demo --format md --out - | gh pr comment 12 --body-file -
-
     halfstep report runs/mine/log.jsonl --out pages
     """
     import webbrowser

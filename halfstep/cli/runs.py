@@ -49,34 +49,35 @@ class Asked:
         return {"accumulate": self.accumulate, "clip_norm": self.clip_norm, "ema": self.ema}
 
 
-def make(asked: Asked) -> "Built":
-    """Model, training data and the other arguments of fit, as new."""
+def make(asked: Asked, *, training: bool = False) -> "Built":
+    """Model, training data and the other arguments of fit, as new; with `training`, and notices about that."""
     import torch
 
     from halfstep.again.build import built
 
     if asked.build is None:
-        return _by_flags(asked)
+        return _by_flags(asked, training)
     torch.manual_seed(asked.seed)
     return built(builder_of(asked.build))
 
 
-def _by_flags(asked: Asked) -> "Built":
+def _by_flags(asked: Asked, training: bool) -> "Built":
     from torch import nn
 
     from halfstep.again.build import Built
     from halfstep.compare import recipe
     from halfstep.compare.material import material
-    from halfstep.compare.settings import precision
     from halfstep.metrics import Accuracy
     from halfstep.model import Model
 
     settings = asked.settings()
     given = material(settings)
     recipe.check(settings, given)
+    if training:
+        recipe.note(settings, given)
     net, batches = recipe.network(settings, given, asked.seed), given.batches(asked.seed, asked.batch)
     model = Model(
-        net, nn.CrossEntropyLoss(), _optimizer(settings, net), precision(asked.precision),
+        net, nn.CrossEntropyLoss(), _optimizer(settings, net), asked.precision,
         metrics={"acc": Accuracy()}, schedule=_rates(settings, batches.size, asked.accumulate), **asked.options(),
     )  # fmt: skip
     return Built(model, batches, {"valid": given.check_batches(asked.batch)})
@@ -129,9 +130,39 @@ def check(folder: Path, asked: Asked) -> None:
     if before is None:
         return
     was, now = asdict(before), asdict(asked)
-    said = [f"{name} was {was[name]!r} and is {now[name]!r}" for name in was if was[name] != now[name]]
-    if any(not each.startswith(_FREE) for each in said):
-        raise ValueError(f"--resume: {folder} holds another run: {'; '.join(said)}. {_WAYS}.")
+    said = {name: f"{name} was {was[name]!r} and is {now[name]!r}" for name in was if was[name] != now[name]}
+    barring = [text for name, text in said.items() if name not in _FREE]
+    allowed = [text for name, text in said.items() if name in _FREE]
+    if barring:
+        other = f" Allowed to differ: {'; '.join(allowed)}." if allowed else ""
+        raise ValueError(f"--resume: {folder} holds another run: {'; '.join(barring)}. {_WAYS}.{other}")
+
+
+@dataclass(frozen=True)
+class Over:
+    """A run that has all the epochs it is asked for."""
+
+    checkpoint: Path
+    epochs: int
+    steps: int
+    history: list[dict[str, Any]]
+
+    def summary(self, out: Path) -> dict[str, Any]:
+        return {"out": str(out), "resumed": str(self.checkpoint), "steps": self.steps, "history": self.history}
+
+
+def over(folder: Path, epochs: int) -> Over | None:
+    """Where a run stands that has `epochs` or more behind it, and its weights written; None when there is work left."""
+    from halfstep import checkpoint
+
+    newest = checkpoint.latest(folder)
+    if newest is None or not (folder / WEIGHTS).is_file():
+        return None
+    loop = checkpoint.load(newest).tree.get("loop")
+    if loop is None:  # saved by other means than a run: fit refuses it
+        return None
+    done = loop["epoch"] if loop["epoch_over"] and not loop["pending"] else loop["epoch"] - 1
+    return Over(newest, done, loop["global_step"], loop["history"]) if done >= epochs else None
 
 
 def clear(folder: Path) -> None:

@@ -2,11 +2,14 @@
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
+
+_VALUED = ("--resume",)  # options among those left out of a command that take their value along
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
@@ -35,9 +38,35 @@ def number(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if name.removeprefix("valid_").startswith("acc") else f"{value:.4f}"
 
 
+def plural(n: int, word: str) -> str:
+    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
+
+
+def command(*, without: Sequence[str] = (), add: str = "") -> str:
+    """The command as it was given, to be shown or repeated: less the options of `without`, with `add` behind it."""
+    kept, skip = [], False
+    for word in sys.argv[1:]:
+        name, equals, _ = word.partition("=")
+        if not skip and name not in without:
+            kept.append(word)
+        skip = not skip and name in without and name in _VALUED and not equals
+    return " ".join([shlex.join(["halfstep", *kept]), *([add] if add else [])])
+
+
+def code(end: BaseException) -> int:
+    """The exit code of a run that a signal ended: 130, or what SystemExit carries."""
+    if isinstance(end, SystemExit):
+        return end.code if isinstance(end.code, int) else 1
+    return 130
+
+
 def dump(value: Any) -> None:
     """Strict JSON on standard output: NaN and inf are null."""
-    typer.echo(json.dumps(_strict(value), indent=1, allow_nan=False))
+    typer.echo(encoded(value))
+
+
+def encoded(value: Any) -> str:
+    return json.dumps(_strict(value), indent=1, allow_nan=False)
 
 
 def _strict(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import nets
-from halfstep.compare.settings import Settings, precision
+from halfstep.compare.settings import Settings
 from halfstep.step import TrainStep
 
 _BARE = "torch, fp32"
@@ -72,7 +72,7 @@ def _bare(net: nn.Module, x: Tensor, y: Tensor) -> Work:
 
 def _step(net: nn.Module, x: Tensor, y: Tensor, name: str) -> Work:
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
-    step = TrainStep(net, _loss(y), optimizer, precision=precision(name), nonfinite="ignore")
+    step = TrainStep(net, _loss(y), optimizer, precision=name, nonfinite="ignore")
     return lambda: step(x, y)
 
 

@@ -1,6 +1,5 @@
 """`halfstep train`: one run by flags or by the user's builder, with checkpoints, a log and weights in a folder."""
 
-import shlex
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -70,14 +69,31 @@ def _held(
 ) -> dict[str, Any]:
     from halfstep.compare.folder import held
 
-    made = runs.make(asked)  # before the folder is touched: most mistakes show here
+    made = runs.make(asked, training=True)  # before the folder is touched: most mistakes show here
     asked = _with_epochs(asked, made)
+    _note_verify(made.model.graphs)
     with held(out):
         if fresh:
             runs.clear(out)
         _check_folder(out, asked, resume)
-        runs.write(out, asked, shlex.join(["halfstep", *sys.argv[1:]]))
-        return _fit(made, asked, out, resume, sink, plain=plain, file=sys.stderr if as_json else sys.stdout)
+        file = sys.stderr if as_json else sys.stdout
+        over = runs.over(out, asked.epochs) if resume == "auto" else None
+        if over is not None:
+            print(_nothing(out, asked.epochs, over), file=file)
+            return over.summary(out)
+        runs.write(out, asked, text.command())
+        return _fit(made, asked, out, resume, sink, plain=plain, file=file)
+
+
+def _nothing(out: Path, epochs: int, over: runs.Over) -> str:
+    has = f"{out} has {text.plural(over.epochs, 'epoch')} already, up to step {over.steps}, and --epochs is {epochs}"
+    return f"{has}: nothing was done. To train further: --epochs {over.epochs + 1}, or more"
+
+
+def _note_verify(graphs: Any) -> None:
+    if graphs.verify and graphs.device.type != "cuda":
+        where = f"on {graphs.device.type}, where no step is replayed from a graph"
+        typer.echo(f"note: verify={graphs.verify}: there is nothing to verify {where}", err=True)
 
 
 def _with_epochs(asked: runs.Asked, made: "Built") -> runs.Asked:
@@ -125,32 +141,40 @@ def _fit(
     arguments["callbacks"] = [*mine, JSONLLog(out / runs.LOG, overwrite=True), *_progress(plain, file), *saver]
     try:
         run = made.model.fit(data=made.data, **arguments)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
         typer.echo(_stopped(out), err=True)
-        raise typer.Exit(130) from None
-    except SystemExit as end:  # SIGTERM, after its checkpoint
-        typer.echo(_stopped(out), err=True)
-        raise typer.Exit(end.code if isinstance(end.code, int) else 1) from None
+        raise typer.Exit(text.code(end)) from None
     made.model.save(out / runs.WEIGHTS)
-    if run.resumed:
-        print(f"went on from {run.resumed}", file=file)
     print(f"written: {out}/{{{runs.LOG}, {runs.WEIGHTS}}} and checkpoints", file=file)
     return {"out": str(out), "resumed": run.resumed, "steps": run.global_step, "history": run.history}
 
 
 def _stopped(out: Path) -> str:
-    return f"halfstep: stopped. The same command with --resume auto goes on from the checkpoint in {out}"
+    """What is kept, and the command that goes on; --fresh would throw it away."""
+    from halfstep import checkpoint
+
+    kept = checkpoint.latest(out)
+    if kept is None:
+        return "halfstep: stopped before the first checkpoint; nothing is kept"
+    again = text.command(without=("--fresh", "--resume"), add="--resume auto")
+    return f"halfstep: stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}"
 
 
 def _progress(plain: bool, file: Any) -> list[Any]:
     """A bar on a terminal; a line per epoch elsewhere; --plain: the lines of seed 000 too."""
     from halfstep.callbacks import Lambda, ProgressBar, ProgressLines
 
-    if sys.stderr.isatty() and not plain:
-        return [ProgressBar()]
+    said = Lambda(begin=lambda run: run.resumed and print(_from(run), file=file, flush=True))
     epochs = Lambda(epoch_end=lambda run: print(_line(run), file=file, flush=True))
-    epochs.writes = True  # nothing of it decides a run: no notice when a resumed one has it not
-    return [ProgressLines(file=file), epochs] if plain else [epochs]
+    said.writes = epochs.writes = True  # nothing of them decides a run: no notice when a resumed one has them not
+    if sys.stderr.isatty() and not plain:
+        return [said, ProgressBar()]
+    return [said, *([ProgressLines(file=file)] if plain else []), epochs]
+
+
+def _from(run: Any) -> str:
+    epoch = min(run.epoch + run.epoch_over, run.epochs)
+    return f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, from {run.resumed}"
 
 
 def _line(run: Any) -> str:

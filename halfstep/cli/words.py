@@ -31,7 +31,12 @@ def several(*names: str) -> Callable[[str], list[str]]:
 
 Net = Annotated[str, typer.Option(help=f"{', '.join(NETS)}; or module:function", autocompletion=among(*NETS))]
 Data = Annotated[
-    str, typer.Option(help=f"{', '.join(DATA)}, a folder, or module:function", autocompletion=among(*DATA))
+    str,
+    typer.Option(
+        help=f"{', '.join(DATA)}, module:function, or a folder: train/ and test/ with one folder of images per class, "
+        "or MNIST's or CIFAR-10's own files",
+        autocompletion=among(*DATA),
+    ),
 ]
 Where = Annotated[str | None, typer.Option("--path", help="where a data set of that name lies: folder, archive or URL")]
 Name = Annotated[

@@ -80,7 +80,6 @@ def held(out: Path) -> Iterator[None]:
 
 def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
     """Refuses a folder of something else, or of a comparison that asked for something else, naming the difference."""
-    ways = "Repeat the command as it was, name another folder (--out), or start over (--fresh)"
     before = read_json(out / SUMMARY)
     if before is None:
         others = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, "runs"))
@@ -91,18 +90,36 @@ def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) ->
         return
     if not isinstance(before, dict) or before.get("halfstep_compare") != VERSION:
         raise ValueError(f"out: {out}/{SUMMARY} is not a comparison of this version. Name another folder: --out")
-    old = before["spec"]
-    changed = [name for name in spec if name not in _FREE and spec[name] != old.get(name)]
-    said = [f"{name} was {old.get(name)!r} and is {spec[name]!r}" for name in changed]
-    then = before["environment"]
-    said += [
-        f"{n} was {then.get(n)!r} and is {environment[n]!r}" for n in _ENVIRONMENT if environment[n] != then.get(n)
+    asked, around = _asked(before["spec"], spec), _around(before["environment"], environment)
+    if asked or around:
+        what = "another comparison" if asked else "this comparison, begun otherwise"
+        ways = _ways(before, environment, asked=bool(asked))
+        raise ValueError(f"out: {out} holds {what}: {'; '.join([*asked, *around])}. {ways}")
+
+
+def _asked(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    changed = [name for name in new if name not in _FREE and new[name] != old.get(name)]
+    said = [f"{name} was {old.get(name)!r} and is {new[name]!r}" for name in changed]
+    said += _dropped("precisions", old, new) + _dropped("seeds", old, new)
+    if old["precisions"][0] != new["precisions"][0]:
+        said.append(f"the reference was {old['precisions'][0]!r} and is {new['precisions'][0]!r}")
+    return said
+
+
+def _around(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Another number of threads adds in another order: other bits, and other times."""
+    return [
+        f"{name} was {then.get(name)!r} and is {now[name]!r}" for name in _ENVIRONMENT if now[name] != then.get(name)
     ]
-    said += _dropped("precisions", old, spec) + _dropped("seeds", old, spec)
-    if old["precisions"][0] != spec["precisions"][0]:
-        said.append(f"the reference was {old['precisions'][0]!r} and is {spec['precisions'][0]!r}")
-    if said:
-        raise ValueError(f"out: {out} holds another comparison: {'; '.join(said)}. {ways}.")
+
+
+def _ways(before: Mapping[str, Any], now: Mapping[str, Any], *, asked: bool) -> str:
+    """What to do about it. Threads can be had again, up to the number of cores, where OMP_NUM_THREADS ends."""
+    then = before["environment"].get("threads")
+    first = "Repeat the command as it was" if asked else "Repeat it where it was begun"
+    if then != now["threads"] and isinstance(then, int) and then <= (os.cpu_count() or 1):
+        first = f"{'Repeat the command as it was' if asked else 'Go on'} with OMP_NUM_THREADS={then} in front of it"
+    return f"{first}, name another folder (--out), or start over (--fresh)."
 
 
 def _dropped(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,9 @@
 """The data of a comparison, by name, by folder or by a function of the user's: training and test samples, unbatched."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from halfstep import data
 from halfstep.again.build import builder
+from halfstep.compare import layout
 from halfstep.compare.settings import Settings
 from halfstep.data import Dataset
 from halfstep.data.get.catalog import CATALOG
-from halfstep.data.read.idx import read_split
+from halfstep.errors import Notice
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def material(settings: Settings) -> Material:
     """Read, cut to the numbers asked for, and prepared: uint8 images become [C, H, W] in 0..1, other data stays."""
     train, test = _pair(settings.data, settings.path)
     classes = len(train.classes) or None
-    chain = _prepared(train, settings.net)
+    chain = _prepared(train, settings)
     parts = []
     for whole, count in ((train, settings.samples), (test, settings.test_samples)):
         part = whole if count is None else whole.take(count)
@@ -58,7 +59,7 @@ def _pair(name: str, path: str | None) -> tuple[Dataset, Dataset]:
     if path is not None:
         raise ValueError(f"path: expected with a data set of {', '.join(CATALOG)}, got data {name!r}")
     if name == "sample":
-        return _dataset(data.sample(True), 10), _dataset(data.sample(False), 10)
+        return _dataset(data.sample(True)), _dataset(data.sample(False))
     if ":" in name and "://" not in name and not os.path.exists(name):
         return _own(name)
     return _folder(name)
@@ -70,45 +71,49 @@ def _own(name: str) -> tuple[Dataset, Dataset]:
     if not isinstance(found, Sequence) or len(found) != 2:
         kind = type(found).__name__
         raise TypeError(f"data: expected {name!r} to return (training data, test data), got {kind}")
-    train, test = (each if isinstance(each, Dataset) else Dataset(each) for each in found)
+    classes = _counted(found)
+    train, test = (each if isinstance(each, Dataset) else Dataset(each, classes=classes) for each in found)
     if train.plan.batch or test.plan.batch:
         raise ValueError(f"data: expected {name!r} to return samples, got batches; leave .batch() to the comparison")
     return train, test
 
 
-def _folder(name: str) -> tuple[Dataset, Dataset]:
-    """MNIST-family files, CIFAR's, or one folder of images per class under train/ and test/ (or val/)."""
-    root = Path(name).expanduser()
-    known = f"sample, {', '.join(CATALOG)}, a folder, or a function of yours as package.module:function"
-    if not root.is_dir():
-        raise ValueError(f"data: expected {known}; got {name!r}, and there is no such folder")
-    held = {path.name for path in root.iterdir()}
-    if any(each.startswith("train-images-idx3") for each in held):
-        train, test = (_dataset(read_split(root, train=part), 10) for part in (True, False))
-        return train, test
-    if "data_batch_1.bin" in held:
-        train, test = (_dataset(data.read_cifar(root, train=part), 10) for part in (True, False))
-        return train, test
-    other = next((part for part in ("test", "val", "valid") if part in held), None)
-    if "train" in held and other is not None:
-        train, test = (Dataset(data.ImageFolder(root / part), ["image", "label"]) for part in ("train", other))
-        return train, test
-    raise ValueError(
-        f"data: {root} holds neither idx files (train-images-idx3-ubyte …), CIFAR-10's data_batch_1.bin …, nor folders "
-        "train and test with one folder of images per class"
-    )
-
-
-def _dataset(pair: tuple[Tensor, Tensor], classes: int) -> Dataset:
-    images, labels = pair
-    images = images[..., None] if images.dim() == 3 else images
-    return Dataset({"image": images, "label": labels}, classes=[str(i) for i in range(classes)])
-
-
-def _prepared(train: Dataset, net: str) -> list[Any]:
-    """What uint8 images need; LeNet-5 takes 32×32 only."""
-    first = next(iter(train.take(1).batch(1)))[0]
-    if not isinstance(first, Tensor) or first.dtype != torch.uint8 or first.dim() != 4:
+def _counted(found: Sequence[Any]) -> list[str]:
+    """Classes by the labels, where both parts are columns that end with whole numbers; none where that is not known."""
+    labels = [torch.as_tensor(each[-1]) for each in found if isinstance(each, tuple) and len(each) > 1]
+    if len(labels) < 2 or any(y.dim() != 1 or y.is_floating_point() or not len(y) or y.min() < 0 for y in labels):
         return []
-    resize = [data.Resize(32)] if net == "lenet5" and first.shape[1:3] != (32, 32) else []
+    return [str(i) for i in range(max(int(y.max()) for y in labels) + 1)]
+
+
+def _folder(name: str) -> tuple[Dataset, Dataset]:
+    folder = layout.found(name)
+    wrong = folder.mismatch()
+    if wrong:
+        raise ValueError(f"data: {wrong}")
+    train, test = (folder.read(part) for part in folder.parts)
+    return train, test
+
+
+def _dataset(pair: tuple[Tensor, Tensor]) -> Dataset:
+    images, labels = pair
+    return Dataset({"image": images[..., None], "label": labels}, classes=[str(i) for i in range(10)])
+
+
+def _prepared(train: Dataset, settings: Settings) -> list[Any]:
+    """What uint8 images need; LeNet-5 takes 32×32 only. [H, W] can only be gray: it gets its channel, and a notice."""
+    first = next(iter(train.take(1).batch(1)))[0]
+    if not isinstance(first, Tensor) or first.dtype != torch.uint8:
+        return []
+    shape = list(first.shape[1:])
+    if len(shape) not in (2, 3):
+        raise ValueError(
+            f"data: expected floats, or uint8 images of [H, W], [H, W, C] or [C, H, W], got uint8 {shape} from "
+            f"{settings.data}. Return x / 255, or the images before they were flattened."
+        )
+    if len(shape) == 2:
+        sides = " × ".join(map(str, shape))
+        text = f"data: {settings.data} gives images of {sides} without channels: taken as gray, 1 × {sides}"
+        warnings.warn(text, Notice, stacklevel=2)
+    resize = [data.Resize(32)] if settings.net == "lenet5" and shape[:2] != [32, 32] else []
     return [*resize, data.ToCHW(), data.Rescale(1 / 255)]

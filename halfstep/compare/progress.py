@@ -140,9 +140,14 @@ class _Bar(Callback):
 def introduced(settings: Settings, given: Material, done: int) -> str:
     """What is about to happen, in one line."""
     what = f"{settings.net} on {settings.data}: {given.train.size:,} samples, {given.test.size:,} to test"
-    runs = f"{len(settings.precisions)} precisions × {len(settings.seeds)} seeds × {settings.epochs} epochs"
-    before = f", {done} runs are done already" if done else ""
+    counts = {"precision": len(settings.precisions), "seed": len(settings.seeds), "epoch": settings.epochs}
+    runs = " × ".join(plural(n, word) for word, n in counts.items())
+    before = f", {plural(done, 'run')} {'is' if done == 1 else 'are'} done already" if done else ""
     return f"{what}; {runs}, batch {settings.batch}, on {settings.place}{before}"
+
+
+def plural(n: int, word: str) -> str:
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def ended(result: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from halfstep import nets, schedules
 from halfstep.again.build import builder
 from halfstep.compare.material import Material
-from halfstep.compare.settings import Settings, precision
+from halfstep.compare.settings import Settings
+from halfstep.errors import Notice
 from halfstep.metrics import Accuracy
 from halfstep.model import Model
 
@@ -33,7 +34,7 @@ def model(settings: Settings, material: Material, name: str, seed: int) -> Model
     optimizer: Optimizer = _MAKERS[settings.optimizer](net.parameters(), lr=settings.lr)
     steps = settings.epochs * material.batches(seed, settings.batch).size
     return Model(
-        net, nn.CrossEntropyLoss(), optimizer, precision(name), metrics={"acc": Accuracy()},
+        net, nn.CrossEntropyLoss(), optimizer, name, metrics={"acc": Accuracy()},
         schedule=_schedule(settings, steps),
     )  # fmt: skip
 
@@ -44,12 +45,33 @@ def check(settings: Settings, material: Material) -> None:
         made = model(settings, material, settings.precisions[0], settings.seeds[0])
         batches = material.train.take(min(4, material.train.size)).batch(4)
         try:
+            next(iter(batches))
+        except (ValueError, OSError) as error:  # images of several sizes, a damaged file
+            raise ValueError(f"data: {settings.data}: {error}") from error
+        batches.seek(0)
+        try:
             scores = made.evaluate(batches)
         except Exception as error:
             shape = " × ".join(map(str, material.shape))
             fits = f"{settings.net} does not take inputs of {shape} with labels of {settings.data}"
-            raise ValueError(f"net: {fits}: {type(error).__name__}: {error}") from error
+            raise ValueError(f"net: {fits}: {type(error).__name__}: {error}{_advice(settings, material)}") from error
     assert "acc" in scores
+
+
+def _advice(settings: Settings, material: Material) -> str:
+    """The line to write where images of the user's own have no channels, which only an MLP does without."""
+    if len(material.shape) != 2 or ":" not in settings.data:
+        return ""
+    shape = ", ".join(map(str, material.shape))
+    return f" Give the images of {settings.data} their channel: x[:, None] is [N, 1, {shape}]."
+
+
+def note(settings: Settings, material: Material) -> None:
+    """A batch that no epoch can fill."""
+    size = material.train.size
+    if settings.batch > size:
+        text = f"batch: {settings.batch} is more than the {size} training samples: an epoch is one batch of {size}"
+        warnings.warn(text, Notice, stacklevel=2)
 
 
 def _options(name: str, material: Material) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from halfstep.compare import folder, recipe, summary
+from halfstep.compare.load import Crowd
 from halfstep.compare.material import Material, material
 from halfstep.compare.progress import Progress, Silent
 from halfstep.compare.settings import Settings
@@ -31,6 +32,7 @@ def compare(
     with _noted(show):
         given = material(settings)
         recipe.check(settings, given)
+        recipe.note(settings, given)
     out = Path(out)
     spec, around = _spec(settings, given), environment(settings.place)
     with folder.held(out):
@@ -47,13 +49,14 @@ def _all(
     results = _finished(settings, out, retry)
     told = _write(out, head, results)
     show.begin(settings, given, len(results))
+    crowd = Crowd(settings.place, head["command"], show.note)
     try:
         for name, seed in settings.pairs:
             if any((r["precision"], r["seed"]) == (name, seed) for r in results):
                 continue
             place = folder.run_folder(out, name, seed)
             with _noted(show):
-                results.append(trial(settings, given, name, seed, place, show.callbacks(name, seed)))
+                results.append(trial(settings, given, name, seed, place, [*show.callbacks(name, seed), crowd]))
             told = _write(out, head, results)
             show.done(results[-1])
     finally:

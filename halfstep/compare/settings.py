@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from halfstep.errors import meant
 from halfstep.precision import Precision
 from halfstep.precision.device import refuse
-from halfstep.precision.policy import DTYPES, ROUNDINGS, names
 
 # name → what it is, and the learning rate when none is given
 OPTIMIZERS: dict[str, tuple[str, float]] = {
@@ -63,7 +63,7 @@ class Settings:
                 raise ValueError(f"seeds: expected whole numbers of 0 or more, got {seed!r}")
         device = chosen(self.device)
         for name in self.precisions:
-            refuse(precision(name), device)
+            refuse(Precision.parse(name), device)
         _refuse_twins(self.precisions)
 
     @property
@@ -85,18 +85,6 @@ class Settings:
         object.__setattr__(self, field, value)
 
 
-def precision(text: str) -> Precision:
-    """ "O2", or with a low dtype or a rounding after a plus: "O2+bf16", "fp16+kahan"."""
-    name, *words = text.split("+") if isinstance(text, str) else [text]
-    options: dict[str, Any] = {}
-    for word in words:
-        if word not in DTYPES and word not in ROUNDINGS:
-            known = f"one of {', '.join([*DTYPES, *ROUNDINGS])} after the plus, as in O2+bf16 or fp16+kahan"
-            raise ValueError(f"precision: received {text!r}, expected {known}; the names before it are\n{names()}")
-        options["dtype" if word in DTYPES else "rounding"] = word
-    return Precision(name, **options)
-
-
 def chosen(device: str) -> torch.device:
     """CUDA where there is any for "auto"; a device that is named and not there is refused."""
     if device == "auto":
@@ -109,7 +97,8 @@ def chosen(device: str) -> torch.device:
         raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ValueError(f"device: got {device!r}, and torch sees {count} CUDA devices here; leave it out, or say cpu")
+        seen = f"{count or 'no'} CUDA device{'' if count == 1 else 's'} here"
+        raise ValueError(f"device: got {device!r}, and torch sees {seen}; leave it out, or say cpu")
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
 
 
@@ -128,7 +117,7 @@ def _refuse_twins(given: Sequence[str]) -> None:
     """The same precision under two names would be compared with itself."""
     seen: dict[Precision, str] = {}
     for name in given:
-        other = seen.setdefault(precision(name), name)
+        other = seen.setdefault(Precision.parse(name), name)
         if other != name:
             raise ValueError(f"precisions: {name!r} is {other!r} under another name; leave one of them out")
 
@@ -148,4 +137,6 @@ def _above_zero(name: str, value: Any) -> None:
 
 def _one_of(name: str, value: Any, table: Any) -> None:
     if value not in table:
-        raise ValueError(f"{name}: expected one of {', '.join(table)}, got {value!r}")
+        close = meant(value, table)
+        hint = f". Did you mean {close!r}?" if close else ""
+        raise ValueError(f"{name}: expected one of {', '.join(table)}, got {value!r}{hint}")

@@ -17,17 +17,17 @@ def rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
     """One per precision, in the order asked; the first is what the others are compared with."""
     by = {name: {r["seed"]: r for r in results if r["precision"] == name} for name in spec["precisions"]}
     reference = spec["precisions"][0]
-    return [_row(name, by[name], _verdict(name, by[name], reference, by[reference], spec)) for name in by]
+    return [_row(name, by[name], _verdict(name, by[name], reference, by[reference], spec), spec) for name in by]
 
 
-def _row(name: str, runs: Mapping[int, Result], found: Verdict) -> Row:
+def _row(name: str, runs: Mapping[int, Result], found: Verdict, spec: Mapping[str, Any]) -> Row:
     done = [r for r in runs.values() if r["status"] == "done"]
     accs = [r["acc"] for r in done]
     return {
         "precision": name,
         "n": len(runs),
         "failed": len(runs) - len(done),
-        **{key: _typical(done, key) for key in ("ms_per_step", "s_per_epoch", "samples_per_s")},
+        **_times(done, spec["samples"]),
         "peak_memory": max((r["peak_memory"] for r in done if r["peak_memory"] is not None), default=None),
         "loss": statistics.fmean(r["loss"] for r in done) if done else None,
         "acc": statistics.fmean(accs) if accs else None,
@@ -39,6 +39,12 @@ def _row(name: str, runs: Mapping[int, Result], found: Verdict) -> Row:
         "skipped": statistics.fmean(r["skipped"] for r in runs.values()) if runs else None,
         "final_scale": _typical(done, "final_scale"),
     }
+
+
+def _times(done: Sequence[Result], samples: int) -> Row:
+    """One median, of the step; the epoch is so many of it, and samples/s follow from the epoch: they always agree."""
+    step, epoch = _typical(done, "ms_per_step"), _typical(done, "s_per_epoch")
+    return {"ms_per_step": step, "s_per_epoch": epoch, "samples_per_s": samples / epoch if epoch else None}
 
 
 def _typical(done: Sequence[Result], key: str) -> float | None:
@@ -86,7 +92,7 @@ def recommend(spec: Mapping[str, Any], table: Sequence[Row], results: Sequence[R
             "precision": best["precision"],
             "reason": _praise(best, first) + (_memory(best, first) if exact else ""),
         }
-    return {"precision": first["precision"], "reason": _stay(others, good, quick)}
+    return {"precision": first["precision"], "reason": _stay(first, others, good, quick)}
 
 
 def _faster(name: str, reference: str, results: Sequence[Result]) -> bool:
@@ -112,7 +118,7 @@ def _memory(best: Row, first: Row) -> str:
     return f", with {share:.0%} of its memory" if share < _FASTER else ""
 
 
-def _stay(others: Sequence[Row], good: Sequence[Row], quick: Sequence[Row]) -> str:
+def _stay(first: Row, others: Sequence[Row], good: Sequence[Row], quick: Sequence[Row]) -> str:
     """Why the reference is the answer."""
     if not good:
         kinds = "; ".join(f"{row['precision']}: {row['verdict']}" for row in others)
@@ -121,4 +127,11 @@ def _stay(others: Sequence[Row], good: Sequence[Row], quick: Sequence[Row]) -> s
     are = "is" if len(good) == 1 else "are"
     doubtful = [row["precision"] for row in quick if row["verdict_kind"] == "unknown"]
     left = f"; whether {', '.join(doubtful)}, which is faster, is as accurate is not settled" if doubtful else ""
-    return f"{names} {are} as accurate, but not faster in every seed by 5 % or more{left}"
+    return f"{names} {are} as accurate, but {_pace(first, good)}{left}"
+
+
+def _pace(first: Row, good: Sequence[Row]) -> str:
+    times = [row["ms_per_step"] for row in good]
+    if all(ms > first["ms_per_step"] for ms in times):
+        return f"slower ({', '.join(f'{ms:.3g}' for ms in times)} ms a step against {first['ms_per_step']:.3g})"
+    return "not faster in every seed by 5 % or more"

@@ -24,10 +24,19 @@ _MOST_SEEDS = 200
 
 @dataclass(frozen=True)
 class Images:
-    """What the test images say by themselves: how many they are, and the standard error they leave in the mean."""
+    """What the test images say by themselves: how many they are, and the standard error they leave in the mean.
+
+    `apart` is the part of the error in which seeds stumble over different images: its square falls as seeds are added,
+    what is left of the error's square does not.
+    """
 
     count: int
     error: float
+    apart: float = 0.0
+
+    def with_seeds(self, more: float) -> float:
+        """The error to expect with `more` times the seeds."""
+        return math.sqrt(max(0.0, self.error**2 - self.apart**2 * (1 - 1 / more)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ def judge(differences: Sequence[float], *, margin: float, images: Images | None 
         kind: Kind = "worse" if mean < 0 else "better"
         return Verdict(kind, f"{kind} by {abs(mean):.1f} ± {half:.1f}", mean, half)
     target = max(margin - abs(mean), abs(mean))  # at this half-width one of the above is reached
-    return Verdict("unknown", f"cannot tell: {_needs(spread, least, target, images)}", mean, half)
+    return Verdict("unknown", f"cannot tell: {_needs(n, spread, target, images)}", mean, half)
 
 
 def student(spread: float, n: int) -> float:
@@ -75,7 +84,11 @@ def half_width(values: Sequence[float]) -> float | None:
 def floor(images: Images) -> float:
     """The half-width that the test images alone leave. With next to no disagreement the normal approximation would
     claim too much: a rate of which nothing was seen may still be 3.69 / N."""
-    return max(_Z * images.error, 100 * _NONE_SEEN / images.count)
+    return _floor(images.count, images.error)
+
+
+def _floor(count: int, error: float) -> float:
+    return max(_Z * error, 100 * _NONE_SEEN / count)
 
 
 def images_of(reference: Sequence[Bits], other: Sequence[Bits]) -> Images:
@@ -83,8 +96,11 @@ def images_of(reference: Sequence[Bits], other: Sequence[Bits]) -> Images:
 
     Taken over the per-image means of all seeds, so it holds too where every seed stumbles over the same images.
     """
-    change = np.mean([b.astype(np.float64) - a for a, b in zip(reference, other, strict=True)], axis=0)
-    return Images(len(change), 100 * float(np.std(change)) / math.sqrt(len(change)))
+    changes = np.stack([b.astype(np.float64) - a for a, b in zip(reference, other, strict=True)])
+    seeds, count = changes.shape
+    error = 100 * float(np.std(changes.mean(axis=0))) / math.sqrt(count)
+    within = float(np.mean(np.var(changes, axis=0, ddof=1))) if seeds > 1 else 0.0  # of one image, seed by seed
+    return Images(count, error, min(error, 100 * math.sqrt(within / seeds / count)))
 
 
 def seeds_needed(spread: float, target: float) -> int | None:
@@ -96,13 +112,20 @@ def seeds_needed(spread: float, target: float) -> int | None:
     return None
 
 
-def _needs(spread: float, least: float, target: float, images: Images | None) -> str:
-    if images and least > target:
-        power = 1 if least > _Z * images.error else 2  # 3.69 / N falls with N, a standard error with its root
-        more = math.ceil(images.count * (least / target) ** power / 100) * 100
-        return f"{images.count:,} test images are too few, about {more:,} needed"
-    n = seeds_needed(spread, target)
-    return f"more seeds needed, about {n}" if n else f"more seeds needed, over {_MOST_SEEDS}"
+def _needs(n: int, spread: float, target: float, images: Images | None) -> str:
+    """What would settle it: more seeds; more test images, where no number of seeds would do; or both."""
+    seeds = seeds_needed(spread, target) if student(spread, n) > target else n
+    if seeds is None or images is None:
+        return f"more seeds needed, about {seeds}" if seeds else f"more seeds needed, over {_MOST_SEEDS}"
+    for more in range(max(seeds, n + 1), _MOST_SEEDS + 1):
+        if _floor(images.count, images.with_seeds(more / n)) <= target:
+            return f"more seeds needed, about {more}"
+    error = images.with_seeds(seeds / n)  # 3.69 / N falls with N, a standard error with its root
+    needed = max(100 * _NONE_SEEN / target, images.count * (_Z * error / target) ** 2)
+    wanted = f"{math.ceil(needed / 100) * 100:,}"
+    if seeds == n:
+        return f"{images.count:,} test images are too few, about {wanted} needed"
+    return f"{n} seeds and {images.count:,} test images are too few, about {seeds} seeds and {wanted} images needed"
 
 
 @cache

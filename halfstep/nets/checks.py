@@ -1,7 +1,8 @@
 """What the builders check of their arguments, and how they say it."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+
+from halfstep.errors import meant
 
 
 def expect(ok: bool, name: str, expected: str, received: object, known: Iterable[str] = ()) -> None:
@@ -17,5 +18,5 @@ def check_size(name: str, value: object) -> None:
 
 def hint(word: object, known: Iterable[str]) -> str:
     """The known word that is closest, as a question; nothing when none is close."""
-    close = get_close_matches(str(word), list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = meant(word, known)
+    return f"; did you mean {close!r}?" if close else ""

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
+from halfstep.errors import meant
 from halfstep.precision.scale import Scale, parse_scale
 
 Cast: TypeAlias = Literal["none", "autocast", "copies", "whole"]
@@ -48,6 +49,11 @@ TABLE: dict[str, Row] = {
     "bf16": Row(BF16, BF16, BF16, "whole", False, "parameters and compute in bfloat16"),
 }
 ALIASES = {"O0": "fp32", "mixed": "O1"}
+# words of other libraries, for the question in an error; they are no names
+_ELSEWHERE = {
+    "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "single": "fp32", "float32": "fp32", "double": "fp64",
+    "float64": "fp64", "amp": "O1",
+}  # fmt: skip
 
 
 def names() -> str:
@@ -58,10 +64,12 @@ def names() -> str:
 
 @dataclass(frozen=True)
 class Precision:
-    """What one word means for every dtype in training.
+    """What one word means for every dtype in training. A plus adds a low dtype or a rounding: "O2+bf16", "fp16+kahan".
 
     >>> Precision("O2", dtype="bfloat16", keep={"head*": "fp32"}).compute
     torch.bfloat16
+    >>> Precision("O2+bf16") == Precision("O2", dtype="bfloat16")
+    True
     """
 
     name: str = "fp32"
@@ -80,10 +88,7 @@ class Precision:
     """"auto": fast half products on CPUs without half units; "torch": torch's own kernels everywhere."""
 
     def __post_init__(self) -> None:
-        self._set("name", ALIASES.get(self.name, self.name))
-        if self.name not in TABLE:
-            later = " (planned, not there yet)" if self.name in ("fp8", "auto") else ""
-            raise ValueError(f"precision: received {self.name!r}{later}, expected one of\n{names()}")
+        self._read_words()
         self._set("dtype", self._low())
         self._set("keep", tuple(sorted((g, _dtype(d, f"keep[{g!r}]")) for g, d in dict(self.keep).items())))
         self._check_choices()
@@ -92,7 +97,7 @@ class Precision:
 
     @classmethod
     def parse(cls, value: "str | Precision") -> "Precision":
-        """A name of the table, or a Precision as it is."""
+        """A name of the table, with words after a plus or without, or a Precision as it is."""
         if isinstance(value, Precision):
             return value
         if not isinstance(value, str):
@@ -144,6 +149,22 @@ class Precision:
         plain = {k: getattr(self, k) for k in ("name", "keep_batchnorm_fp32", "rounding", "kernels")}
         return {**plain, "dtype": _name(self.dtype) if self.row.compute is None else None, "keep": keep, "scale": scale}
 
+    def _read_words(self) -> None:
+        """The name, and what stands after a plus, into the fields."""
+        given = self.name
+        name, *words = given.split("+") if isinstance(given, str) else [given]
+        self._set("name", ALIASES.get(name, name))
+        if self.name not in TABLE:
+            raise ValueError(_unknown(given, name, words))
+        for word in words:
+            if word not in DTYPES and word not in ROUNDINGS:
+                raise ValueError(_unknown_word(given, word))
+            field, unsaid = ("dtype", None) if word in DTYPES else ("rounding", "nearest")
+            if getattr(self, field) != unsaid:
+                twice = f"{getattr(self, field)!r} too, expected one {field}"
+                raise ValueError(f"precision: received {given!r} and {twice}; leave one of them out")
+            self._set(field, word)
+
     def _low(self) -> torch.dtype:
         row = TABLE[self.name]
         if row.compute is not None:
@@ -172,6 +193,22 @@ class Precision:
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)
+
+
+def _unknown(given: Any, name: Any, words: list[str]) -> str:
+    if name in ("fp8", "auto"):
+        return f"precision: received {given!r} (planned, not there yet), expected one of\n{names()}"
+    close = meant(name, [*TABLE, *ALIASES, *_ELSEWHERE])
+    said = "+".join([_ELSEWHERE.get(close, close), *words]) if close else None
+    hint = f"\nDid you mean {said!r}?" if said else ""
+    return f"precision: received {given!r}, expected one of\n{names()}{hint}"
+
+
+def _unknown_word(given: str, word: str) -> str:
+    close = meant(word, [*DTYPES, *ROUNDINGS])
+    hint = f" Did you mean {given.replace(f'+{word}', f'+{close}')!r}?" if close else ""
+    known = f"fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus"
+    return f"precision: received {given!r}, expected {known}, as in O2+bf16 or fp16+kahan.{hint}"
 
 
 def _dtype(value: Any, where: str) -> torch.dtype:

@@ -1,11 +1,12 @@
 """The data sets known by name: what their files are called, where they are published, and how to recognise them."""
 
-import difflib
 import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from halfstep.errors import meant
 
 _LENGTHS = {"md5": 32, "sha256": 64}
 _IDX = (
@@ -82,8 +83,8 @@ def known(name: str) -> Entry:
     for entry in CATALOG.values():
         if entry.is_called(name):
             return entry
-    close = difflib.get_close_matches(name.casefold(), CATALOG, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    close = meant(name, CATALOG)
+    hint = f" Did you mean {close!r}?" if close else ""
     raise ValueError(f"expected one of {', '.join(CATALOG)}, got {name!r}.{hint}")
 
 

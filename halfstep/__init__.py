@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         TensorBoard,
         TimeMonitor,
     )
-    from halfstep.engine import Callback, sink
+    from halfstep.engine import Callback, Row, Run, sink
     from halfstep.errors import NonFiniteError, Notice, UncapturableError
     from halfstep.grads import GradManager, GradOperation
     from halfstep.model import Model
@@ -33,18 +33,18 @@ __version__ = "0.1.0"
 __all__ = [
     "CSVLog", "Callback", "Checkpoint", "DynamicScale", "EarlyStopping", "EvalStep", "FixedScale", "GradManager",
     "GradOperation", "History", "JSONLLog", "LRMonitor", "Lambda", "LossMonitor", "Model", "NoScale", "NonFiniteError",
-    "Notice", "Precision", "ProgressBar", "ProgressLines", "Record", "ReduceLROnPlateau", "StepTimer", "TensorBoard",
-    "TimeMonitor", "TrainStep", "UncapturableError", "amp", "callbacks", "checkpoint", "data", "diff", "losses",
-    "metrics", "nets", "replay", "schedules", "sink",
+    "Notice", "Precision", "ProgressBar", "ProgressLines", "Record", "ReduceLROnPlateau", "Row", "Run", "StepTimer",
+    "TensorBoard", "TimeMonitor", "TrainStep", "UncapturableError", "amp", "callbacks", "checkpoint", "data", "diff",
+    "losses", "metrics", "nets", "replay", "schedules", "sink",
 ]  # fmt: skip
 
 # Loaded when first used: the command's help and a shell's completion need no torch, which takes two seconds to import.
 _ROOMS = {"amp", "callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
 _HOMES = {
-    "Callback": "engine", "sink": "engine", "Model": "model", "diff": "again", "replay": "again",
-    "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors", "GradManager": "grads",
-    "GradOperation": "grads", "DynamicScale": "precision", "FixedScale": "precision", "NoScale": "precision",
-    "Precision": "precision", "EvalStep": "step", "Record": "step", "TrainStep": "step",
+    "Callback": "engine", "Row": "engine", "Run": "engine", "sink": "engine", "Model": "model", "diff": "again",
+    "replay": "again", "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors",
+    "GradManager": "grads", "GradOperation": "grads", "DynamicScale": "precision", "FixedScale": "precision",
+    "NoScale": "precision", "Precision": "precision", "EvalStep": "step", "Record": "step", "TrainStep": "step",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Callbacks that look: every step once and in order, sunk or not; the seeds' lines, to the letter."""
 
 import io
+import math
 import re
 from itertools import pairwise
 from typing import Any
@@ -116,7 +117,8 @@ def test_lambda_says_what_it_takes() -> None:
 
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize(
-    ("style", "word", "digits"), [("mindspore", "step:", repr), ("seed003", "step", repr), ("seed002", "step:", None)]
+    ("style", "word", "digits"),
+    [("plain", "step:", None), ("mindspore", "step:", repr), ("seed003", "step", repr), ("seed002", "step:", None)],
 )
 def test_loss_lines(capsys: pytest.CaptureFixture[str], style: Any, word: str, digits: Any, sink: int | None) -> None:
     fit(2, LossMonitor(style=style), sink=sink)
@@ -133,11 +135,38 @@ def test_the_seeds_losses_are_printed_with_the_seeds_digits() -> None:
         ("seed002", 0.00017951085, "epoch: 1 step: 1000, loss is 0.00017951085"),
         ("seed003", 1.2800476551055908, "epoch: 1 step 1000, loss is 1.2800476551055908"),
         ("mindspore", 1.2800476551055908, "epoch: 1 step: 1000, loss is 1.2800476551055908"),
+        ("plain", 1.2800476551055908, "epoch: 1 step: 1000, loss is 1.2800477"),
     ):
-        value, out = float(np.float32(loss)), io.StringIO()
-        row = Row(1, 1000, 1000, 32, value, value, 0.1, 1.0, False, 0.0, True)
-        LossMonitor(1000, style=style, file=out).step(Run(None, 1, 1000), row)  # type: ignore[arg-type]
-        assert out.getvalue() == line + "\n"
+        assert line_of(float(np.float32(loss)), style) == line + "\n"
+
+
+def line_of(loss: float, style: Any) -> str:
+    out = io.StringIO()
+    row = Row(1, 1000, 1000, 32, loss, loss, 0.1, 1.0, False, 0.0, False)
+    LossMonitor(1000, style=style, file=out).step(Run(None, 1, 1000), row)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("loss", "digits"),
+    [
+        *((0.5, "0.5"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (float(np.float32(1 / 3)), "0.33333334")),
+        *((2e-45, "2e-45"), (float(np.float32(1e-45)), "1e-45"), (1e300, "1e+300"), (-0.0, "-0.0")),
+        *((math.inf, "inf"), (math.nan, "nan")),
+    ],
+)
+def test_a_line_has_the_digits_of_the_loss_and_no_more(loss: float, digits: str) -> None:
+    """Of a float32 at most nine, of a float64 (under "fp64") all; what is read back is the loss, bit for bit."""
+    line = line_of(loss, "plain")
+    assert line.endswith(f"loss is {digits}\n")
+    read = torch.tensor(float(line.split()[-1]), dtype=torch.float64)
+    assert math.isnan(loss) or loss in (read.item(), read.float().item())
+
+
+def test_the_types_of_a_callback_of_ones_own_are_at_the_top() -> None:
+    assert hs.Row is Row
+    assert hs.Run is Run
+    assert {"Row", "Run", "Callback"} <= set(hs.__all__)
 
 
 def test_every_counts_steps_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +176,7 @@ def test_every_counts_steps_of_the_run(capsys: pytest.CaptureFixture[str]) -> No
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="expected every as a whole number of 1 or more"):
             LossMonitor(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'mindspore', 'seed002', 'seed003', got 'keras'"):
+    with pytest.raises(ValueError, match="'plain', 'mindspore', 'seed002', 'seed003', got 'keras'"):
         LossMonitor(style="keras")  # type: ignore[arg-type]
 
 

@@ -340,9 +340,11 @@ def test_weights_account_for_what_matched_what_was_missing_and_what_was_reshaped
     Model(source).save(tmp_path / "w.safetensors")
     target = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 2))
     before = {n: t.clone() for n, t in target.state_dict().items()}
-    with pytest.raises(ValueError, match=r"strict=False.*takes what fits") as caught:
+    with pytest.raises(ValueError, match=r"w\.safetensors: the weights.*strict=False.*takes what fits") as caught:
         Model(target).load(tmp_path / "w.safetensors")
-    assert "1.weight: [10, 16] in the file, [3, 16] here" in str(caught.value)
+    assert "missing there: 2.weight, 2.bias; of another shape: 1.weight ([10, 16] there, [3, 16] here)" in str(
+        caught.value
+    )
     assert all(torch.equal(before[n], t) for n, t in target.state_dict().items())
     account = Model(target).load(tmp_path / "w.safetensors", strict=False)
     assert account.matched == ("0.weight", "0.bias")
@@ -537,6 +539,13 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "training without an optimizer": (lambda: Model(network(), accumulate=2), "accumulate: these are about training"),
     "fit without an optimizer": (lambda: Model(network()).fit(1, data()), "fit: this model has no optimizer"),
     "epochs": (lambda: model().fit(0, data()), "epochs: expected a whole number of 1 or more, got 0"),
+    "epochs as text": (lambda: model().fit("2", data()), "epochs: expected a whole number of 1 or more, got '2'"),
+    "no whole epochs": (lambda: model().fit(1.5, data()), "epochs: expected a whole number of 1 or more, got 1.5"),
+    "swapped": (lambda: model().fit(data(), 3), r"fit\(epochs, data\), got them the other way.*Write fit\(3, data\)"),
+    "swapped lists": (lambda: model().fit([(X, Y)], 1), r"got them the other way round. Write fit\(1, data\)"),
+    "no data": (lambda: model().fit(1, None), r"expected data as batches, such as hs.data.Dataset.*got None"),
+    "a number": (lambda: model().fit(1, 3), "expected data as batches, such as .*, a DataLoader or a list.*got 3"),
+    "a name": (lambda: model().fit(1, "cifar10"), r"got 'cifar10'.*hs.data.load\('cifar10', 'train'\).batch"),
     "sink": (lambda: model().fit(1, data(), sink=0), "sink: expected a whole number of 1 or more, got 0"),
     "steps": (lambda: model().fit(1, data(), steps_per_epoch=-1), "steps_per_epoch: expected a whole number"),
     "valid_every": (lambda: model().fit(1, data(), valid_every="x"), "valid_every: expected a number of epochs"),

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -362,7 +363,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "over": (
         lambda: lrs.OneCycleLR(sgd(0.1), 0.5, N // 2, cycle_momentum=False),
-        r"OneCycleLR cannot be run ahead.*step\(\) number 21 raised ValueError: Tried to step 21 times",
+        "OneCycleLR was built for 20 updates and 40 are asked for; build it with total_steps=40",
     ),
     "not copied": (lambda: Locked(sgd(0.1)), "Locked cannot be run ahead.*it cannot be copied.*list of rates"),
     "wrapped": (lambda: Own(Wrapper(sgd(0.1))), "its optimizer Wrapper wraps another one"),
@@ -422,14 +423,14 @@ def test_what_may_be_given_as_learning_rate(form: str) -> None:
 
 
 WRONG: list[tuple[Any, type[Exception], str]] = [
-    ("cosine", TypeError, "lr: received str. Accepted: a number; a list, array or tensor"),
-    (None, TypeError, "lr: received NoneType. Accepted"),
-    (object(), TypeError, "lr: received object. Accepted"),
-    (Falling, TypeError, "lr: received type. Accepted"),
-    (iter([0.1]), TypeError, "lr: received list_iterator. Accepted"),
-    (torch.zeros(2, 2, 2), TypeError, r"lr\[0\]: received list. Accepted"),
-    ([0.1, "cosine"], TypeError, r"lr\[1\]: received str. Accepted"),
-    ({"g1": "cosine"}, TypeError, r"lr\['g1'\]: received str. Accepted"),
+    ("cosine", TypeError, "schedule: received str. Accepted: a number; a list, array or tensor"),
+    (None, TypeError, "schedule: received NoneType. Accepted"),
+    (object(), TypeError, "schedule: received object. Accepted"),
+    (Falling, TypeError, "schedule: received type. Accepted"),
+    (iter([0.1]), TypeError, "schedule: received list_iterator. Accepted"),
+    (torch.zeros(2, 2, 2), TypeError, r"schedule\[0\]: received list. Accepted"),
+    ([0.1, "cosine"], TypeError, r"schedule\[1\]: received str. Accepted"),
+    ({"g1": "cosine"}, TypeError, r"schedule\['g1'\]: received str. Accepted"),
     ([cosine(0.1, 9)], ValueError, r"per parameter group, 2 in all \(0 \('g0'\), 1 \('g1'\)\), received 1. Accepted"),
     ([[0.1] * 9] * 3, ValueError, "received 3. Accepted"),
     ({"g2": 0.1}, ValueError, r"no parameter group is called 'g2'; groups are: 0 \('g0'\), 1 \('g1'\)"),
@@ -451,7 +452,7 @@ def test_what_is_refused_as_learning_rate(value: Any, error: type[Exception], ma
 
 def test_a_scheduler_cannot_drive_one_group_of_several() -> None:
     optimizer = sgd(8.0, 4.0)
-    with pytest.raises(TypeError, match=r"lr\['g0'\]: received ExponentialLR; a scheduler of torch drives all groups"):
+    with pytest.raises(TypeError, match=r"schedule\['g0'\]: received ExponentialLR; a scheduler of torch drives all"):
         resolve({"g0": lrs.ExponentialLR(optimizer, 0.5)}, optimizer, 9)
 
 
@@ -492,3 +493,35 @@ def test_a_step_with_the_table_is_torchs_loop_bit_for_bit_and_skips_do_not_move_
         assert torch.equal(step(x, y).lr, table[:, i])
         assert step(x * math.inf, y).skipped
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), ours.parameters(), strict=True))
+
+
+def test_the_end_of_one_cycle_counts_from_where_it_stands() -> None:
+    scheduler = lrs.OneCycleLR(sgd(0.1), 0.5, 10, cycle_momentum=False)
+    run(scheduler, 5)  # rates of 5 updates, so that step() was called four times
+    assert len(from_torch(scheduler, 7)[0].table(7)) == 7
+    with pytest.raises(ValueError, match=r"built for 10 updates, 4 of which are over, and 8 are asked for.*steps=12"):
+        from_torch(scheduler, 8)
+
+
+def stepped(act: str) -> list[str]:
+    """What torch says when the first update overflows and the user's own scheduler is stepped all the same."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler, x = lrs.StepLR(optimizer, 2), torch.full((2, 3), math.inf)
+    with warnings.catch_warnings(record=True, action="always") as said:
+        if act == "step":
+            scale = hs.Precision("fp32", scale=hs.DynamicScale())
+            assert hs.TrainStep(net, nn.MSELoss(), optimizer, precision=scale)(x, torch.zeros(2, 2)).skipped
+        elif act == "scaler":
+            scaler = hs.amp.GradScaler(device="cpu")
+            scaler.scale(nn.functional.mse_loss(net(x), torch.zeros(2, 2))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+    return [str(each.message) for each in said]
+
+
+def test_a_skipped_first_update_is_no_wrong_order_for_torchs_scheduler() -> None:
+    """In a loop with a TrainStep and in one with a GradScaler; without either, torch's warning is right and stays."""
+    assert stepped("step") == stepped("scaler") == []
+    assert "`lr_scheduler.step()` before `optimizer.step()`" in stepped("nothing")[0]

@@ -76,6 +76,7 @@ class GradScaler(torch.amp.GradScaler):
             return None
         state, together = self._per_optimizer_states[id(optimizer)], self.limits.skip == "all"
         self._optimizers[id(optimizer)] = optimizer
+        optimizer._opt_called = True  # type: ignore[attr-defined] # skipped or not: an LR scheduler would warn
         checks.not_by_hand(optimizer, self._by_hand)
         checks.is_checked(state, together=together)
         if together and (found := self._found()) is not None:

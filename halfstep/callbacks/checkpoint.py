@@ -3,6 +3,8 @@
 import os
 import time
 import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from halfstep import checkpoint
 from halfstep.callbacks.checks import Best, Mode
 from halfstep.checkpoint.atomic import remove
+from halfstep.checkpoint.lock import held, unwritable
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 
@@ -20,7 +23,8 @@ class Checkpoint(Callback):
     Saved at every `every_steps`-th step, every `every_epochs`-th epoch's end, when `every_seconds` have passed since
     the last, when the run ends or is told to (SIGINT, SIGTERM), and with `on_error` after an exception. The oldest go
     when there are more than `keep`. `best` names a score of the evaluations: the best so far is kept beside the newest.
-    A save that fails (a full disk) is a notice and training goes on; at the end of the run it is an error.
+    A save that fails (a full disk) is a notice and training goes on; at the end of the run it is an error. The folder
+    is locked during a fit: another process that wants to save there is refused at once.
     """
 
     last = True
@@ -65,10 +69,7 @@ class Checkpoint(Callback):
             with TemporaryDirectory(dir=self.folder, prefix=".halfstep-trash-", ignore_cleanup_errors=True):
                 pass  # the only way to know; the next save would remove it after a kill
         except OSError as error:
-            came = error.strerror or str(error)
-            raise checkpoint.CheckpointError(
-                f"Checkpoint: expected a folder that can be written, {self.folder} cannot: {came}. Name another one."
-            ) from error
+            raise unwritable(self.folder, error) from error
 
     def _check_owner(self, run: Run) -> None:
         """Another run's checkpoints, or those of another course of this one, would be taken for this one's."""
@@ -145,6 +146,16 @@ class Checkpoint(Callback):
             self.best_step = None
             if state:
                 self.best.value, self.best_step = state["score"], state["best_step"]
+
+
+@contextmanager
+def locked(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """The folders of the Checkpoints among them are one fit's, from before anything is read, cut or overwritten."""
+    with ExitStack() as stack:
+        for each in callbacks:
+            if isinstance(each, Checkpoint):
+                stack.enter_context(held(each.folder))
+        yield
 
 
 def _replace(path: Path, tree: Any) -> None:

@@ -11,10 +11,23 @@ from halfstep.callbacks.checks import one_of, whole
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import NonFiniteError
 
+
+def _single(value: float) -> Any:
+    with np.errstate(over="ignore"):
+        return np.float32(value)
+
+
+def _exact(value: float) -> Any:
+    """The digits that tell a loss from its neighbours: nine at most in float32, where all 17 would show the cast."""
+    single = _single(value)
+    return single if float(single) == value else value
+
+
 # The separator, and the digits of the loss: MindSpore prints a float64, seed 002's version a float32.
 _STYLES: dict[str, tuple[str, Any]] = {
+    "plain": ("step: ", _exact),
     "mindspore": ("step: ", float),
-    "seed002": ("step: ", np.float32),
+    "seed002": ("step: ", _single),
     "seed003": ("step ", float),
 }
 
@@ -23,14 +36,15 @@ class LossMonitor(Callback):
     """`epoch: 1 step: 20, loss is 0.53` at every `every`-th step of the run, each step's own loss, sunk or not.
 
     A loss that is inf or NaN is a NonFiniteError, printed step or not. A step that the loss scale skipped is no error:
-    its line says so. In an update cycle the cycle's end decides. Styles: "mindspore", "seed002" (float32 digits),
-    "seed003" (`step 20`, no colon).
+    its line says so. In an update cycle the cycle's end decides. Styles: "plain" has every digit that the loss has in
+    its own dtype, so that equal lines are equal losses; "mindspore" the 17 of a float64; "seed002" those of a float32;
+    "seed003" is "mindspore" without a colon (`step 20`).
     """
 
     writes = True
 
     def __init__(
-        self, every: int = 1, *, style: Literal["mindspore", "seed002", "seed003"] = "mindspore",
+        self, every: int = 1, *, style: Literal["plain", "mindspore", "seed002", "seed003"] = "plain",
         file: TextIO | None = None,
     ) -> None:  # fmt: skip
         self.every = whole("LossMonitor", "every", every, 1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from halfstep.engine.explain import tell
 from halfstep.engine.feed import Args, Feed
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
@@ -29,10 +30,14 @@ def evaluate(
     mean: Loss | None = None
     metrics.reset()
     feed.next_pass(0)  # the same samples, in the same order, whenever it is asked
-    for args in feed.start():
+    for number, args in enumerate(feed.start(), 1):
         if stop():
             return None
-        record = as_record(cell(*args), args)
+        try:
+            record = as_record(cell(*args), args)
+        except Exception as error:
+            tell(error, f"evaluation, batch {number}", args, feed.names, net or getattr(step, "net", None))
+            raise
         mean = mean or Loss().to(record.loss.device)
         mean.update(record.loss, record.count)
         if len(metrics):

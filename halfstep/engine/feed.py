@@ -35,6 +35,11 @@ class Feed:
             return None
         return min(plan.samples, plan.batches * plan.batch)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the columns, where the data has names for them."""
+        return self.data.columns if isinstance(self.data, Dataset) else ()
+
     def start(self) -> Iterator[Args]:
         """The batches of the pass under way from its position on, as the arguments of a step."""
         self._base = self.data.state_dict()

@@ -4,18 +4,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from halfstep.engine import rng
 from halfstep.engine.callback import Callback
 from halfstep.engine.events import Events
+from halfstep.engine.explain import tell
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.rows import Place, Row, read
 from halfstep.engine.rows import rows as make
 from halfstep.engine.run import Run
 from halfstep.engine.signals import Signals
 from halfstep.engine.sunk.sunk import Sunk, news
+from halfstep.engine.timing import Timing
 from halfstep.step import Record
 from halfstep.step.objective import rows as samples_of
 
@@ -24,28 +25,17 @@ _MOST = 1 << 16  # steps of a sunk visit that only time ends
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
 
-@dataclass(frozen=True)
-class Timing:
-    """When things happen. `valid_epochs` says whether an epoch ends with an evaluation; steps 0: never by steps."""
-
-    epochs: int
-    epoch_steps: int | None
-    sink: int | None
-    valid_epochs: Callable[[int], bool]
-    valid_steps: int = 0
-
-
 class Loop:
     """Runs `step` over `feed`; `evaluate` returns scores, or None when a signal cut it short."""
 
     def __init__(
         self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
-        evaluate: Evaluate | None, sunk: Sunk | None = None,
+        evaluate: Evaluate | None, engine: Callable[[], Sunk | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
         self.events = Events(run, callbacks)
         self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
-        self.signals, self.sunk = Signals(), sunk
+        self.signals, self.engine, self.sunk = Signals(), engine, engine()
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
@@ -69,7 +59,11 @@ class Loop:
                         self._sink(self.sunk)
                     else:
                         for args in self._due():  # the step is called from here: few frames between fit and forward
-                            self._records.append(self.step(*args))
+                            try:
+                                self._records.append(self.step(*args))
+                            except Exception as error:
+                                tell(error, f"step {run.position + 1}", args, self.feed.names, run.model.net)
+                                raise
                     self._deliver()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
                         self._settle()
@@ -88,6 +82,8 @@ class Loop:
         run = self.run
         if run.epoch_over:
             run.epoch, run.step, run.seconds, run.epoch_over = run.epoch + 1, 0, 0.0, False
+        if self.sunk is None and self._batches is None:  # compile="auto" may have made up its mind
+            self.sunk = self.engine()
         if run.step == 0:
             self.events.every("epoch_begin")
         self._places, self._records, run.scores = [], [], None
@@ -113,8 +109,12 @@ class Loop:
 
     def _sink(self, sunk: Sunk) -> None:
         """The steps up to the next visit, without the host."""
+        run = self.run
         try:
             sunk.run(self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S)
+        except Exception as error:
+            tell(error, f"step {run.position + len(sunk.done) + 1}", None, self.feed.names, run.model.net)
+            raise
         finally:
             for samples in sunk.done:
                 self._place(samples)
@@ -204,11 +204,8 @@ class Loop:
 
     def _scores(self, evaluate: Evaluate) -> dict[str, float] | None:
         """An evaluation moves no random state: a DataLoader would, by being started."""
-        before = rng.save()
-        try:
+        with rng.kept():
             return evaluate(lambda: self.signals.caught is not None)
-        finally:
-            rng.load(before)
 
     def _note(self) -> None:
         total, weight = self._losses

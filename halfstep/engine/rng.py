@@ -1,6 +1,8 @@
 """The random state of a process: Python's, numpy's, torch's on the host and on every CUDA device."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,3 +36,13 @@ def load(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words.tolist()), gauss))
     kind, keys, place, has_gauss, cached = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), place, has_gauss, cached))  # noqa: NPY002
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn inside, the states are afterwards what they were before."""
+    before = save()
+    try:
+        yield
+    finally:
+        load(before)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ from torch.optim import Optimizer
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.engine import Callback, Feed, Loop, Run
+from halfstep.callbacks.checkpoint import locked
+from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.captures import Captures
 from halfstep.engine.choosing import chooser
 from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
+from halfstep.engine.explain import tell
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import plan, resume, weights
 from halfstep.model.own import OwnStep
+from halfstep.model.rates import Tables, updates
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.inspect import renew
-from halfstep.step.optim import prefer_fused
 
 
 class Model:
@@ -48,14 +51,14 @@ class Model:
         self.metrics, self.labels = Metrics(metrics), labels or label_of
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
-            self._fused = isinstance(optimizer, Optimizer) and prefer_fused(optimizer)
+            self._fused = plan.fused(optimizer, precision, schedule, options)
             self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
         self._cell = self._evaluator(precision, options)
         self._eval: Any = eval_step or self._cell
         self._by_name = loss is None and step is None and eval_step is None
         self._whole = options.get("forward") is not None
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
-        self.graphs = Captures(self._cell, capture, verify)
+        self.graphs, self._tables = Captures(self._cell, capture, verify), Tables()
 
     def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
         if isinstance(self.step, TrainStep):
@@ -80,9 +83,10 @@ class Model:
             raise RuntimeError("fit: this model is being fitted already; a callback may not call fit again")
         try:
             loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
-            self._resume(loop, resume)
-            with kept() if self._cell.device.type == "cpu" else nullcontext():
-                loop.go()
+            with locked(loop.callbacks):
+                self._resume(loop, resume)
+                with kept() if self._cell.device.type == "cpu" else nullcontext():
+                    loop.go()
         finally:
             self._fit = None
         return loop.run
@@ -93,6 +97,7 @@ class Model:
     ) -> Loop:  # fmt: skip
         if self.step is None:
             raise ValueError("fit: this model has no optimizer; build it with optimizer=…, or step=…")
+        plan.arguments(epochs, data)
         feed = self._feed(data)
         size = steps_per_epoch or feed.size
         steps = None if size is None else epochs * size
@@ -103,18 +108,25 @@ class Model:
         )  # fmt: skip
         if valid is None and valid_every_steps:
             raise ValueError("valid_every_steps: expected validation data too, got none; give valid=…")
-        if self.schedule is not None:
-            accumulate = self.step.options.accumulate
-            count = plan.updates(epochs, feed.size, steps_per_epoch, accumulate)
-            done = int(self.step.state.updates)  # of an earlier fit: the schedule begins with this one
-            self.step.set_rates(plan.rates(self.schedule, self.step.optimizer, count, done))
+        self._set_rates(timing, feed.size, self._done)
         run = Run(self, epochs, size, None if steps_per_epoch else feed.samples)
         check = self._validation(valid) if valid is not None else None
-        sunk = self.graphs.training(self.step, feed, steps)
-        loop = Loop(run, self.step, feed, list(named.values()), timing, check, sunk)
-        loop.config = resume.config(self.step, feed)
+        engine = partial(self.graphs.training, self.step, feed, steps)
+        loop = Loop(run, self.step, feed, list(named.values()), timing, check, engine)
+        loop.config = resume.config(self.step, feed, self._done)
         self._fit = (loop, feed, named)
         return loop
+
+    @property
+    def _done(self) -> int:
+        """Updates of earlier fits."""
+        return int(self.step.state.updates) if isinstance(self.step, TrainStep) else 0
+
+    def _set_rates(self, timing: Timing, size: int | None, done: int) -> None:
+        """The schedule's rates for a fit that began after `done` updates."""
+        if self.schedule is not None:
+            count = updates(timing.epochs, size, timing.epoch_steps, self.step.options.accumulate)
+            self.step.set_rates(self._tables(self.schedule, self.step, count, done))
 
     def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
         feed = self._feed(valid)
@@ -142,7 +154,12 @@ class Model:
                 raise FileNotFoundError(f"resume: no checkpoint in {source}")
             return plan.close_cycle(self.step)
         _, feed, named = self._fit
-        resume.restore(checkpoint.load(found).tree, self.step, loop, feed, named)
+        saved = checkpoint.load(found).tree
+        resume.check(saved, self.step, found)
+        if (began := saved["config"].get("began", 0)) != loop.config["began"]:
+            self._set_rates(loop.timing, feed.size, began)
+            loop.config["began"] = began
+        resume.restore(saved, self.step, loop, feed, named)
         loop.run.resumed = str(found)
 
     def snapshot(self) -> dict[str, Any]:
@@ -190,9 +207,13 @@ class Model:
             yield from outputs(feed, lambda args: self._output(args, targets), self._cell.applied, targets)
             return
         feed.next_pass(0)
-        for args in feed.start():
-            with self._averaged():
-                out = self._output(args, targets)
+        for number, args in enumerate(feed.start(), 1):
+            try:
+                with self._averaged():
+                    out = self._output(args, targets)
+            except Exception as error:
+                tell(error, f"prediction, batch {number}", args, feed.names, self.net)
+                raise
             yield to_host(out)
 
     def _output(self, args: tuple[Any, ...], targets: bool) -> Any:

@@ -1,16 +1,39 @@
-"""The arguments of `fit`, checked and turned into times and learning rates."""
+"""The arguments of `fit`, checked and turned into times."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.engine import Callback, Timing
 from halfstep.errors import Notice
-from halfstep.schedules import resolve, tables
+from halfstep.precision import Precision
+from halfstep.step.optim import classify, prefer_fused
+
+
+def arguments(epochs: Any, data: Any) -> None:
+    """The two that every fit has, and that are easily swapped."""
+    if _is_whole(data) and not isinstance(epochs, int | float | str) and epochs is not None:
+        raise TypeError(f"fit: expected fit(epochs, data), got them the other way round. Write fit({data}, data)")
+    _whole("epochs", epochs)
+    if data is None or isinstance(data, int | float | str | bytes):
+        load = " A data set by its name: hs.data.load('cifar10', 'train').batch(64)" if isinstance(data, str) else ""
+        raise TypeError(
+            "fit: expected data as batches, such as hs.data.Dataset((x, y)).shuffle().batch(64), a DataLoader or a "
+            f"list of batches, got {data!r}.{load}"
+        )
+
+
+def _whole(name: str, value: Any) -> None:
+    if not _is_whole(value):
+        wrong = TypeError if isinstance(value, str) else ValueError
+        raise wrong(f"{name}: expected a whole number of 1 or more, got {value!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def timing(
@@ -18,9 +41,9 @@ def timing(
     valid_every_steps: int,
 ) -> Timing:  # fmt: skip
     """When the loop evaluates and looks in; every number is checked here."""
-    for name, value in (("epochs", epochs), ("steps_per_epoch", steps_per_epoch), ("sink", sink)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name}: expected a whole number of 1 or more, got {value!r}")
+    for name, value in (("steps_per_epoch", steps_per_epoch), ("sink", sink)):
+        if value is not None:
+            _whole(name, value)
     if not isinstance(valid_every_steps, int) or valid_every_steps < 0:
         raise ValueError(f"valid_every_steps: expected a number of steps, or 0 for never, got {valid_every_steps!r}")
     if size == 0:
@@ -38,24 +61,6 @@ def _due(every: int | Iterable[int]) -> Callable[[int], bool]:
     raise ValueError(f"valid_every: expected a number of epochs, or a list of epochs from 1, got {every!r}")
 
 
-def updates(epochs: int, size: int | None, steps_per_epoch: int | None, accumulate: int) -> int | None:
-    """Updates in the whole run, at most: each pass over the data flushes its tail. None when nobody knows."""
-    if size is None:
-        return None if steps_per_epoch is None else epochs * steps_per_epoch
-    if steps_per_epoch is None:
-        return epochs * -(-size // accumulate)
-    passes, rest = divmod(epochs * steps_per_epoch, size)
-    return passes * -(-size // accumulate) + -(-rest // accumulate)
-
-
-def rates(schedule: Any, optimizer: Optimizer, count: int | None, done: int = 0) -> Tensor:
-    """The schedule as a table [groups, updates], behind `done` columns for updates that are over."""
-    if count is None:
-        raise ValueError("schedule: the data does not say how long it is; give fit(steps_per_epoch=…)")
-    table = tables(resolve(schedule, optimizer, count), count)
-    return torch.cat([table[:, :1].expand(-1, done), table], dim=1)
-
-
 def parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]) -> None:
     """Refuses what cannot be a model: classes instead of objects, training options with nothing to train by."""
     for name, given in (("net", net), ("loss", loss), ("optimizer", optimizer)):
@@ -71,6 +76,17 @@ def parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]
         raise ValueError(
             f"{', '.join(unused)}: the step was given whole, and these would do nothing. Put them into it."
         )
+
+
+def fused(optimizer: Any, precision: str | Precision, schedule: Any, options: Mapping[str, Any]) -> bool:
+    """Whether torch's fused kernels were chosen: on CUDA, and on a CPU for a compiled step whose optimizer would
+    otherwise read on the host. They leave half parameters on a CPU alone."""
+    if not isinstance(optimizer, Optimizer):
+        return False
+    wide = Precision.parse(precision).params.itemsize >= 4
+    table = schedule is not None or options.get("lr") is not None
+    reads = wide and options.get("compile") is True and classify(optimizer, tensor_lr=table) == "host"
+    return prefer_fused(optimizer, on_cpu=reads)
 
 
 def close_cycle(step: Any) -> None:

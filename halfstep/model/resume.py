@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch import Tensor
 from halfstep.checkpoint import CheckpointError
 from halfstep.engine import Callback, Feed, Loop, rng
 from halfstep.errors import Notice
+from halfstep.model.weights import Account, compare, tensors_of
 from halfstep.step import TrainStep
+from halfstep.step.inspect import beside
 
 VERSION = 1
 
@@ -33,8 +37,8 @@ def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback
     }
 
 
-def config(step: Any, feed: Feed) -> dict[str, Any]:
-    """What the run was made of when it began, to be compared in words."""
+def config(step: Any, feed: Feed, began: int) -> dict[str, Any]:
+    """What the run was made of when it began, after `began` updates of earlier fits, to be compared in words."""
     optimizer = getattr(step, "optimizer", None)
     options = getattr(step, "options", None)
     return {
@@ -42,13 +46,46 @@ def config(step: Any, feed: Feed) -> dict[str, Any]:
         "groups": [_settings(group, step) for group in optimizer.param_groups] if optimizer is not None else [],
         "accumulate": getattr(options, "accumulate", 1),
         "data": feed.describe(),
+        "began": began,
     }
+
+
+def check(saved: Any, step: Any, path: Path) -> None:
+    """Refuses a checkpoint of another network or of other parameter groups, before anything is changed."""
+    if not isinstance(saved, dict) or saved.get("halfstep_run") != VERSION:
+        came = saved.get("halfstep_run") if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(f"resume: {path}: expected a run of version {VERSION}, got {came!r}")
+    state = saved["step"]
+    if not isinstance(step, TrainStep) or "net" not in state:
+        return
+    new = f"or begin a new run from what fits: model.load({str(path)!r}, strict=False), then fit without resume="
+    for account in _accounts(state, step):
+        if not account.complete:
+            raise ValueError(
+                f"resume: {path} was saved from another network: {account.differences()}. Build the network as it "
+                f"was, {new}, and with a Checkpoint of another folder."
+            )
+    was, now = (_sizes(each["param_groups"]) for each in (state["optimizer"], step.optimizer.state_dict()))
+    if saved["config"]["optimizer"] == type(step.optimizer).__name__ and was != now:
+        raise ValueError(
+            f"resume: {path} holds an optimizer with {was} parameters in its groups, this one has {now}. Build the "
+            f"optimizer as it was, {new}."
+        )
+
+
+def _accounts(state: dict[str, Any], step: TrainStep) -> Iterator[Account]:
+    """The network's tensors, and those beside them, of which the saved run may have had more."""
+    if not any(module._load_state_dict_pre_hooks for module in step.net.modules()):  # they may rename what they load
+        yield compare(tensors_of(step.net.state_dict()), tensors_of(state["net"]))
+    yield replace(compare(beside(step), state["beside"]), unexpected=())
+
+
+def _sizes(groups: list[dict[str, Any]]) -> str:
+    return " + ".join(str(len(group["params"])) for group in groups)
 
 
 def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> None:
     """Put a snapshot back. Whatever is not as it was: a notice says what changed and what is done about it."""
-    if saved.get("halfstep_run") != VERSION:
-        raise ValueError(f"resume: expected a run of version {VERSION}, got {saved.get('halfstep_run')!r}")
     was, now = saved["config"], loop.config
     state = dict(saved["step"])
     if was["optimizer"] != now["optimizer"] and "optimizer" in state:

@@ -1,6 +1,6 @@
 """Weights in a safetensors file, and an account of what a file had and the network wanted."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,12 +35,44 @@ class Account:
         ]
         return "\n".join(lines)
 
+    def differences(self, most: int = 4) -> str:
+        """What does not fit, in one line: of each kind the first few, and how many more there are."""
+        shapes = [f"{n} ({list(a)} there, {list(b)} here)" for n, (a, b) in self.reshaped.items()]
+        kinds = (
+            ("missing there", self.missing),
+            ("unknown to this network", self.unexpected),
+            ("of another shape", shapes),
+        )
+        return "; ".join(f"{kind}: {_few(names, most)}" for kind, names in kinds if names)
+
+
+def _few(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def compare(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Account:
+    """By name and shape."""
+    both = [n for n in mine if n in given]
+    reshaped = {n: (tuple(given[n].shape), tuple(mine[n].shape)) for n in both if given[n].shape != mine[n].shape}
+    return Account(
+        tuple(n for n in both if n not in reshaped),
+        tuple(n for n in mine if n not in given),
+        tuple(n for n in given if n not in mine),
+        reshaped,
+    )
+
+
+def tensors_of(tree: Mapping[str, object]) -> dict[str, Tensor]:
+    """A state_dict without what is no tensor."""
+    return {name: value for name, value in tree.items() if isinstance(value, Tensor)}
+
 
 def save(net: nn.Module, path: str | Path) -> None:
     """Every tensor of the state_dict; tied ones are written once per name, contiguous."""
     from safetensors import torch as st
 
-    tensors = {n: t.detach().contiguous().clone().cpu() for n, t in net.state_dict().items() if isinstance(t, Tensor)}
+    tensors = {n: t.detach().contiguous().clone().cpu() for n, t in tensors_of(net.state_dict()).items()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(st.save(tensors, metadata={"format": "pt"}))
 
@@ -48,17 +80,14 @@ def save(net: nn.Module, path: str | Path) -> None:
 def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: bool) -> Account:
     """Copies what fits by name and shape; with `strict`, anything else is a ValueError before a weight is touched."""
     given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
-    mine = {n: t for n, t in net.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    both = [n for n in mine if n in given]
-    reshaped = {n: (tuple(given[n].shape), tuple(mine[n].shape)) for n in both if given[n].shape != mine[n].shape}
-    account = Account(
-        tuple(n for n in both if n not in reshaped),
-        tuple(n for n in mine if n not in given),
-        tuple(n for n in given if n not in mine),
-        reshaped,
-    )
+    mine = tensors_of(net.state_dict(keep_vars=True))
+    account = compare(mine, given)
     if strict and not account.complete:
-        raise ValueError(f"the weights do not fit the network; load(..., strict=False) takes what fits:\n{account}")
+        where = "load" if isinstance(source, Mapping) else str(source)
+        raise ValueError(
+            f"{where}: the weights do not fit the network: {account.differences()}. Nothing was loaded; "
+            "load(..., strict=False) takes what fits."
+        )
     if not account.matched:
         raise ValueError(f"none of the file's {len(given)} tensors has a name and shape of the network's:\n{account}")
     with torch.no_grad():
@@ -92,4 +121,4 @@ def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
     step = checkpoint.load(found).tree.get("step", {})
     if "net" not in step:
         raise ValueError(f"{found}: expected the weights of a built-in step, found the state of a cell of its own")
-    return {name: value for name, value in step["net"].items() if isinstance(value, Tensor)}
+    return tensors_of(step["net"])

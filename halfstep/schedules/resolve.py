@@ -33,26 +33,31 @@ def resolve(schedule: Any, optimizer: Optimizer, updates: int | None = None) -> 
     elif _one_per_group(plain):
         found = _by_position(plain, optimizer)
     else:
-        found = [_single(plain, "lr")] * len(optimizer.param_groups)
+        found = [_single(plain, "schedule")] * len(optimizer.param_groups)
     for each in found:
         each.check(updates or 0)
     return found
 
 
-def _roll(scheduler: LRScheduler, optimizer: Optimizer, updates: int | None) -> list[Schedule]:
+def check_scheduler(scheduler: LRScheduler, optimizer: Optimizer) -> None:
+    """Refuses a scheduler of torch that cannot begin a run of this optimizer."""
     refuse_feedback(scheduler)
     name = type(scheduler).__name__
     if scheduler.optimizer is not optimizer:
-        raise ValueError(f"lr: {name} drives another optimizer than this step's; build it on the one you give here")
+        raise ValueError(f"schedule: {name} drives another optimizer than this step's; build it on the one given here")
     if has_moved(scheduler):
         raise ValueError(
-            f"lr: expected a scheduler that has not been stepped, received {name} in the middle of its run; the step "
-            "keeps the position itself and saves it: build the scheduler anew, or, to begin at update 0 with the rate "
-            "it stands at, give from_torch(scheduler, updates)"
+            f"schedule: expected a scheduler that has not been stepped, received {name} in the middle of its run; the "
+            "step keeps the position itself and saves it: build the scheduler anew, or, to begin at update 0 with the "
+            "rate it stands at, give from_torch(scheduler, updates)"
         )
+
+
+def _roll(scheduler: LRScheduler, optimizer: Optimizer, updates: int | None) -> list[Schedule]:
+    check_scheduler(scheduler, optimizer)
     if updates is None:
         raise ValueError(
-            f"lr: {name} is run ahead into a table, so the number of updates must be known; "
+            f"schedule: {type(scheduler).__name__} is run ahead into a table, so the number of updates must be known; "
             "give from_torch(scheduler, updates) of halfstep.schedules"
         )
     return from_torch(scheduler, updates)
@@ -65,10 +70,10 @@ def _by_key(given: Mapping[Any, Any], optimizer: Optimizer) -> list[Schedule]:
         places = [i for i, g in enumerate(groups) if key == (i if _is_index(key) else g.get("name"))]
         if len(places) != 1 or isinstance(key, bool):
             which = f"{len(places)} groups are" if places else "no parameter group is"
-            raise ValueError(f"lr: {which} called {key!r}; groups are: {_names(optimizer)}")
+            raise ValueError(f"schedule: {which} called {key!r}; groups are: {_names(optimizer)}")
         if places[0] in found:
-            raise ValueError(f"lr: group {places[0]} is given twice, the second time as {key!r}; give it once")
-        found[places[0]] = _single(value, f"lr[{key!r}]")
+            raise ValueError(f"schedule: group {places[0]} is given twice, the second time as {key!r}; give it once")
+        found[places[0]] = _single(value, f"schedule[{key!r}]")
     return [found.get(i) or constant(float(g["lr"])) for i, g in enumerate(groups)]
 
 
@@ -76,8 +81,8 @@ def _by_position(given: Sequence[Any], optimizer: Optimizer) -> list[Schedule]:
     groups = optimizer.param_groups
     if len(given) != len(groups):
         expected = f"one schedule per parameter group, {len(groups)} in all ({_names(optimizer)})"
-        raise ValueError(f"lr: expected {expected}, received {len(given)}. Accepted: {ACCEPTED}")
-    return [_single(value, f"lr[{i}]") for i, value in enumerate(given)]
+        raise ValueError(f"schedule: expected {expected}, received {len(given)}. Accepted: {ACCEPTED}")
+    return [_single(value, f"schedule[{i}]") for i, value in enumerate(given)]
 
 
 def _single(value: Any, where: str) -> Schedule:

@@ -35,6 +35,7 @@ class Commit:
         """Steps, or puts the buffers back; nothing else has moved."""
         self.rates.set(state.updates)
         if skip:
+            self.optimizer._opt_called = True  # type: ignore[attr-defined] # else an LR scheduler's step() would warn
             self.buffers.restore(state.cycle.buffers)
             return
         with self._wide(state):

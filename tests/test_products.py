@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.step.compiled import _generate
+from halfstep.step.compiled import generate
 from halfstep.step.products import BLOCKS, LEAST_PART, Cut, cut
 
 ULP = 2.0**-24  # half a unit in the last place of 1: what one rounding to float32 may change, relative
@@ -213,7 +213,7 @@ def test_generated_code_runs_the_cut_products_forward_and_backward() -> None:
         out = f(*mine)
         return [out.detach(), *torch.autograd.grad(out, mine, g.to(dtype))]
 
-    compiled = torch.compile(F.linear, dynamic=False, backend=partial(_generate, low=False, cut="cpu"))
+    compiled = torch.compile(F.linear, dynamic=False, backend=partial(generate, low=False, cut="cpu"))
     run(compiled)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         result = run(compiled)

@@ -83,8 +83,11 @@ class Captures:
         if why:
             return f"eager, step by step: {why}"
         if not isinstance(program, Program):
-            return "sunk: captured as CUDA graphs when fit begins"
+            how = "captured as CUDA graphs" if self.device.type == "cuda" else "compiled as one program"
+            return f"sunk: {how} when fit begins"
         graphs = program.graphs
+        if graphs.compiles:
+            return f"sunk: {len(graphs)} programs of the whole step held, {graphs.captures} compiled"
         return f"sunk: {len(graphs)} CUDA graphs held, {graphs.captures} captured, {program.recaptures} recaptures"
 
     @property

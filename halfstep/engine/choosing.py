@@ -5,6 +5,7 @@ from typing import Any
 
 from halfstep.engine.callback import Callback
 from halfstep.engine.run import Run
+from halfstep.engine.sunk.refusal import obstacle
 from halfstep.step import TrainStep
 from halfstep.step.compiled import leaves, pays
 
@@ -30,6 +31,8 @@ class Compiling(Callback):
             left = (time.perf_counter() - self._began) / (AT - FROM) * (self.steps - AT)
             on, self.why = pays(left, leaves(self.trained.net), self.trained.device.type)
             self.decided = self.trained.compiled(on, self.why) or not on
+            whole = self.trained.device.type == "cpu" and not obstacle(self.trained, self.trained.device)
+            self.trained.compiled.whole = whole and run.epoch < run.epochs  # from the next pass on, all of the step
 
     def state_dict(self) -> dict[str, Any]:
         return {"on": self.trained.compiled.on, "why": self.why} if self.decided else {}

@@ -50,6 +50,7 @@ class Compiled:
         self.objective, self.wish, self.device = objective, wish, device
         self.on, self.reason = False, "'auto' compiles in a fit that is long enough to pay for it"
         self._open = wish == "auto" and not deterministic
+        self._whole = False
         self._under: Applied | None = None
         self._program: Any = None
         self._shapes: dict[Any, bool] = {}  # those seen, and whether they are compiled
@@ -117,8 +118,19 @@ class Compiled:
         loss, n = out
         return loss, objective.told(batch, n, weighted=weighted)
 
+    @property
+    def whole(self) -> bool:
+        """Whether an engine compiles the whole step, of which forward and loss are a part."""
+        return self._whole
+
+    @whole.setter
+    def whole(self, whole: bool) -> None:
+        if whole != self._whole:
+            self._whole = whole
+            self._set(self.on)
+
     def _set(self, on: bool) -> None:
-        self.on, self.objective.run = on, self.run if on else self.objective.__call__
+        self.on, self.objective.run = on, self.run if on and not self._whole else self.objective.__call__
 
     def _fail(self, cause: str, advice: str, error: Exception | None) -> None:
         """compile=True is honoured or refused; "auto" goes on without, and says so once."""
@@ -157,10 +169,10 @@ def _program(applied: Applied) -> Any:
     low = torch.finfo(applied.precision.compute).bits < 32
     cut = "cuda" if applied.device.type == "cuda" and applied.precision.name == "fp32" else None
     with warnings.catch_warnings(action="ignore"):  # torch's own, on the first import of its compiler
-        return torch.compile(own, dynamic=False, backend=partial(_generate, low=low, cut=cut))
+        return torch.compile(own, dynamic=False, backend=partial(generate, low=low, cut=cut))
 
 
-def _generate(graph: Any, inputs: Any, *, low: bool, cut: str | None) -> Any:
+def generate(graph: Any, inputs: Any, *, low: bool, cut: str | None) -> Any:
     """Code for forward and backward at once, so that both fail here or not at all, with the roundings of the precision.
 
     Fused half operations round where single ones do: an overflow must not depend on what was fused. Backward runs

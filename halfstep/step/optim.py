@@ -83,13 +83,14 @@ class _Watcher(TorchDispatchMode):
         return out
 
 
-def prefer_fused(optimizer: Optimizer) -> bool:
+def prefer_fused(optimizer: Optimizer, *, on_cpu: bool = False) -> bool:
     """Turns on torch's fused kernels where the user said neither fused= nor foreach=, and whether it did: an update is
     one kernel instead of several, and skips by itself. Only before the optimizer has any state."""
     kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     groups = optimizer.param_groups
     open_still = all(g.get("fused", 0) is None and g["foreach"] is None and not g["differentiable"] for g in groups)
-    plain = all(p.is_cuda and p.is_floating_point() for g in groups for p in g["params"])
+    params = [p for g in groups for p in g["params"]]
+    plain = all((p.is_cuda or (on_cpu and p.is_cpu)) and p.is_floating_point() for p in params)
     if type(optimizer) not in kinds or optimizer.state or not open_still or not plain:
         return False
     for group in groups:

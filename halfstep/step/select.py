@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 
 class Snapshot(NamedTuple):
-    """Copies of tensors, flattened into one tensor per dtype so that hundreds cost a few kernels."""
+    """Copies of tensors, flattened into one tensor per dtype so that hundreds cost a few kernels; one by one on a CPU,
+    where a compiled step has no need to make them."""
 
     live: list[list[Tensor]]
     old: list[Tensor]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> "Snapshot":
+        if tensors and tensors[0].device.type == "cpu":
+            return cls([[t] for t in tensors], [_flat([t]) for t in tensors])
         by_dtype = sorted(tensors, key=lambda t: str(t.dtype))
         live = [list(group) for _, group in groupby(by_dtype, key=lambda t: str(t.dtype))]
         return cls(live, [_flat(group) for group in live])

@@ -55,7 +55,7 @@ class TrainStep:
         self.notices = checks.cycle(self.objective, net, self.options.accumulate)
         self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
         self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
-        self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
+        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
         self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host")
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
         self._wish, self._averaged, self._room = self.options.nonfinite, False, list[Tensor]()
@@ -127,7 +127,7 @@ class TrainStep:
     def set_rates(self, table: Tensor) -> None:
         """Another table of learning rates, where the step was built with one or with none; positions stay."""
         self.kind = optim.classify(self.optimizer, tensor_lr=True)
-        self.on_device = checks.decide(self.options.decide, self.kind, self.device) == "device"
+        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
         self.options = replace(self.options, lr=table)
         self.rates = Rates(self.optimizer, table, self.device, self.host, tensors=self.kind != "host")
         self._apply(self.precision)
@@ -176,7 +176,7 @@ class TrainStep:
         )
         self._replay = Replay(self.update)
         self.tries = 0
-        self._ended: dict[int, int] = {}  # cycle → its last step, of late: the device tells where it stopped
+        self.ends: dict[int, int] = {}  # cycle → its last step, of late: the device tells where it stopped
 
     def during(self, loss: Tensor) -> Record:
         """The record of a batch that does not end its cycle."""
@@ -211,8 +211,8 @@ class TrainStep:
     def tried(self) -> None:
         """One more cycle is over: the device tells by this number where it stopped."""
         self.tries += 1
-        self._ended[self.tries] = self.state.steps
-        self._ended.pop(self.tries - (1 << 14), None)
+        self.ends[self.tries] = self.state.steps
+        self.ends.pop(self.tries - (1 << 14), None)
 
     def forget(self) -> None:
         """After a load: what was known of the state before it no longer holds."""
@@ -225,18 +225,19 @@ class TrainStep:
             raise ValueError("step: inside averaged() the network holds averages, to evaluate; leave the block first")
 
     @property
+    def on_device(self) -> bool:
+        """Whether the device decides updates: by code that can be replayed, or that is part of a program."""
+        return self._decides or self.compiled.whole
+
+    @property
     def ready(self) -> bool:
-        """Whether the device may decide: an update has gone through, so that optimizer state exists."""
+        """Whether it may by now: an update has gone through, so that optimizer state exists."""
         return self.on_device and bool(self._moved)
 
     def settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
         """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
         dense = not any(g is not None and g.is_sparse for g in grads)
         return bool(live) and dense and self._moved.issuperset(live)
-
-    def tried_at(self, number: int) -> int:
-        """The step that ended the cycle of this number, as far as it is still known."""
-        return self._ended.get(number, self.state.steps)
 
     def _printed(self, record: Record) -> Record:
         every = self.options.fingerprint_every

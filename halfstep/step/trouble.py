@@ -44,7 +44,7 @@ def look(step: "TrainStep", outcome: Outcome) -> None:
 def heed(step: "TrainStep", halted: int, skips: int) -> None:
     """What the device reports: the number of the cycle that nonfinite="raise" stopped at (0: none), skips in a row."""
     if halted:
-        error = nonfinite(step, step.tried_at(halted))
+        error = nonfinite(step, step.ends.get(halted, step.state.steps))
         step.state.halted.zero_()  # the user knows now, and may go on
         step.watch = Watch(every_calls=16)
         raise error

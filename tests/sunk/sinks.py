@@ -91,13 +91,23 @@ def sunk(
         assert isinstance(sink.sunk.program, Program)
         sink.sunk.program.polish()
         sink.sunk.pace = Hasty(step.device)
+    return rows(sink, passes), sink
+
+
+def rows(sink: Sink, passes: int) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {name: [] for name in FIELDS}
     for _ in range(passes):
         for records in sink:
             for name in FIELDS:
                 value = getattr(records, name)
                 columns[name] += (value.double() if name != "fingerprint" else value).tolist()
-    return columns, sink
+    return columns
+
+
+def same_rows(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names of the columns in which they differ; NaN is like NaN."""
+    pairs = {name: [torch.tensor(rows[name]).nan_to_num(7) for rows in (got, expected)] for name in expected}
+    return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
 
 
 def same_state(a: hs.TrainStep, b: hs.TrainStep) -> list[str]:

@@ -1,4 +1,5 @@
-"""The device room: capture once, replay often. CUDA has graphs; everything else runs the same code call by call."""
+"""The device room: capture once, replay often. CUDA has graphs, a CPU a compiled program where that is asked for;
+everything else runs the same code call by call."""
 
 import warnings
 from collections.abc import Callable, Hashable
@@ -11,21 +12,23 @@ from halfstep.errors import Notice
 from halfstep.step.capturing import capturing
 
 MOST = 64  # graphs held at once, and kinds of batches that are looked at: whatever comes beyond runs eagerly
+PROGRAMS, OFTEN = 6, 20  # compiled ones, each after so many batches: one takes as long as thousands of small steps
 
 
 @dataclass(frozen=True)
 class Captured:
     """A graph and what its body returned: tensors that every replay fills anew."""
 
-    replay: Callable[[], object]
+    replay: Callable[[], object]  # returns what turned out to be wrong with it, or nothing
     result: Any
 
 
 class Graphs:
     """Captured bodies by key. `captures` counts them; they share one pool of memory, as they never run at once."""
 
-    def __init__(self, device: torch.device, *, direct: bool = False) -> None:
+    def __init__(self, device: torch.device, *, direct: bool = False, compiles: bool = False) -> None:
         self.device, self.captures = device, 0
+        self.compiles = compiles and device.type == "cpu"  # a graph there is a compiled program
         self.direct = direct  # replay by calling the body again: what a graph would do, on any device
         self._stopped = self._told = False
         self._held: dict[Hashable, Captured] = {}
@@ -33,7 +36,7 @@ class Graphs:
 
     @property
     def usable(self) -> bool:
-        return (self.direct or self.device.type == "cuda") and not self._stopped
+        return (self.direct or self.device.type == "cuda" or self.compiles) and not self._stopped
 
     def room(self, kinds: int) -> bool:
         """Whether one more kind may be captured; where not, it is said once."""
@@ -42,6 +45,10 @@ class Graphs:
             text = f"sink: batches in more than {MOST} kinds, or with values of unknown types, run eagerly"
             warnings.warn(text, Notice, stacklevel=3)
         return kinds < MOST
+
+    @property
+    def full(self) -> bool:
+        return self.compiles and len(self._held) >= PROGRAMS
 
     def stop(self) -> None:
         """No more captures: what was tried cannot be captured."""
@@ -58,10 +65,15 @@ class Graphs:
         self._held.clear()
         self._pool = None
 
-    def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
-        """Records what `body` launches, without running it. Raises what it raised."""
+    def capture(self, key: Hashable, body: Callable[[], Any], *, low: bool = False) -> Captured:
+        """Records what `body` launches, without running it. Raises what it raised. `low`: for a program, that it
+        rounds to half precision where the step does."""
         if self.direct:
             captured = _direct(body)
+        elif self.compiles:
+            from halfstep.engine.sunk.whole import Whole  # torch's compiler is a heavy import
+
+            captured = Captured(Whole(body, low=low), None)
         else:
             graph = torch.cuda.CUDAGraph()
             if self._pool is None:

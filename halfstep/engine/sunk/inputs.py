@@ -143,7 +143,8 @@ class Staged:
 
     def _stage(self, args: Args) -> Hashable:
         """This batch's tensors in inputs that stay, its other values as they are: those are part of the key."""
-        leaves, spec = tree_flatten(args)
+        flat = all(isinstance(arg, Tensor) for arg in args)
+        leaves, spec = (list(args), None) if flat else tree_flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         rest = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         shapes = tuple([(tuple(t.shape), t.dtype, t.stride()) for t in tensors])
@@ -158,7 +159,8 @@ class Staged:
             cross = self.ring.device.type == "cuda" and given.device.type == "cpu" and not given.is_pinned()
             mine.copy_(given.pin_memory() if cross else given, non_blocking=True)
         filled = iter(room)
-        self._now = tree_unflatten([next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        placed = [next(filled) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._now = tuple(placed) if spec is None else tree_unflatten(placed, spec)
         return (str(spec), shapes, tuple([(type(leaf), repr(leaf)) for leaf in rest]))
 
 

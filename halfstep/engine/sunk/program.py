@@ -4,9 +4,11 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
+
 from halfstep.engine.feed import Args
 from halfstep.engine.sunk import blame
-from halfstep.engine.sunk.graph import MOST, Captured, Graphs
+from halfstep.engine.sunk.graph import MOST, OFTEN, Captured, Graphs
 from halfstep.engine.sunk.inputs import LOOSE
 from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
@@ -17,7 +19,7 @@ from halfstep.step.static import Static, Unsettled, baked
 
 Batch = Callable[[], Args]
 Place = tuple[bool, bool]
-_OFTEN = 8  # recaptures for changed settings before it is mentioned
+_OFTEN, _TWICE = 8, 2  # recaptures for changed settings before it is mentioned; new programs before they are given up
 POLISH = 5000  # replays after which a run is long enough to compile kernels for it (about 2 s, once per machine)
 BURST = 8  # steps that a graph of several must hold at least
 
@@ -43,6 +45,7 @@ class Program:
     def begin(self) -> None:
         """A visit begins: whatever happened since the last one, graphs must still be right."""
         step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
+        step.compiled.whole = self.graphs.compiles and not self.why and step.compiled.on
         self.static.adopt()
         if len(self.graphs) and baked(step) != self._held:
             self._drop()
@@ -56,6 +59,8 @@ class Program:
 
     def polish(self) -> None:
         """The run is long: kernels are compiled for the update, and graphs hold many steps."""
+        if self.graphs.compiles:
+            return
         self.polished = self.ring.quick = True
         self.graphs.clear()
         self._seen.clear()  # once more eagerly: kernels are compiled outside of captures
@@ -107,15 +112,18 @@ class Program:
     def settle(self) -> None:
         """A visit ends: the step's state is as it would be without graphs. After an error inside an eager step it is
         the step's own."""
+        self.step.compiled.whole = False
         if not self._inside:
             self.static.settle()
 
     def _replay(self, kind: Hashable, captured: Captured, places: list[Place]) -> None:
-        captured.replay()
+        wrong = captured.replay()
         self.replays += len(places)
         self.static.live = self._lives.get(kind, frozenset())
         for _, last in places:
             self.static.ran(last=last)
+        if wrong:
+            self._refuse(str(wrong))
 
     def _burst(self, key: Hashable, batch: Batch, alike: int) -> int:
         """Whole cycles, as many as a graph may hold: launches have gaps between them, kernels of one graph hardly."""
@@ -172,12 +180,13 @@ class Program:
             self._seen[kind] = self._seen.get(kind, 0) + 1
 
     def _known(self, kind: Hashable) -> bool:
-        return self._seen.get(kind, 0) >= self._needed and not self._by_hand and self.graphs.usable
+        often = self._seen.get(kind, 0) >= self._needed and not self.graphs.full
+        return often and not self._by_hand and self.graphs.usable
 
     @property
     def _needed(self) -> int:
         """Eager runs of a kind before its capture: where it is compiled, that happens in the second."""
-        return 2 if self.step.compiled.on else 1
+        return OFTEN if self.graphs.compiles else 2 if self.step.compiled.on else 1
 
     def _capture(self, kind: Hashable, body: Callable[[], Any]) -> Captured | None:
         step, live = self.step, self.static.live
@@ -185,7 +194,7 @@ class Program:
         self.static.prepare()
         captured, failed = None, None
         try:
-            captured = self.graphs.capture(kind, body)
+            captured = self.graphs.capture(kind, body, low=torch.finfo(step.precision.compute).bits < 32)
             self._held, self._lives[kind] = baked(step), self.static.live
         except Unsettled:  # a parameter that no update has moved yet: once more by the host
             pass
@@ -211,18 +220,19 @@ class Program:
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self._seen.clear()
-        self.why = reason
-        refuse(reason, self.on_uncapturable, cause)
+        self.why, self.step.compiled.whole = reason, False
+        refuse(reason, "parts" if self.graphs.compiles else self.on_uncapturable, cause)
 
     def _drop(self) -> None:
         """Addresses, modes or settings are not those of the graphs any more."""
         self.graphs.clear()
         self.recaptures += 1
-        if self.recaptures == _OFTEN:
-            warnings.warn(
-                f"sink: settings that graphs bake in have changed {_OFTEN} times, and each change costs a capture. A "
-                "learning rate that moves goes into schedule= (or lr=), which costs none.", Notice, stacklevel=2,
-            )  # fmt: skip
+        advice = "A learning rate that moves goes into schedule= (or lr=), which costs none."
+        if self.graphs.compiles and self.recaptures == _TWICE:
+            self._refuse(f"settings that it holds have changed {_TWICE} times, each for a new program. {advice}")
+        elif self.recaptures == _OFTEN:
+            text = f"sink: settings that graphs bake in have changed {_OFTEN} times, and each change costs a capture."
+            warnings.warn(f"{text} {advice}", Notice, stacklevel=2)
 
     def _fingerprint(self) -> None:
         every = self.step.options.fingerprint_every

@@ -142,6 +142,11 @@ def check(subject: Subject, feed: Feed, make: Callable[[Feed], Sunk], device: to
     """verify=K, on the first batches of the data: the feed is afterwards where it was."""
     if not replays:
         return
+    if device.type == "cpu" and isinstance(subject.step, TrainStep) and subject.step.compiled.on:
+        raise ValueError(
+            "verify: expected a step that is not compiled, got compile=True: on a CPU all of it is one program, which "
+            "rounds in an order of its own. Its first run is compared with the step's own, to rounding, in any case."
+        )
     numbers, place = rng.save(), feed.state_dict()
     batches = [cloned(args, device) for args in islice(feed.start(), room(subject.step) + replays)]
     feed.load_state_dict(place)

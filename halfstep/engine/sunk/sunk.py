@@ -49,8 +49,8 @@ class Sunk:
     def of(
         cls, step: TrainStep, feed: Feed, *, on_uncapturable: OnUncapturable = "raise", direct: bool = False
     ) -> "Sunk":
-        ring = Ring(ROWS, step.device)
-        return cls(Program(step, ring, Graphs(step.device, direct=direct), on_uncapturable), feed)
+        graphs = Graphs(step.device, direct=direct, compiles=step.compiled.on)
+        return cls(Program(step, Ring(ROWS, step.device), graphs, on_uncapturable), feed)
 
     def run(self, limit: int, stop: Callable[[], object], seconds: float | None = None) -> list[int]:
         """Up to `limit` steps: fewer where the pass ends, `stop()` is true, or after about `seconds`. The number of

@@ -1,0 +1,263 @@
+"""The whole step as one compiled program on a CPU: the tape repeats the step, the program keeps to it, and what cannot
+be written down is refused by name."""
+
+import random
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sunk.sinks import by_hand, data, rows, same_rows, same_state, step
+from torch import Tensor, nn
+
+import halfstep as hs
+from halfstep.engine.sunk import graph, whole
+from halfstep.engine.sunk.tape import written_down
+from halfstep.step import compiled
+
+CPU = torch.device("cpu")
+ON_CPU = ("sgd", "sgd-foreach", "adam", "adamw")  # torch has no others that read nothing on the host there
+pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
+
+
+@pytest.fixture
+def taped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs as they were written down, not compiled, and from the third batch of a kind on."""
+    monkeypatch.setattr("halfstep.engine.sunk.tape.PLAIN", {})
+    monkeypatch.setattr(whole, "generate", lambda module, inputs, **_: module)
+    monkeypatch.setattr("halfstep.engine.sunk.program.OFTEN", 2)
+
+
+def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
+    sink = hs.sink(run, batches, every=every)
+    assert sink.sunk.program.graphs.compiles
+    return sink
+
+
+@pytest.mark.usefixtures("taped")
+@pytest.mark.parametrize("optimizer", ON_CPU)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3", "bf16", "fp16"])
+def test_the_tape_repeats_the_step_bit_for_bit(precision: str, accumulate: int, optimizer: str) -> None:
+    if precision in ("bf16", "fp16") and optimizer != "sgd-foreach":
+        pytest.skip("torch's fused kernels leave half parameters on a CPU alone")
+    options = {"accumulate": accumulate, "fingerprint_every": 5, "ema": 0.9, "clip_norm": 1.0}
+    eager, mine = (step(CPU, precision, optimizer, compile=c, **options) for c in (False, True))
+    torch.manual_seed(7)
+    right = by_hand(eager, data(CPU, poison=(3, 40)), passes=2)
+    sink = compiled_sink(mine, data(CPU, poison=(3, 40)))
+    torch.manual_seed(7)
+    assert same_rows(rows(sink, 2), right) == []
+    assert sink.captures >= min(2, accumulate)
+    assert sink.sunk.program.replays >= 10
+    assert same_state(mine, eager) == []
+
+
+@pytest.mark.usefixtures("taped")
+@pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
+def test_the_tape_repeats_other_roundings(rounding: Any) -> None:
+    precision: Any = hs.Precision("bf16", rounding=rounding)
+    eager, mine = (step(CPU, precision, "sgd-foreach", compile=c) for c in (False, True))
+    torch.manual_seed(7)
+    right = by_hand(eager, data(CPU), passes=2)
+    sink = compiled_sink(mine, data(CPU))
+    torch.manual_seed(7)
+    assert same_rows(rows(sink, 2), right) == []
+    assert sink.captures == 1
+
+
+def test_writing_down_changes_nothing() -> None:
+    mine = step(CPU, "fp32", "adamw", compile=True)
+    batches = list(data(CPU, samples=80))
+    for batch in batches[:3]:
+        mine(*batch)
+    before, numbers = mine.fingerprints(), torch.get_rng_state()
+    tape = written_down(lambda: [mine.objective.net(batches[0][0]).sum().backward(), mine.optimizer.step()])
+    assert tape.random  # dropout
+    assert {n: int(v) for n, v in mine.fingerprints().items()} == {n: int(v) for n, v in before.items()}
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+class Small(nn.Module):
+    def __init__(self, extra: Any = lambda x: x) -> None:
+        super().__init__()
+        self.a, self.norm, self.b, self.extra = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3), extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(self.extra(self.norm(self.a(x)).relu()))
+        return out
+
+
+def small(extra: Any = lambda x: x, *, compile: Any = True, **options: Any) -> hs.TrainStep:
+    torch.manual_seed(0)
+    net = Small(extra)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, compile=compile, **options)
+
+
+def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.engine.sunk.program.OFTEN", 2)
+    right, mine = small(compile=False, nonfinite="skip"), small(nonfinite="skip")
+    losses = by_hand(right, data(CPU, samples=96, poison=(50,)), passes=4)
+    sink = compiled_sink(mine, data(CPU, samples=96, poison=(50,)))
+    got = rows(sink, 4)
+    assert sink.captures == 1
+    assert sink.sunk.program.replays == 4 * 12 - 3
+    assert got["skipped"] == losses["skipped"]
+    assert sum(got["skipped"]) == 4
+    steps = [i for i, skipped in enumerate(got["skipped"]) if not skipped]
+    for name in ("loss", "grad_norm"):  # 44 updates of rounding in another order: float32's eps is 1.2e-7
+        a, b = (torch.tensor(rows[name])[steps] for rows in (got, losses))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=0)
+    for a, b in zip(mine.net.state_dict().values(), right.net.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+READS: dict[str, Any] = {
+    "item": lambda x: x * x.detach().abs().max().item(),
+    "branch": lambda x: x * 2 if x.sum() > 0 else x,
+    "numpy": lambda x: x * torch.from_numpy(np.tanh(x.detach().numpy())),
+    "tolist": lambda x: x * max(x.detach().flatten().tolist()),
+}
+
+
+@pytest.mark.usefixtures("taped")
+@pytest.mark.parametrize("name", READS)
+def test_a_value_read_on_the_host_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.Compiled, "run", lambda self, *a, **k: self.objective(*a, **k))  # not what is tested
+    right, mine = small(READS[name], compile=False), small(READS[name])
+    expected = by_hand(right, data(CPU), passes=1)
+    sink = compiled_sink(mine, data(CPU))
+    with pytest.warns(hs.Notice, match=r"cannot be one compiled program(.|\n)*on the host(.|\n)*test_whole.py:\d+"):
+        assert same_rows(rows(sink, 1), expected) == []
+    assert sink.captures == 0
+
+
+@pytest.mark.usefixtures("taped")
+def test_a_program_that_strays_is_given_up_and_the_steps_result_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.Compiled, "run", lambda self, *a, **k: self.objective(*a, **k))
+    draws = random.Random(0)
+    random_numbers = {"right": [draws.random() + 0.5 for _ in range(40)]}
+    random_numbers["mine"] = [*random_numbers["right"][:3], *random_numbers["right"][2:]]  # written down: drawn twice
+
+    def scaled(name: str) -> Any:
+        return lambda x: x * random_numbers[name].pop(0)
+
+    right, mine = small(scaled("right"), compile=False), small(scaled("mine"))
+    expected = by_hand(right, data(CPU), passes=1)
+    with pytest.warns(hs.Notice, match="gives other values than the step"):
+        assert same_rows(rows(compiled_sink(mine, data(CPU)), 1), expected) == []
+
+
+@pytest.mark.usefixtures("taped")
+def test_rates_moved_by_hand_are_seen_and_end_it_when_they_move_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled.Compiled, "run", lambda self, *a, **k: self.objective(*a, **k))
+    runs = {c: small(compile=c) for c in (False, True)}
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    sink = compiled_sink(runs[True], data(CPU, samples=96), every=4)
+    for i, batch in enumerate(data(CPU, samples=96)):
+        losses[False].append(float(runs[False](*batch).loss))
+        if i % 4 == 3:
+            runs[False].optimizer.param_groups[0]["lr"] *= 0.5
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for records in sink:
+            losses[True] += records.loss.tolist()
+            runs[True].optimizer.param_groups[0]["lr"] *= 0.5
+    assert losses[True] == losses[False]
+    assert re.search("changed 2 times", str(said[0].message))
+    assert len(said) == 1
+
+
+@pytest.mark.usefixtures("taped")
+def test_rare_shapes_get_no_program() -> None:
+    mine = small(compile=True)
+    sink = compiled_sink(mine, data(CPU, samples=8 * 8 + 3))
+    rows(sink, 2)
+    assert sink.captures == 1  # the tail of 3 has come twice
+
+
+@pytest.mark.usefixtures("taped")
+def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "PROGRAMS", 2)
+    sizes = [4, 5, 6, 7] * 5
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in sizes]
+    right, mine = small(compile=False), small()
+    expected = by_hand(right, batches, passes=1)
+    sink = compiled_sink(mine, batches)
+    monkeypatch.setattr(compiled.Compiled, "run", lambda self, *a, **k: self.objective(*a, **k))
+    assert same_rows(rows(sink, 1), expected) == []
+    assert sink.captures == 2
+
+
+@pytest.mark.usefixtures("taped")
+def test_a_gradient_that_is_not_finite_stops_the_fit_as_it_would_eagerly() -> None:
+    def model(compile: bool) -> hs.Model:
+        torch.manual_seed(0)
+        net = Small()
+        return hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile)
+
+    weights = []
+    for compile in (False, True):
+        mine = model(compile)
+        with pytest.raises(hs.NonFiniteError):
+            mine.fit(1, data(CPU, samples=160, poison=(5,)))
+        weights.append(mine.net.state_dict())
+    assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0] if "running" not in n)
+
+
+@pytest.mark.usefixtures("taped")
+def test_fit_says_how_it_runs_and_capture_false_leaves_it_in_parts() -> None:
+    torch.manual_seed(0)
+    net = Small()
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=True)
+    model.fit(1, data(CPU))
+    assert "1 programs of the whole step" in str(model.report())
+    with pytest.raises(ValueError, match="verify: expected a step that is not compiled"):
+        hs.sink(model.step, data(CPU), verify=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    off = hs.Model(net, nn.CrossEntropyLoss(), optimizer, compile=True, capture=False)
+    assert "capture=False" in str(off.report())
+
+
+@pytest.mark.usefixtures("taped")
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_an_optimizer_that_reads_on_the_host_is_fused_where_that_was_left_open(make: Any) -> None:
+    net = Small()
+    model = hs.Model(net, nn.CrossEntropyLoss(), make(net.parameters()), compile=True)
+    model.fit(1, data(CPU))
+    assert "1 programs of the whole step" in str(model.report())
+    assert "fused" in str(model.report())
+    other = hs.Model(net, nn.CrossEntropyLoss(), make(net.parameters(), foreach=False), compile=True)
+    assert "reads values on the host" in str(other.report())
+
+
+@pytest.mark.usefixtures("taped")
+def test_a_schedule_costs_no_program() -> None:
+    net = Small()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, schedule=hs.schedules.cosine(0.1, 26), compile=True)
+    model.fit(2, data(CPU))
+    assert "1 programs of the whole step held, 1 compiled" in str(model.report())
+
+
+@pytest.mark.usefixtures("taped")
+def test_auto_compiles_from_the_next_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfstep.engine.choosing.LEAST", 10)
+    monkeypatch.setattr("halfstep.engine.choosing.FROM", 2)
+    monkeypatch.setattr("halfstep.engine.choosing.AT", 4)
+    monkeypatch.setattr("halfstep.engine.choosing.pays", lambda *_: (True, "asked for"))
+
+    def fitted(compile: Any) -> hs.Model:
+        torch.manual_seed(0)
+        net = Small()
+        model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile)
+        model.fit(3, data(CPU))
+        return model
+
+    auto, never = fitted("auto"), fitted(False)
+    assert "1 programs of the whole step" in str(auto.report())
+    assert same_state(auto.step, never.step) == []

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from halfstep.checkpoint import lock
 
 SUMMARY, LOCK, VERSION = "compare.json", ".lock", 1
 # what may be asked anew of a folder: more runs, another margin, or how often the host looks in
@@ -51,31 +53,9 @@ def _strict(value: Any) -> Any:
     return [_strict(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-@contextmanager
-def held(out: Path) -> Iterator[None]:
+def held(out: Path) -> AbstractContextManager[None]:
     """The folder is this process's until the block ends, or the process does, however it ends."""
-    import fcntl
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / LOCK).open("a+")
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ValueError(
-            f"out: expected a folder that can be written, {out} cannot: {reason}. Name another: --out"
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip() or "unknown"
-            said = f"out: {out} is in use by another halfstep, process {owner}"
-            raise ValueError(f"{said}. Wait for it, or name another folder: --out") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+    return lock.held(out, lock.Asks("out", LOCK, "name another folder: --out"))
 
 
 def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) -> None:

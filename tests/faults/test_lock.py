@@ -28,7 +28,7 @@ from halfstep.checkpoint.lock import LOCK, held
 
 
 def in_use(pid: int) -> str:
-    return f"is in use: process {pid} on {socket.gethostname()} saves its run there"
+    return f"is in use: process {pid} on {socket.gethostname()} writes there"
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def test_an_error_in_a_fit_frees_the_folder(tmp_path: Path) -> None:
 
 def test_two_fits_of_one_process_at_a_time(tmp_path: Path) -> None:
     """In two threads, and as two Checkpoints of one fit, which would remove each other's files by their own keep=."""
-    with pytest.raises(checkpoint.CheckpointError, match=r"in this very process.*Give each of them a folder"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"in this very process.*name another folder"):
         fit(tmp_path, Checkpoint(tmp_path), Checkpoint(tmp_path, best="acc"))
     begun, over = threading.Event(), threading.Event()
     first = threading.Thread(

@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_is_told_before_the_first_step(tmp_path: Path) -
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "deep", Path("/proc/halfstep")):
         with pytest.raises(
-            checkpoint.CheckpointError, match=r"expected a folder that can be written.*Name another one"
+            checkpoint.CheckpointError, match=r"expected a folder that can be written.*Name another folder"
         ):
             fit(tmp_path, Checkpoint(folder), Fails("step", 0))
 
@@ -129,7 +129,7 @@ def test_a_read_only_folder_is_told_before_the_first_step() -> None:
     if user == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(checkpoint.CheckpointError, match=f"{folder} cannot: Permission denied. Name another one"):
+        with pytest.raises(checkpoint.CheckpointError, match=f"{folder} cannot: Permission denied. Name another"):
             fit(folder, Checkpoint(folder), Fails("step", 0))
     finally:
         os.seteuid(user)

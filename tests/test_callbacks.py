@@ -264,3 +264,15 @@ def test_rates_of_several_groups(capsys: pytest.CaptureFixture[str]) -> None:
     rows.load_state_dict(history.state_dict())
     assert again.rates == monitor.rates == [(0.25, 0.125)]
     assert (rows.rows, rows.epochs) == (history.rows, history.epochs)
+
+
+def test_events_of_other_libraries_are_told() -> None:
+    class Mine(Callback):
+        def on_epoch_end(self, run: Run) -> None: ...
+        def _end(self) -> None: ...
+
+    with pytest.warns(
+        hs.Notice, match=r"Mine.on_epoch_end is no event and is never called; events are begin, "
+    ) as said:
+        model().fit(1, samples().batch(6), callbacks=[Mine()])
+    assert len(said) == 1

@@ -1,4 +1,4 @@
-"""compile="auto" in a fit: decided once, at a fixed step, by the pace; a resumed run does what the first decided."""
+"""compile="auto" in a fit: decided once, at a fixed step, by the pace, and not in a run that is to go on exactly."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine import choosing
-from halfstep.engine.choosing import AT, Compiling
+from halfstep.engine.choosing import AT
 
 
 class Slow(nn.Module):
@@ -44,7 +44,7 @@ def stop_after(steps: int) -> hs.Callback:
 @pytest.mark.parametrize(("seconds", "on"), [(0.0, False), (1e-3, True)])
 def test_a_long_run_is_looked_at_once(seconds: float, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million steps of a millisecond are worth half a minute of compiling, a million of 50 us are not, nor 2,000."""
-    m = model(seconds)
+    m = model(seconds, capture=False)
     monkeypatch.setattr(choosing, "LEAST", 100)
     m.fit(10**6 if on else 10, batches(300), callbacks=[stop_after(AT)])
     assert m.step.compiled.on is on
@@ -65,13 +65,27 @@ def test_a_short_run_is_not_looked_at() -> None:
     assert choosing.chooser(m.step, 300) == []
 
 
-@pytest.mark.filterwarnings("ignore:list cannot seek")
-def test_a_resumed_run_does_what_the_first_decided(tmp_path: Path) -> None:
+def test_a_program_of_the_whole_step_begins_with_a_pass() -> None:
     m = model(1e-3)
-    save = hs.Checkpoint(tmp_path, every_steps=AT)
-    m.fit(10**6, batches(300), callbacks=[save, stop_after(AT)])
+    m.fit(10**6, batches(300), callbacks=[stop_after(AT + 1)])
+    assert not m.step.compiled.on
+    m = model(1e-3)
+    m.fit(10**6, batches(300), callbacks=[stop_after(300)])
     assert m.step.compiled.on
-    again = model()  # at its own pace it would not
-    again.fit(10**6, batches(300), callbacks=[hs.Checkpoint(tmp_path), stop_after(AT)], resume="auto")
-    assert again.step.compiled.on
-    assert Compiling(again.step, 10).state_dict() == {}
+    assert "it pays" in m.step.compiled.reason
+
+
+def test_a_run_that_is_saved_is_compiled_only_when_that_is_said(tmp_path: Path) -> None:
+    """It goes on bit for bit otherwise."""
+    m = model(1e-3)
+    m.fit(10**6, batches(300), callbacks=[hs.Checkpoint(tmp_path), stop_after(300)])
+    assert not m.step.compiled.on
+    assert "goes on bit for bit" in str(m.report())
+
+
+@pytest.mark.filterwarnings("ignore:list cannot seek")
+def test_going_on_with_a_compiled_run_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    m = model(compile=True)
+    m.fit(1, batches(3), callbacks=[hs.Checkpoint(tmp_path)])
+    with pytest.warns(hs.Notice, match="goes on to rounding, not bit for bit"):
+        model(compile=True).fit(2, batches(3), callbacks=[hs.Checkpoint(tmp_path)], resume="auto")

@@ -313,7 +313,7 @@ def test_batch_norm_in_a_cycle_gets_one_notice() -> None:
             step(draw(4, 3).float(), draw(4, 2).float())
     (notice,) = caught
     assert notice.category is hs.Notice
-    assert "batch-coupled layers (1)" in str(notice.message), "the layer is named"
+    assert "batch-coupled layers see micro-batches: '1'" in str(notice.message), "the layer is named"
     assert notice.filename == __file__
 
 

@@ -185,6 +185,12 @@ OPTIONS = {
         lambda: step(lr=[[0.1], [0.1]]), ("lr", "one row of rates, or 1 rows", "received shape (2, 1)"),
         lambda: (runs(step(lr=[0.1])), runs(step(lr=[[0.1]]))),
     ),
+    "a schedule": Case(
+        lambda: step(lr=hs.schedules.cosine(0.1, 10)), ("lr: expected a table", "Schedule", "hs.schedules.tables("),
+        lambda: runs(step(lr=hs.schedules.tables([hs.schedules.cosine(0.1, 10)], 10))),
+    ),
+    "a rate": Case(lambda: step(lr=0.05), ("lr", "received shape ()", "the optimizer's own"), lambda: runs(step())),
+    "schedule=": Case(lambda: step(schedule=[0.1]), ("'schedule'", "did you mean 'lr'"), lambda: runs(step(lr=[0.1]))),
     "no rates": Case(lambda: step(lr=[]), ("lr", "one row", "received shape (0,)"), lambda: runs(step(lr=[0.1]))),
     "bad rates": Case(lambda: step(lr=[0.1, -0.5]), ("0 or more", "received", "-0.5"), lambda: runs(step(lr=[0.1, 0]))),
 }  # fmt: skip

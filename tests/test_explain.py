@@ -108,7 +108,7 @@ def test_a_negative_label() -> None:
 
 def test_labels_that_count_from_one() -> None:
     said = told(lambda: model().fit(1, data(labels=LABELS + 1)), IndexError)
-    assert "If they count from 1. In the data, behind .batch(…): .map(lambda y: y - 1, 'label')" in said
+    assert "They may count from 1. In the data, behind .batch(…): .map(lambda y: y - 1, 'label')" in said
     ours, right = model(), model()
     ours.fit(1, mapped(data(labels=LABELS + 1), said))
     right.fit(1, data())
@@ -302,3 +302,13 @@ def test_a_device_that_asserts_gets_advice_and_is_not_read_from() -> None:
     assert error.__notes__[0].startswith(
         "the usual cause is a label or an index out of range: with the network on a CPU"
     )
+
+
+def test_a_batch_that_is_not_finite_is_named_with_its_row() -> None:
+    x = IMAGES.clone()
+    x[9, 2, 3] = torch.nan
+    with pytest.raises(hs.NonFiniteError, match=r"The batch itself is the cause: 'x' \(float32 \[6, 6, 6\]\).*row 3"):
+        model().fit(1, hs.data.Dataset({"x": x, "y": LABELS}).batch(6))
+    with pytest.raises(hs.NonFiniteError) as said:
+        model(loss=lambda out, y: (out.sum() * 0).log() * 0 + out.sum() * 0).fit(1, [(IMAGES, LABELS)])
+    assert "The batch itself" not in str(said.value)

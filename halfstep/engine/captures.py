@@ -86,8 +86,8 @@ class Captures:
             how = "captured as CUDA graphs" if self.device.type == "cuda" else "compiled as one program"
             return f"sunk: {how} when fit begins"
         graphs = program.graphs
-        if graphs.compiles:
-            return f"sunk: {len(graphs)} programs of the whole step held, {graphs.captures} compiled"
+        if graphs.compiles is not None:
+            return f"sunk: programs of the whole step: {len(graphs)} held, {graphs.captures} made"
         return f"sunk: {len(graphs)} CUDA graphs held, {graphs.captures} captured, {program.recaptures} recaptures"
 
     @property

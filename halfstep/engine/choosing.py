@@ -5,7 +5,6 @@ from typing import Any
 
 from halfstep.engine.callback import Callback
 from halfstep.engine.run import Run
-from halfstep.engine.sunk.refusal import obstacle
 from halfstep.step import TrainStep
 from halfstep.step.compiled import leaves, pays
 
@@ -14,11 +13,13 @@ LEAST = 2000  # steps of a run that is worth looking at
 
 
 class Compiling(Callback):
-    """Stops at two steps to take the time; a resumed run does what the first decided."""
+    """Stops at two steps to take the time. `whole`: on a CPU all of the step may become one program, which begins with
+    a pass."""
 
-    def __init__(self, step: TrainStep, steps: int) -> None:
+    def __init__(self, step: TrainStep, steps: int, *, whole: bool = False) -> None:
         self.trained, self.steps = step, steps
-        self.decided, self.why = False, ""
+        self.whole = whole and step.device.type == "cpu" and step.kind != "host"
+        self.later, self.why = False, ""
         self._began: float | None = None
 
     def next_stop(self, run: Run) -> int | None:
@@ -27,23 +28,26 @@ class Compiling(Callback):
     def visit(self, run: Run) -> None:
         if run.position == FROM:
             self._began = time.perf_counter()
-        elif run.position == AT and not self.decided and self._began is not None:
+        elif run.position == AT and self._began is not None:
             left = (time.perf_counter() - self._began) / (AT - FROM) * (self.steps - AT)
             on, self.why = pays(left, leaves(self.trained.net), self.trained.device.type)
-            self.decided = self.trained.compiled(on, self.why) or not on
-            whole = self.trained.device.type == "cpu" and not obstacle(self.trained, self.trained.device)
-            self.trained.compiled.whole = whole and run.epoch < run.epochs  # from the next pass on, all of the step
+            self.later = on and self.whole and run.epoch < run.epochs
+            if not self.later:
+                self.trained.compiled(on, self.why)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"on": self.trained.compiled.on, "why": self.why} if self.decided else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.decided, self.why = bool(state), state.get("why", "")
-        if state.get("on"):
+    def epoch_end(self, run: Run) -> None:
+        if self.later:
+            self.later = False
             self.trained.compiled(True, self.why)
 
 
-def chooser(step: Any, steps: int | None) -> list[Callback]:
-    """The choice as a callback, where it is open and the run long enough to look."""
+def chooser(step: Any, steps: int | None, *, whole: bool = False, saved: bool = False) -> list[Callback]:
+    """The choice as a callback, where it is open and the run long enough to look. A run that is `saved` goes on bit for
+    bit, which a compiled one does not: it is compiled only when that is asked for."""
     open_still = isinstance(step, TrainStep) and step.options.compile == "auto" and not step.options.deterministic
-    return [Compiling(step, steps)] if open_still and steps is not None and steps >= LEAST else []
+    if open_still and saved:
+        step.compiled(
+            False, "a run with a Checkpoint goes on bit for bit, and compiled only to rounding; say compile=True"
+        )
+    long = steps is not None and steps >= LEAST
+    return [Compiling(step, steps, whole=whole)] if open_still and not saved and long and steps is not None else []

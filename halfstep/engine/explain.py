@@ -48,6 +48,8 @@ def tell(error: Exception, where: str, args: Sequence[Any] | None, names: Sequen
 
     Without `args`, the batch is the one that the step had in hand.
     """
+    if isinstance(error, NonFiniteError) and args is not None:
+        error.args = (f"{error}{_not_finite(_columns(args, names))}", *error.args[1:])
     if isinstance(error, NonFiniteError | UncapturableError):  # they name their place themselves
         return
     if "device-side assert" in str(error):  # it comes late, and nothing can be read from the device any more
@@ -87,6 +89,16 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
+
+
+def _not_finite(columns: list[Column]) -> str:
+    """Where a batch itself holds what spoils its gradients; "" when it does not."""
+    for column in columns:
+        x = column.value
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and not bool((good := torch.isfinite(x)).all()):
+            row = int((~good).reshape(len(x), -1).any(1).nonzero()[0])
+            return f" The batch itself is the cause: {column} holds nan or inf, first in row {row}."
+    return ""
 
 
 # labels
@@ -148,7 +160,7 @@ def _of_range(target: Tensor, classes: int, ignored: int, column: Column) -> str
     if low >= 0:
         said = f"{said} Give the last layer {high + 1} outputs or more, or mend the labels."
         one = low > 0 and high == classes
-        return said + " If they count from 1." * one + _advice([Fix("lambda y: y - 1", "y - 1")] * one, column, "y")
+        return said + " They may count from 1." * one + _advice([Fix("lambda y: y - 1", "y - 1")] * one, column, "y")
     return f"{said} Mend the labels, or give those to be left out the number ignore_index={ignored}."
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from halfstep.engine import rng
+from halfstep.engine import rng, signals
 from halfstep.engine.callback import Callback
 from halfstep.engine.events import Events
 from halfstep.engine.explain import tell
@@ -73,7 +73,7 @@ class Loop:
                 raise
             finally:
                 self.events.end()
-        if self.signals.caught:
+        if self.signals.caught and not signals.QUIET:
             advice = "where a Checkpoint saves the run, fit(resume='auto') goes on from here"
             print(f"halfstep: {self.signals.caught.name} after step {run.position}; {advice}", file=sys.stderr)
         self.signals.raise_again()

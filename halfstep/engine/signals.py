@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 _HEARD = (signal.SIGINT, signal.SIGTERM)
+QUIET = False  # the command line says itself how to go on
 
 
 class Signals:

@@ -51,7 +51,7 @@ class Model:
         self.metrics, self.labels = Metrics(metrics), labels or label_of
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
-            self._fused = plan.fused(optimizer, precision, schedule, options)
+            self._fused = plan.fused(net, optimizer, precision, schedule, options)
             self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
         self._cell = self._evaluator(precision, options)
         self._eval: Any = eval_step or self._cell
@@ -101,7 +101,9 @@ class Model:
         feed = self._feed(data)
         size = steps_per_epoch or feed.size
         steps = None if size is None else epochs * size
-        named = plan.named([*plan.checked(callbacks), *chooser(self.step, steps)])
+        given = plan.checked(callbacks)
+        saved = any(isinstance(each, Checkpoint) for each in given)
+        named = plan.named([*given, *chooser(self.step, steps, whole=bool(self.graphs.wish), saved=saved)])
         timing = plan.timing(
             epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
             valid_every_steps=valid_every_steps,

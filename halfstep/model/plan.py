@@ -29,7 +29,11 @@ def arguments(epochs: Any, data: Any) -> None:
 def _whole(name: str, value: Any) -> None:
     if not _is_whole(value):
         wrong = TypeError if isinstance(value, str) else ValueError
-        raise wrong(f"{name}: expected a whole number of 1 or more, got {value!r}")
+        raise wrong(f"{name}: expected a whole number of 1 or more, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {list(value.shape)}" if hasattr(value, "shape") else repr(value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -78,12 +82,15 @@ def parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]
         )
 
 
-def fused(optimizer: Any, precision: str | Precision, schedule: Any, options: Mapping[str, Any]) -> bool:
+def fused(
+    net: nn.Module, optimizer: Any, precision: str | Precision, schedule: Any, options: Mapping[str, Any]
+) -> bool:
     """Whether torch's fused kernels were chosen: on CUDA, and on a CPU for a compiled step whose optimizer would
-    otherwise read on the host. They leave half parameters on a CPU alone."""
+    otherwise read on the host. There they leave half parameters alone, and take no sparse gradients."""
     if not isinstance(optimizer, Optimizer):
         return False
-    wide = Precision.parse(precision).params.itemsize >= 4
+    sparse = any(getattr(module, "sparse", False) is True for module in net.modules())
+    wide = Precision.parse(precision).params.itemsize >= 4 and not sparse
     table = schedule is not None or options.get("lr") is not None
     reads = wide and options.get("compile") is True and classify(optimizer, tensor_lr=table) == "host"
     return prefer_fused(optimizer, on_cpu=reads)
@@ -105,9 +112,21 @@ def checked(callbacks: Any) -> list[Callback]:
         if not isinstance(each, Callback):
             hint = f" Call it: {each.__name__}()" if isinstance(each, type) else ""
             raise TypeError(f"callbacks: expected hs.Callback objects, got {each!r}.{hint}")
+        _check_events(each)
     if len({id(each) for each in found}) != len(found):
         raise ValueError("callbacks: the same object is given twice")
     return found
+
+
+def _check_events(callback: Callback) -> None:
+    """Names from other libraries, such as on_epoch_end, that nobody would ever call."""
+    bases = type(callback).__mro__
+    own = {name for base in bases[: bases.index(Callback)] for name, value in vars(base).items() if callable(value)}
+    for name in sorted(own - set(dir(Callback))):
+        if name.startswith("on_") or (name[0] != "_" and name.endswith(("_end", "_begin", "_start"))):
+            events = "begin, epoch_begin, step, visit, epoch_end, end"
+            text = f"{type(callback).__name__}.{name} is no event and is never called; events are {events}"
+            warnings.warn(f"callbacks: {text}. A leading _ tells a method of your own.", Notice, stacklevel=5)
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

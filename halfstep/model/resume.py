@@ -100,6 +100,10 @@ def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks:
     _restore_callbacks(saved, callbacks)
     for change in _changes(was, {**now, "rates": _rates(step)}):
         _notice(change)
+    if isinstance(step, TrainStep) and step.compiled.on:
+        _notice(
+            "a compiled run goes on to rounding, not bit for bit, as it is compiled anew; compile=False goes on exactly"
+        )
     rng.load(saved["rng"])
 
 

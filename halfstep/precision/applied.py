@@ -180,7 +180,8 @@ def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) 
         if not any_dtype and p.is_floating_point() and p.dtype != precision.params:
             raise ValueError(
                 f"precision {precision.name!r} keeps parameters in {precision.params}, but {name!r} is {p.dtype}; "
-                "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to train low parameters"
+                "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to train low parameters, "
+                "'fp64' for float64 ones"
             )
 
 

@@ -1,6 +1,7 @@
 """Everything a captured graph holds fast: where its tensors are, and every plain value that its code has read."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ def pointers(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def of_modules(*roots: Any) -> Iterator[Any]:
-    """Each module, its plain attributes (a dropout's p, a loss's smoothing), hooks, tensors and what is frozen."""
+    """Each module, its plain values (a dropout's p, settings in lists and dicts), hooks, tensors, what is frozen."""
     for root in roots:
         if not isinstance(root, nn.Module):
             yield root
@@ -24,6 +25,7 @@ def of_modules(*roots: Any) -> Iterator[Any]:
         for module in root.modules():
             yield module
             yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
+            yield tuple([(k, i, v) for k, held in vars(module).items() for i, v in _items(held) if _is_plain(v)])
             yield tuple([len(getattr(module, name)) for name in _HOOKS])
             for held in (module._parameters, module._buffers):
                 tensors = [t for t in held.values() if t is not None]
@@ -45,14 +47,35 @@ def hooked(optimizer: Optimizer) -> bool:
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def slots(*roots: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Every tensor of the modules by its place, to be put back when a capture did not become a graph."""
+def slots(*roots: Any) -> list[tuple[Any, Any, Any]]:
+    """Every tensor and plain value of the modules by its place, to be put back when a capture did not become a step."""
     modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-    return [(owner, k, v) for m in modules for owner in (m._parameters, m._buffers, vars(m)) for k, v in owner.items()
-            if isinstance(v, Tensor)]  # fmt: skip
+    places = [
+        (owner, k, v) for m in modules for owner in (m._parameters, m._buffers, vars(m)) for k, v in owner.items()
+    ]
+    inner = [(v, k, each) for _, _, v in places for k, each in _items(v)]
+    return [place for place in (*places, *inner) if _is_plain(place[2], Tensor)]
+
+
+def put_back(places: list[tuple[Any, Any, Any]]) -> None:
+    for owner, name, value in places:
+        with suppress(IndexError):  # a list that is shorter now
+            owner[name] = value
+
+
+def still(places: list[tuple[Any, Any, Any]]) -> bool:
+    """Whether every place holds the very object that it held."""
+    with suppress(KeyError, IndexError):
+        return all(owner[name] is value for owner, name, value in places)
+    return False
 
 
 def _is_plain(value: Any, *also: type) -> bool:
     if isinstance(value, tuple):
         return all(isinstance(v, _PLAIN) for v in value)
     return isinstance(value, (*_PLAIN, *also))
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    """What a list or a dict holds: settings and counters may be kept there."""
+    return list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())

@@ -55,8 +55,9 @@ def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
     if not coupled:
         return []
     notice = (
-        f"{len(coupled)} batch-coupled layers ({', '.join(coupled[:3])}{', …' if len(coupled) > 3 else ''}) see "
-        f"micro-batches: accumulate={accumulate} is then not exactly the full batch"
+        f"batch-coupled layers see micro-batches: {', '.join(map(repr, coupled[:3]))}"
+        f"{f' and {len(coupled) - 3} more' if len(coupled) > 3 else ''}; accumulate={accumulate} is then not exactly "
+        "the full batch"
     )
     warnings.warn(notice, Notice, stacklevel=3)
     return [notice]

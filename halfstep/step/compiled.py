@@ -50,7 +50,7 @@ class Compiled:
         self.objective, self.wish, self.device = objective, wish, device
         self.on, self.reason = False, "'auto' compiles in a fit that is long enough to pay for it"
         self._open = wish == "auto" and not deterministic
-        self._whole = False
+        self._inside = False
         self._under: Applied | None = None
         self._program: Any = None
         self._shapes: dict[Any, bool] = {}  # those seen, and whether they are compiled
@@ -119,18 +119,18 @@ class Compiled:
         return loss, objective.told(batch, n, weighted=weighted)
 
     @property
-    def whole(self) -> bool:
-        """Whether an engine compiles the whole step, of which forward and loss are a part."""
-        return self._whole
+    def inside(self) -> bool:
+        """Whether forward and loss are part of a program of the whole step, which an engine makes."""
+        return self._inside
 
-    @whole.setter
-    def whole(self, whole: bool) -> None:
-        if whole != self._whole:
-            self._whole = whole
+    @inside.setter
+    def inside(self, inside: bool) -> None:
+        if inside != self._inside:
+            self._inside = inside
             self._set(self.on)
 
     def _set(self, on: bool) -> None:
-        self.on, self.objective.run = on, self.run if on and not self._whole else self.objective.__call__
+        self.on, self.objective.run = on, self.run if on and not self._inside else self.objective.__call__
 
     def _fail(self, cause: str, advice: str, error: Exception | None) -> None:
         """compile=True is honoured or refused; "auto" goes on without, and says so once."""

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Kind: TypeAlias = Literal["fused", "capturable", "host"]
 _aten = torch.ops.aten
-_READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
+READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
 
 def check(optimizer: Any) -> None:
@@ -79,7 +79,7 @@ class _Watcher(TorchDispatchMode):
         crosses = isinstance(out, Tensor) and any(
             isinstance(a, Tensor) and a.device != out.device and a.dim() for a in args
         )
-        self.reads += func in _READS or crosses
+        self.reads += func in READS or crosses
         return out
 
 

@@ -96,7 +96,7 @@ class StepOptions:
         known = [f.name for f in fields(cls)]
         for name in options:
             if name not in known:
-                close = get_close_matches(name, known, 1)
+                close = ["lr"] if name == "schedule" else get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
                 raise TypeError(f"TrainStep: unknown option {name!r}; {hint}options are: precision, {', '.join(known)}")
         return cls(**options)

@@ -69,11 +69,19 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _table(table: Any, groups: int, device: torch.device) -> Tensor:
-    rows = torch.as_tensor(table, dtype=torch.float64)
+    try:
+        rows = torch.as_tensor(table, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"lr: expected a table of rates, received {type(table).__name__}; of a schedule, a function or a scheduler "
+            "hs.schedules.tables(hs.schedules.resolve(it, optimizer, updates=n), n) makes one, and Model(schedule=…) "
+            "takes them as they are"
+        ) from error
     rows = rows.expand(groups, -1) if rows.dim() == 1 else rows
     if rows.dim() != 2 or rows.shape[0] != groups or rows.shape[1] == 0:
         expected = f"one row of rates, or {groups} rows (one per parameter group)"
-        raise ValueError(f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}")
+        number = "; a rate that stays is the optimizer's own" if rows.dim() == 0 else ""
+        raise ValueError(f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}{number}")
     if not bool(torch.isfinite(rows).all()) or bool((rows < 0).any()):
         bad = rows[~torch.isfinite(rows) | (rows < 0)][0].item()
         raise ValueError(f"lr: expected finite rates of 0 or more, received {bad}")

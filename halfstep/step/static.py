@@ -1,5 +1,6 @@
 """A step over storage that stays where it is, so that a graph of it can be replayed."""
 
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -44,7 +45,7 @@ class Static:
         before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
         allow = allowed(step.update)
         try:
-            with backend(step.precision, step.device, **step.options.kernels), allow:
+            with around(step), allow:
                 self._enter(first)
                 loss = step.accumulator.zero
                 if batch is not None:
@@ -126,6 +127,11 @@ class Static:
         wide = zip(acc.params, acc.wide, strict=True)
         self._grads = [torch.zeros_like(p, dtype=d, requires_grad=False) for p, d in wide]
         self._sums = {name: torch.zeros_like(acc.zero, dtype=torch.float64) for name in ("weight", "nominal", "loss")}
+
+
+def around(step: TrainStep) -> AbstractContextManager[None]:
+    """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
+    return backend(step.precision, step.device, **step.options.kernels)
 
 
 def baked(step: TrainStep) -> tuple[Any, ...]:

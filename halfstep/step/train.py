@@ -227,7 +227,7 @@ class TrainStep:
     @property
     def on_device(self) -> bool:
         """Whether the device decides updates: by code that can be replayed, or that is part of a program."""
-        return self._decides or self.compiled.whole
+        return self._decides or self.compiled.inside
 
     @property
     def ready(self) -> bool:

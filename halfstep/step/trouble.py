@@ -59,7 +59,10 @@ def streak(step: "TrainStep", skips: int) -> None:
     at = f"step {step.state.steps}, scale {step.state.scale.item():g}"
     said = f"{at}: {skips} updates in a row overflowed, in {culprits(step)}"
     if scale.on_skips == "raise":
-        raise NonFiniteError(f"{said}. If gradients are that large, use dtype='bfloat16', 'fp32', or on_skips='bf16'.")
+        advice = (
+            "A learning rate that diverges does this in any precision: try a smaller one first. If gradients are that"
+        )
+        raise NonFiniteError(f"{said}. {advice} large, use dtype='bfloat16', 'fp32', or on_skips='bf16'.")
     fallback = _fallback(step.precision, scale.on_skips)
     warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=6)
     step.switch(fallback)

@@ -160,8 +160,8 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     },
     "report": set(),
     "cli": {
-        *("errors", "again", "callbacks", "checkpoint", "compare", "data", "metrics", "model", "nets", "precision"),
-        *("report", "schedules", "step"),
+        *("errors", "again", "callbacks", "checkpoint", "compare", "data", "engine", "metrics", "model", "nets"),
+        *("precision", "report", "schedules", "step"),
     },
     "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
 }

@@ -70,7 +70,7 @@ class Emulated(Graphs):
     def usable(self) -> bool:
         return not self._stopped
 
-    def capture(self, key: Hashable, body: Callable[[], Any], *, low: bool = False) -> Captured:
+    def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
         numbers, recording = rng.save(), Recording()
         try:
             with recording:

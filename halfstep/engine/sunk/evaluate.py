@@ -19,7 +19,7 @@ from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.step import EvalStep
-from halfstep.step.baked import of_modules, pointers, slots
+from halfstep.step.baked import of_modules, pointers, put_back, slots
 from halfstep.step.capturing import generation
 
 
@@ -68,8 +68,7 @@ class Forward:
         try:
             return self.graphs.capture(key, body)
         except Exception as error:
-            for owner, name, tensor in places:
-                owner[name] = tensor
+            put_back(places)
             self.graphs.clear()
             self.graphs.stop()
             said = f"evaluation cannot be captured as a CUDA graph:\n  {blame.of(error, self.net)}\nIt runs eagerly."

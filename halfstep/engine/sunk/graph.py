@@ -4,7 +4,7 @@ everything else runs the same code call by call."""
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -13,6 +13,9 @@ from halfstep.step.capturing import capturing
 
 MOST = 64  # graphs held at once, and kinds of batches that are looked at: whatever comes beyond runs eagerly
 PROGRAMS, OFTEN = 6, 20  # compiled ones, each after so many batches: one takes as long as thousands of small steps
+
+
+Compiles: TypeAlias = Callable[[Callable[[], Any]], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,9 @@ class Captured:
 class Graphs:
     """Captured bodies by key. `captures` counts them; they share one pool of memory, as they never run at once."""
 
-    def __init__(self, device: torch.device, *, direct: bool = False, compiles: bool = False) -> None:
+    def __init__(self, device: torch.device, *, direct: bool = False, compiles: Compiles | None = None) -> None:
         self.device, self.captures = device, 0
-        self.compiles = compiles and device.type == "cpu"  # a graph there is a compiled program
+        self.compiles = compiles  # on a CPU: what makes a program of a body
         self.direct = direct  # replay by calling the body again: what a graph would do, on any device
         self._stopped = self._told = False
         self._held: dict[Hashable, Captured] = {}
@@ -36,7 +39,7 @@ class Graphs:
 
     @property
     def usable(self) -> bool:
-        return (self.direct or self.device.type == "cuda" or self.compiles) and not self._stopped
+        return (self.direct or self.device.type == "cuda" or self.compiles is not None) and not self._stopped
 
     def room(self, kinds: int) -> bool:
         """Whether one more kind may be captured; where not, it is said once."""
@@ -48,7 +51,12 @@ class Graphs:
 
     @property
     def full(self) -> bool:
-        return self.compiles and len(self._held) >= PROGRAMS
+        return self.compiles is not None and len(self._held) >= PROGRAMS
+
+    @property
+    def stale(self) -> bool:
+        """Whether a program reads tensors that are not the modules' any more."""
+        return any(not getattr(captured.replay, "current", True) for captured in self._held.values())
 
     def stop(self) -> None:
         """No more captures: what was tried cannot be captured."""
@@ -65,15 +73,12 @@ class Graphs:
         self._held.clear()
         self._pool = None
 
-    def capture(self, key: Hashable, body: Callable[[], Any], *, low: bool = False) -> Captured:
-        """Records what `body` launches, without running it. Raises what it raised. `low`: for a program, that it
-        rounds to half precision where the step does."""
+    def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
+        """Records what `body` launches, without running it. Raises what it raised."""
         if self.direct:
             captured = _direct(body)
-        elif self.compiles:
-            from halfstep.engine.sunk.whole import Whole  # torch's compiler is a heavy import
-
-            captured = Captured(Whole(body, low=low), None)
+        elif self.compiles is not None:
+            captured = Captured(self.compiles(body), None)
         else:
             graph = torch.cuda.CUDAGraph()
             if self._pool is None:

@@ -13,7 +13,7 @@ from halfstep.engine.sunk.inputs import LOOSE
 from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step import Record
-from halfstep.step.baked import of_modules, of_optimizer, slots
+from halfstep.step.baked import of_modules, of_optimizer, put_back, slots
 from halfstep.step.capturing import generation
 
 WARM = 3  # calls before a capture: optimizer state, autotuned kernels and gradients exist after them
@@ -80,8 +80,7 @@ class OwnProgram:
             self._held = self._baked()
             return captured
         except Exception as error:
-            for owner, name, tensor in places:
-                owner[name] = tensor
+            put_back(places)
             self._refuse(str(blame.of(error, None)), error)
             return None
 

@@ -48,13 +48,13 @@ def _adam(
     grad_scale: None = None, found_inf: Tensor | None = None, decoupled: bool = False,
 ) -> None:  # fmt: skip
     for i, (p, g, t) in enumerate(zip(params, grads, steps, strict=True)):
-        g, old = -g if maximize else g, p
+        g, old, t = -g if maximize else g, p, t.double()  # 0.9999 is not a float32
         if weight_decay:
             old, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p)
         first, second = torch.lerp(firsts[i], g, 1 - beta1), beta2 * seconds[i] + (1 - beta2) * g * g
         most = torch.maximum(largest[i], second) if amsgrad else second
-        unbiased = (most.sqrt() / torch.sqrt(1 - beta2**t)) + eps
-        new = old - lr / (1 - beta1**t) * (first / unbiased)
+        unbiased = (most.sqrt() / torch.sqrt(1 - beta2**t).to(p.dtype)) + eps
+        new = old - (lr / (1 - beta1**t)).to(p.dtype) * (first / unbiased)
         kept = [(p, new), (firsts[i], first), (seconds[i], second), *([(largest[i], most)] if amsgrad else [])]
         for tensor, value in kept:
             _put(tensor, value, found_inf)

@@ -4,8 +4,6 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import torch
-
 from halfstep.engine.feed import Args
 from halfstep.engine.sunk import blame
 from halfstep.engine.sunk.graph import MOST, OFTEN, Captured, Graphs
@@ -14,7 +12,7 @@ from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
-from halfstep.step.baked import hooked, slots
+from halfstep.step.baked import hooked, put_back, slots
 from halfstep.step.static import Static, Unsettled, baked
 
 Batch = Callable[[], Args]
@@ -41,13 +39,14 @@ class Program:
         self._held: tuple[Any, ...] = ()
         self._found = ""  # what the last eager step waited for
         self._inside = self._by_hand = False  # an eager step is under way; hooks want every step
+        self._compiles = graphs.compiles is not None
 
     def begin(self) -> None:
         """A visit begins: whatever happened since the last one, graphs must still be right."""
         step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
-        step.compiled.whole = self.graphs.compiles and not self.why and step.compiled.on
+        step.compiled.inside = self._compiles and not self.why and step.compiled.on
         self.static.adopt()
-        if len(self.graphs) and baked(step) != self._held:
+        if len(self.graphs) and (baked(step) != self._held or self.graphs.stale):
             self._drop()
         if self._made != (step.update, step.compiled.on):  # another precision, schedule or program: eagerly once more
             self._seen.clear()
@@ -59,7 +58,7 @@ class Program:
 
     def polish(self) -> None:
         """The run is long: kernels are compiled for the update, and graphs hold many steps."""
-        if self.graphs.compiles:
+        if self._compiles:
             return
         self.polished = self.ring.quick = True
         self.graphs.clear()
@@ -112,7 +111,7 @@ class Program:
     def settle(self) -> None:
         """A visit ends: the step's state is as it would be without graphs. After an error inside an eager step it is
         the step's own."""
-        self.step.compiled.whole = False
+        self.step.compiled.inside = False
         if not self._inside:
             self.static.settle()
 
@@ -186,7 +185,7 @@ class Program:
     @property
     def _needed(self) -> int:
         """Eager runs of a kind before its capture: where it is compiled, that happens in the second."""
-        return OFTEN if self.graphs.compiles else 2 if self.step.compiled.on else 1
+        return OFTEN if self._compiles else 2 if self.step.compiled.on else 1
 
     def _capture(self, kind: Hashable, body: Callable[[], Any]) -> Captured | None:
         step, live = self.step, self.static.live
@@ -194,7 +193,7 @@ class Program:
         self.static.prepare()
         captured, failed = None, None
         try:
-            captured = self.graphs.capture(kind, body, low=torch.finfo(step.precision.compute).bits < 32)
+            captured = self.graphs.capture(kind, body)
             self._held, self._lives[kind] = baked(step), self.static.live
         except Unsettled:  # a parameter that no update has moved yet: once more by the host
             pass
@@ -203,8 +202,7 @@ class Program:
         replaced = captured is not None and self._held != before
         self.static.live = live
         if captured is None or replaced:
-            for owner, name, tensor in places:  # what the body put there was never computed
-                owner[name] = tensor
+            put_back(places)  # what the body put there was never computed
         if failed is not None:
             self._refuse(str(blame.of(failed, step.net)), failed)
         if replaced:
@@ -220,15 +218,15 @@ class Program:
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self._seen.clear()
-        self.why, self.step.compiled.whole = reason, False
-        refuse(reason, "parts" if self.graphs.compiles else self.on_uncapturable, cause)
+        self.why, self.step.compiled.inside = reason, False
+        refuse(reason, "parts" if self._compiles else self.on_uncapturable, cause)
 
     def _drop(self) -> None:
         """Addresses, modes or settings are not those of the graphs any more."""
         self.graphs.clear()
         self.recaptures += 1
         advice = "A learning rate that moves goes into schedule= (or lr=), which costs none."
-        if self.graphs.compiles and self.recaptures == _TWICE:
+        if self._compiles and self.recaptures == _TWICE:
             self._refuse(f"settings that it holds have changed {_TWICE} times, each for a new program. {advice}")
         elif self.recaptures == _OFTEN:
             text = f"sink: settings that graphs bake in have changed {_OFTEN} times, and each change costs a capture."

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk.graph import Graphs
+from halfstep.engine.sunk.graph import Compiles, Graphs
 from halfstep.engine.sunk.inputs import ROWS, Resident, Staged, resident
 from halfstep.engine.sunk.pace import Pace
 from halfstep.engine.sunk.program import Program
@@ -49,7 +50,7 @@ class Sunk:
     def of(
         cls, step: TrainStep, feed: Feed, *, on_uncapturable: OnUncapturable = "raise", direct: bool = False
     ) -> "Sunk":
-        graphs = Graphs(step.device, direct=direct, compiles=step.compiled.on)
+        graphs = Graphs(step.device, direct=direct, compiles=program_of(step))
         return cls(Program(step, Ring(ROWS, step.device), graphs, on_uncapturable), feed)
 
     def run(self, limit: int, stop: Callable[[], object], seconds: float | None = None) -> list[int]:
@@ -140,3 +141,12 @@ def news(step: TrainStep) -> None:
     falls = getattr(step.precision.loss_scale, "on_skips", "raise") != "raise"
     later = falls and step.state.cycle.micro > 0  # inside a cycle no precision can change
     heed(step, int(halted), 0 if later else int(skips))
+
+
+def program_of(step: TrainStep) -> Compiles | None:
+    """On a CPU, where the step is to be compiled: all of it as one program."""
+    if step.device.type != "cpu" or not step.compiled.on:
+        return None
+    from halfstep.engine.sunk.whole import Whole  # torch's compiler is a heavy import
+
+    return partial(Whole, step)

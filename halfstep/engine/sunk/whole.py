@@ -1,67 +1,129 @@
-"""A whole step compiled into one program, and looked at once beside the step itself."""
+"""A whole step as one compiled program, after it has been looked at beside the step itself."""
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.engine.sunk.tape import Tape, written_down
+from halfstep.engine import rng
+from halfstep.engine.sunk.tape import written_down
+from halfstep.step import TrainStep
+from halfstep.step.baked import put_back, slots, still
 from halfstep.step.compiled import generate
+from halfstep.step.static import around
 
-NEAR = 0.05  # of a change: rounding in another order moves it by 1e-5 or so, the values of another batch by all of it
+CHECKS = 8  # batches on which what was written down must give the step's own bits
+NEAR, NEAR_LOW = 0.05, 0.5  # of a tensor's change: compiled code rounds in another order, which moves a change by 1e-5
+# or so; in half precision an element falls to the other side now and then, and its residue with it
+Tensors: TypeAlias = list[Tensor]
+_STRAYS = (
+    "written down, the step gives other values than when it runs: does it use numpy or Python's random numbers, keep "
+    "tensors or counters in attributes, or set torch's random numbers?"
+)
+_WRONG = "torch's compiler makes other values of this step than it gives uncompiled"
 
 
 class Whole:
-    """Calls the program. Its first run is compared with `body` run eagerly from the same state, whose result stays."""
+    """Runs a step as a program. On its first batches `body` runs too, from the same state, and its result stays: the
+    operations as written down must give the same bits, and the compiled program the same values but for rounding."""
 
-    def __init__(self, body: Callable[[], Any], *, low: bool) -> None:
-        self._body: Callable[[], Any] | None = body
-        self._tape: Tape | None = written_down(body)
-        self._inputs = self._tape.inputs
-        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-            self._run = generate(self._tape.module(), self._inputs, low=low, cut=None)
+    def __init__(self, step: TrainStep, body: Callable[[], Any]) -> None:
+        self._step, self._body, places = step, body, slots(step.net, step.objective.loss)
+        self._written = written_down(body)
+        put_back(places)
+        self._inputs, self._calls = self._written.inputs, 0
+        self._run: Any = self._written.module(plain=False)
+        known = {t.untyped_storage()._cdata for t in self._inputs}
+        tensors = [place for place in places if isinstance(place[2], Tensor)]
+        self._places = [place for place in tensors if place[2].untyped_storage()._cdata in known]
+
+    @property
+    def current(self) -> bool:
+        """Whether the tensors that it reads still stand where they stood in the modules."""
+        return still(self._places)
 
     def __call__(self) -> str:
         """One step; what is wrong with the program, if it is."""
-        body, tape = self._body, self._tape
-        if body is None or tape is None:
+        if self._calls > CHECKS + 1:
             self._call()
             return ""
-        self._body = self._tape = None
-        return self._both(body, tape.written, random=tape.random)
+        self._calls += 1
+        if self._calls == 1:  # the batch that it was written down with proves nothing
+            self._body()
+            return ""
+        return self._beside(_equal, _STRAYS) if self._calls <= CHECKS + 1 else self._compiled()
+
+    def _compiled(self) -> str:
+        low = torch.finfo(self._step.precision.compute).bits < 32
+        try:
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"), around(self._step):
+                self._run = generate(self._written.module(plain=True), self._inputs, low=low, cut=None)
+        except Exception as error:
+            self._body()
+            return f"torch cannot compile it: {_first_line(error)}"
+        if self._written.random:  # compiled, it draws other numbers
+            return self._beside(lambda *_: True, _WRONG)
+        return self._beside(partial(_near, self._step.precision.compute), _WRONG)
 
     @torch.no_grad()
     def _call(self) -> None:
-        self._run(*self._inputs)
+        if self._step.options.deterministic:
+            with around(self._step):
+                self._run(*self._inputs)
+        else:
+            self._run(*self._inputs)
 
-    def _both(self, body: Callable[[], Any], written: list[Tensor], *, random: bool) -> str:
-        before = [t.clone() for t in written]
-        self._call()
-        if random:  # the program draws other numbers: there is nothing to compare
-            return ""
+    def _beside(self, same: Callable[[Tensors, Tensors, Tensors], bool], wrong: str) -> str:
+        """The program, then the step from the same state, random numbers too. An error is the step's, if it has one."""
+        numbers, written = rng.save(), self._written.written
+        before, failed = [t.clone() for t in written], ""
+        try:
+            self._call()
+        except Exception as error:
+            failed = f"as a program it fails: {_first_line(error)}"
         mine = [t.clone() for t in written]
-        for t, value in zip(written, before, strict=True):
-            t.copy_(value)
-        body()
-        same = _near(mine, written, before)
-        return "" if same else (
-            "the compiled step gives other values than the step: does it use numpy, Python's random numbers, or code "
-            "of its own that torch does not see?"
-        )  # fmt: skip
+        with torch.no_grad():
+            for t, value in zip(written, before, strict=True):
+                t.copy_(value)
+        rng.load(numbers)
+        self._body()
+        return failed or ("" if same(mine, written, before) else wrong)
 
 
-def _near(mine: list[Tensor], right: list[Tensor], before: list[Tensor]) -> bool:
-    """Whether the program changed tensors as the step did: whole numbers and what is not finite exactly, the others by
-    all of one dtype together. One alone may be nothing but rounding: a bias before a batch norm has no gradient."""
-    sums: dict[torch.dtype, Tensor] = {}
+def _equal(mine: Tensors, right: Tensors, before: Tensors) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, right, strict=True))
+
+
+def _near(compute: torch.dtype, mine: Tensors, right: Tensors, before: Tensors) -> bool:
+    """Whether tensors changed alike: whole numbers and what is not finite exactly, the others to rounding. A change may
+    be nothing but rounding (a bias before a batch norm has no gradient), so some of the largest one is allowed."""
+    parts: list[tuple[torch.dtype, float, float, float]] = []
     for a, b, old in zip(mine, right, before, strict=True):
         known = torch.isfinite(b)
-        if not torch.equal(known, torch.isfinite(a)) or not (b.is_floating_point() or torch.equal(a, b)):
+        if not torch.equal(known, torch.isfinite(a)) or (not _broken(b) and not torch.equal(a, b)):
             return False
-        x, y, z = (torch.where(known & torch.isfinite(t), t, 0).double() for t in (a, b, old))
-        parts = torch.stack([(x - y).square().sum(), (y - z).square().sum(), y.square().sum()])
-        sums[b.dtype] = sums.get(b.dtype, 0) + parts
-    floats = {dtype: each.sqrt().tolist() for dtype, each in sums.items() if dtype.is_floating_point}
-    return all(e <= NEAR * change + torch.finfo(dtype).eps * size for dtype, (e, change, size) in floats.items())
+        if _broken(b):
+            x, y, z = (torch.where(known & torch.isfinite(t), t, 0).to(torch.complex128) for t in (a, b, old))
+            error, change, size = (v.abs().square().sum().sqrt().item() for v in (x - y, y - z, y))
+            parts.append((b.dtype, error, change, size))
+    low, largest = torch.finfo(compute), dict[torch.dtype, float]()
+    for dtype, _, change, _ in parts:
+        largest[dtype] = max(change, largest.get(dtype, 0.0))
+    near = NEAR if low.bits >= 32 else NEAR_LOW
+    floor = {dtype: 10 * low.eps * change for dtype, change in largest.items()}
+    return all(
+        error <= near * change + floor[dtype] + 8 * torch.finfo(dtype).eps * size
+        for dtype, error, change, size in parts
+    )
+
+
+def _broken(t: Tensor) -> bool:
+    """Whether it holds fractions."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

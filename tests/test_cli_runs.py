@@ -195,6 +195,7 @@ def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
     assert kept is not None
     again = shlex.join(["halfstep", *line, "--resume", "auto"])
     assert said.endswith(f"stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}\n")
+    assert "fit(resume=" not in said  # the library's own line, which a script gets
 
 
 def test_fresh_removes_a_runs_own_files_and_no_others() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.engine import Callback
+from halfstep.errors import meant
 from halfstep.model import Model
 from halfstep.model.plan import checked
 
@@ -48,18 +49,26 @@ def built(build: Builder) -> Built:
     return Built(result["model"], result["data"], {k: v for k, v in result.items() if k not in ("model", "data")})
 
 
-def builder(spec: str) -> Builder:
+def builder(spec: str, what: str = "build") -> Builder:
     """The function called "package.module:function", importable from the current folder."""
     module, _, name = spec.partition(":")
     if not module or not name:
-        raise ValueError(f"build: expected package.module:function, got {spec!r}")
+        raise ValueError(f"{what}: expected package.module:function, got {spec!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"build: {spec!r} cannot be imported from {os.getcwd()}: {error}") from error
+        close = meant(name, _functions(module))
+        hint = f". Did you mean {module}:{close}?" if close else ""
+        raise ValueError(f"{what}: {spec!r} cannot be imported from {os.getcwd()}: {error}{hint}") from error
     if not callable(function):
-        raise TypeError(f"build: expected {spec!r} to be a function, got {type(function).__name__}")
+        raise TypeError(f"{what}: expected {spec!r} to be a function, got {type(function).__name__}")
     found: Builder = function
     return found
+
+
+def _functions(module: str) -> list[str]:
+    """What a module that could be imported has to call."""
+    names = vars(sys.modules[module]) if module in sys.modules else {}
+    return [name for name, value in names.items() if callable(value) and not name.startswith("_")]

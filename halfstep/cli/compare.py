@@ -9,6 +9,7 @@ import typer
 
 from halfstep.cli import text as said
 from halfstep.cli import words
+from halfstep.cli.going import quiet
 
 HELP = """Train one network in several precisions and say which to use.
 
@@ -68,7 +69,8 @@ def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, r
     bars = sys.stderr.isatty() and not plain
     progress: Progress = Bars() if bars else Lines(steps=plain, file=file)
     try:
-        return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=said.command())
+        with quiet():
+            return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=said.command())
     except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
         typer.echo(_stopped(settings, out), err=True)
         raise typer.Exit(said.code(end)) from None
@@ -112,5 +114,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     """ "3" is three of them, 0, 1 and 2; "4,7" are those two, and "4," is that one."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts if part) or not any(parts):
-        raise ValueError(f"seeds: expected how many (--seeds 5) or which (--seeds 0,7,42), got {text!r}")
+        raise ValueError(f"--seeds: expected how many (--seeds 5) or which (--seeds 0,7,42), got {text!r}")
+    if len(parts) == 1 and int(text) == 0:
+        raise ValueError("--seeds: one number is how many, and 0 are too few: --seeds 3. Seed 0 alone: --seeds 0,")
     return tuple(int(part) for part in parts if part) if len(parts) > 1 else tuple(range(int(text)))

@@ -1,5 +1,6 @@
 """`halfstep eval`: the scores of a run, a checkpoint or a file of weights."""
 
+import shlex
 from typing import Annotated, Any, Literal
 
 import typer
@@ -49,6 +50,8 @@ def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> 
     asked = runs.Asked(build=build) if build else runs.read(run)
     if asked is not None and asked.build is not None and told:
         raise ValueError(f"{what}: {', '.join(told)} beside a builder, which made its model and data. Say it there.")
+    if asked is None:
+        _refuse_comparison(run, what)
     if asked is None and not run.exists():
         raise FileNotFoundError(f"{what}: expected a run, a checkpoint or a safetensors file, found nothing at {run}")
     if asked is None and given.get("net") is None:
@@ -57,6 +60,25 @@ def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> 
             "data (--net mlp --data sample), or its builder (--build package.module:function)."
         )
     return runs.changed(asked or runs.Asked(), **given)
+
+
+def _refuse_comparison(run: Any, what: str) -> None:
+    """A comparison's runs leave results and no weights: the run to train is named with its settings."""
+    from halfstep.compare.folder import SUMMARY, read_json
+
+    home = next((place for place in (run, run.parent.parent) if (place / SUMMARY).is_file()), None)
+    found = read_json(home / SUMMARY) if home is not None else None
+    if home is None or not isinstance(found, dict):
+        return
+    spec, best = found.get("spec", {}), found.get("recommendation", {}).get("precision")
+    told = {name: spec.get(name) for name in ("net", "data", "path", "epochs", "batch", "optimizer", "lr")}
+    told["schedule"] = spec.get("schedule") or "constant"
+    options = [word for name, value in told.items() if value is not None for word in (f"--{name}", str(value))]
+    again = shlex.join(["halfstep", "train", *options, "--precision", best or spec["precisions"][0]])
+    raise ValueError(
+        f"{what}: {home} is a comparison, which keeps results and no weights (halfstep report {home}). Train the "
+        f"precision you chose first: {again} --out runs/chosen"
+    )
 
 
 def _test(made: Any, asked: runs.Asked) -> Any:

@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 import warnings
+from itertools import pairwise
 from typing import Any, TextIO
 
 # what a message advises in Python, as the command line has it
@@ -13,6 +14,9 @@ _HINTS = {
     'fit(resume="auto")': "On the command line: --resume auto.",
     "load(..., strict=False)": "On the command line: name the network the weights were made for, --net or --build.",
 }
+# hs.data's maps go behind .batch(…) for speed; a data function leaves the batches to the command
+_BATCHED = "In the data, behind .batch(…): .map("
+_SAMPLED = "In the data function, on both parts (hs.data.Dataset(…) where they are none): .map("
 
 
 def main() -> None:
@@ -31,7 +35,7 @@ def main() -> None:
         if debug:
             traceback.print_exception(error)
         else:
-            print(f"halfstep: {_said(error)}\n(--debug shows where it was raised)", file=sys.stderr)
+            print(f"halfstep: {_said(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -72,9 +76,29 @@ def _notices(debug: bool) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The message, with the kind where it is not one written for users, and its notes."""
+    """The message, with the kind where it is not one written for users, its notes, and --debug where that says more."""
     kind, text = type(error).__name__, str(error)
     plain = text and isinstance(error, ValueError | TypeError | OSError)
-    first = text if plain else f"{kind}: {text}" if text else kind
+    first = _worded(text if plain else f"{kind}: {text}" if text else kind)
     hints = [hint for words, hint in _HINTS.items() if words in first]
-    return "\n".join([first, *getattr(error, "__notes__", []), *hints])
+    return "\n".join([first, *_notes(error), *hints])
+
+
+def _notes(error: Exception) -> list[str]:
+    found = list(getattr(error, "__notes__", []))
+    if "torch" not in sys.modules:  # no code of the user's has run, and torch takes seconds to import
+        return found
+    from halfstep.again.told import helps, sample
+
+    place = sample(error)
+    return [*found, *([place] if place else []), *(["(--debug shows where it was raised)"] if helps(error) else [])]
+
+
+def _worded(text: str) -> str:
+    """A setting as the option that was given for it; what to do to batches as what to do in a data function."""
+    name, colon, rest = text.partition(":")
+    option = f"--{name.replace('_', '-')}"
+    given = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    text = f"{option}{colon}{rest}" if colon and option in given else text
+    own = any(name == "--data" and ":" in value for name, value in pairwise(given))
+    return text.replace(_BATCHED, _SAMPLED) if own else text

@@ -44,7 +44,9 @@ def examine(name: str, path: str | None) -> dict[str, Any]:
     if _is_unsplit(name):
         root = _root(name)
         parts = [_images("all", root)]
-        move = f"halfstep train and compare read {layout.READ}: move its classes below {root}/train and {root}/test"
+        above = layout.split_above(root)
+        way = f"move its classes below {root}/train and {root}/test" if above is None else f"name {above} to them"
+        move = f"halfstep train and compare read {layout.READ}: {way}"
         return {"name": name, "origin": "a folder of images", "parts": parts, "notes": [move, *_sizes(parts)]}
     folder = layout.found(name, own=False)
     if folder.kind != "images":

@@ -51,13 +51,12 @@ class Asked:
 
 def make(asked: Asked, *, training: bool = False) -> "Built":
     """Model, training data and the other arguments of fit, as new; with `training`, and notices about that."""
-    import torch
-
     from halfstep.again.build import built
+    from halfstep.compare.recipe import seeded
 
+    seeded(asked.seed)
     if asked.build is None:
         return _by_flags(asked, training)
-    torch.manual_seed(asked.seed)
     return built(builder_of(asked.build))
 
 
@@ -104,9 +103,14 @@ def _rates(settings: "Settings", batches: int, accumulate: int) -> Any:
 
 
 def write(folder: Path, asked: Asked, command: str) -> None:
-    from halfstep.compare.folder import write_json
+    import time
 
-    write_json(folder / RUN, {"halfstep_train": VERSION, "command": command, "asked": asdict(asked)})
+    from halfstep.compare.folder import write_json
+    from halfstep.compare.run import environment
+    from halfstep.compare.settings import chosen
+
+    around = {"date": time.strftime("%Y-%m-%d"), "environment": environment(chosen(asked.device))}
+    write_json(folder / RUN, {"halfstep_train": VERSION, "command": command, **around, "asked": asdict(asked)})
 
 
 def read(run: Path) -> Asked | None:
@@ -136,33 +140,6 @@ def check(folder: Path, asked: Asked) -> None:
     if barring:
         other = f" Allowed to differ: {'; '.join(allowed)}." if allowed else ""
         raise ValueError(f"--resume: {folder} holds another run: {'; '.join(barring)}. {_WAYS}.{other}")
-
-
-@dataclass(frozen=True)
-class Over:
-    """A run that has all the epochs it is asked for."""
-
-    checkpoint: Path
-    epochs: int
-    steps: int
-    history: list[dict[str, Any]]
-
-    def summary(self, out: Path) -> dict[str, Any]:
-        return {"out": str(out), "resumed": str(self.checkpoint), "steps": self.steps, "history": self.history}
-
-
-def over(folder: Path, epochs: int) -> Over | None:
-    """Where a run stands that has `epochs` or more behind it, and its weights written; None when there is work left."""
-    from halfstep import checkpoint
-
-    newest = checkpoint.latest(folder)
-    if newest is None or not (folder / WEIGHTS).is_file():
-        return None
-    loop = checkpoint.load(newest).tree.get("loop")
-    if loop is None:  # saved by other means than a run: fit refuses it
-        return None
-    done = loop["epoch"] if loop["epoch_over"] and not loop["pending"] else loop["epoch"] - 1
-    return Over(newest, done, loop["global_step"], loop["history"]) if done >= epochs else None
 
 
 def clear(folder: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli import runs, text, words
+from halfstep.cli import going, runs, text, words
 
 if TYPE_CHECKING:
     from halfstep.again.build import Built
@@ -49,6 +49,8 @@ def train(
 
 
 def _asked(ctx: typer.Context, build: str | None) -> runs.Asked:
+    if not 0 <= ctx.params["seed"] < 1 << 63:
+        raise ValueError(f"--seed: expected a whole number of 0 or more, got {ctx.params['seed']}")
     given = {n for n in ctx.params if (source := ctx.get_parameter_source(n)) and source.name == "COMMANDLINE"}
     names = {f.name for f in fields(runs.Asked)}
     if build is None:
@@ -77,7 +79,9 @@ def _held(
             runs.clear(out)
         _check_folder(out, asked, resume)
         file = sys.stderr if as_json else sys.stdout
-        over = runs.over(out, asked.epochs) if resume == "auto" else None
+        if resume not in (None, "auto"):
+            going.refuse_fewer(Path(resume), asked.epochs)
+        over = going.over(out, asked.epochs) if resume == "auto" else None
         if over is not None:
             print(_nothing(out, asked.epochs, over), file=file)
             return over.summary(out)
@@ -85,7 +89,7 @@ def _held(
         return _fit(made, asked, out, resume, sink, plain=plain, file=file)
 
 
-def _nothing(out: Path, epochs: int, over: runs.Over) -> str:
+def _nothing(out: Path, epochs: int, over: going.Over) -> str:
     has = f"{out} has {text.plural(over.epochs, 'epoch')} already, up to step {over.steps}, and --epochs is {epochs}"
     return f"{has}: nothing was done. To train further: --epochs {over.epochs + 1}, or more"
 
@@ -138,12 +142,17 @@ def _fit(
         arguments["sink"] = sink
     mine = checked(arguments.pop("callbacks", ()))
     saver = [] if any(isinstance(each, Checkpoint) and each.folder == out for each in mine) else [Checkpoint(out)]
-    arguments["callbacks"] = [*mine, JSONLLog(out / runs.LOG, overwrite=True), *_progress(plain, file), *saver]
+    shown, kept = _progress(plain, file), going.Kept()
+    arguments["callbacks"] = [*mine, JSONLLog(out / runs.LOG, overwrite=True), *shown, _watch(kept.begin), *saver]
     try:
-        run = made.model.fit(data=made.data, **arguments)
+        with going.quiet():
+            run = made.model.fit(data=made.data, **arguments)
     except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
         typer.echo(_stopped(out), err=True)
         raise typer.Exit(text.code(end)) from None
+    except (OSError, ValueError) as error:  # a full disk at the end takes the last checkpoint
+        kept.rescue(made.model, out / runs.WEIGHTS, error)
+        raise
     made.model.save(out / runs.WEIGHTS)
     print(f"written: {out}/{{{runs.LOG}, {runs.WEIGHTS}}} and checkpoints", file=file)
     return {"out": str(out), "resumed": run.resumed, "steps": run.global_step, "history": run.history}
@@ -162,14 +171,21 @@ def _stopped(out: Path) -> str:
 
 def _progress(plain: bool, file: Any) -> list[Any]:
     """A bar on a terminal; a line per epoch elsewhere; --plain: the lines of seed 000 too."""
-    from halfstep.callbacks import Lambda, ProgressBar, ProgressLines
+    from halfstep.callbacks import ProgressBar, ProgressLines
 
-    said = Lambda(begin=lambda run: run.resumed and print(_from(run), file=file, flush=True))
-    epochs = Lambda(epoch_end=lambda run: print(_line(run), file=file, flush=True))
-    said.writes = epochs.writes = True  # nothing of them decides a run: no notice when a resumed one has them not
+    said = _watch(lambda run: run.resumed and print(_from(run), file=file, flush=True))
+    epochs = _watch(epoch_end=lambda run: print(_line(run), file=file, flush=True))
     if sys.stderr.isatty() and not plain:
         return [said, ProgressBar()]
     return [said, *([ProgressLines(file=file)] if plain else []), epochs]
+
+
+def _watch(begin: Any = None, epoch_end: Any = None) -> Any:
+    from halfstep.callbacks import Lambda
+
+    made = Lambda(begin=begin, epoch_end=epoch_end)
+    made.writes = True  # nothing of it decides a run: no notice when a resumed one has it not
+    return made
 
 
 def _from(run: Any) -> str:

@@ -65,6 +65,11 @@ def found(name: str, *, own: bool = True) -> Folder:
     other = next((part for part in _OTHERS if (root / part).is_dir()), None)
     if (root / "train").is_dir() and other is not None:
         return Folder(root, "images", ("train", other))
+    above = split_above(root)
+    if above is not None:
+        parts = " and ".join(f"{part}/" for part in ("train", *_OTHERS) if (above / part).is_dir())
+        say = f"--data {above}" if own else str(above)
+        raise ValueError(f"data: {root} is a part of {above}, which has {parts}: say {say}")
     raise ValueError(f"data: expected {READ}; {_lacking(root, other)}")
 
 
@@ -72,6 +77,15 @@ def classes_alone(root: Path) -> bool:
     """One folder per class, not yet split into train and test."""
     split = any((root / part).is_dir() for part in ("train", *_OTHERS))
     return not split and any(path.is_dir() and not path.name.startswith(".") for path in root.iterdir())
+
+
+def split_above(root: Path) -> Path | None:
+    """The folder with train and test that `root` is a part of, or a class in one of its parts."""
+    for part in (root, root.parent):
+        beside = any((part.parent / other).is_dir() for other in _OTHERS) and (part.parent / "train").is_dir()
+        if part.name in ("train", *_OTHERS) and beside:
+            return part.parent
+    return None
 
 
 def _lacking(root: Path, other: str | None) -> str:

@@ -2,20 +2,24 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep import data
 from halfstep.again.build import builder
+from halfstep.again.told import call
 from halfstep.compare import layout
 from halfstep.compare.settings import Settings
 from halfstep.data import Dataset
 from halfstep.data.get.catalog import CATALOG
 from halfstep.errors import Notice
+
+PARTS = ("training", "test")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def material(settings: Settings) -> Material:
         parts.append(part.map(chain, part.columns[0]) if chain else part)
     first = next(iter(parts[0].take(1).batch(1)))
     if len(first) < 2 or not isinstance(first[0], Tensor):
-        raise ValueError(f"data: expected samples of an input and a label, got the columns {list(parts[0].columns)}")
+        own = ". A data function returns (train, test): (x, y), (x_test, y_test)" if ":" in settings.data else ""
+        came = f"the columns {list(parts[0].columns)} of {settings.data}"
+        raise ValueError(f"data: expected samples of an input and a label, got {came}{own}")
     return Material(parts[0], parts[1], classes, tuple(first[0].shape[1:]))
 
 
@@ -67,20 +73,53 @@ def _pair(name: str, path: str | None) -> tuple[Dataset, Dataset]:
 
 def _own(name: str) -> tuple[Dataset, Dataset]:
     """The user's function: (train, test), each a Dataset without batches, a torch data set, or columns (x, y)."""
-    found = builder(name)()
+    found = call(builder(name, "data"), "the data function", name)
     if not isinstance(found, Sequence) or len(found) != 2:
         kind = type(found).__name__
         raise TypeError(f"data: expected {name!r} to return (training data, test data), got {kind}")
     classes = _counted(found)
-    train, test = (each if isinstance(each, Dataset) else Dataset(each, classes=classes) for each in found)
-    if train.plan.batch or test.plan.batch:
-        raise ValueError(f"data: expected {name!r} to return samples, got batches; leave .batch() to the comparison")
+    train, test = (_part(each, name, which, classes) for each, which in zip(found, PARTS, strict=True))
     return train, test
+
+
+def _part(given: Any, name: str, which: str, classes: list[str]) -> Dataset:
+    """One of the two, unbatched: the command batches and shuffles, so that every seed and size is one setting."""
+    came = type(given).__name__
+    if isinstance(given, Dataset):
+        if not given.plan.batch:
+            return given
+        came = "batches; leave .batch() to the command"
+    elif _is_empty(given):
+        raise ValueError(f"data: expected at least one sample as the {which} data of {name!r}, got none")
+    elif _is_indexed(given):
+        try:
+            return Dataset(given, classes=classes)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"data: the {which} data of {name!r}: {error}") from error
+    raise TypeError(
+        f"data: expected samples as the {which} data of {name!r}, got {came}. Return (train, test), each of them "
+        "columns (x, y), a data set with __len__ and __getitem__ (of a DataLoader: loader.dataset), or "
+        "hs.data.Dataset(…) without .batch(…)."
+    )
+
+
+def _is_empty(given: Any) -> bool:
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
+    return any(hasattr(each, "__len__") and getattr(each, "shape", None) != () and not len(each) for each in parts)
+
+
+def _is_indexed(given: Any) -> bool:
+    if isinstance(given, DataLoader | IterableDataset):
+        return False
+    return isinstance(given, Mapping) or (hasattr(given, "__len__") and hasattr(given, "__getitem__"))
 
 
 def _counted(found: Sequence[Any]) -> list[str]:
     """Classes by the labels, where both parts are columns that end with whole numbers; none where that is not known."""
-    labels = [torch.as_tensor(each[-1]) for each in found if isinstance(each, tuple) and len(each) > 1]
+    try:
+        labels = [torch.as_tensor(each[-1]) for each in found if isinstance(each, tuple) and len(each) > 1]
+    except (TypeError, ValueError, RuntimeError):  # no numbers: told of the part that has them
+        return []
     if len(labels) < 2 or any(y.dim() != 1 or y.is_floating_point() or not len(y) or y.min() < 0 for y in labels):
         return []
     return [str(i) for i in range(max(int(y.max()) for y in labels) + 1)]

@@ -6,6 +6,7 @@ from typing import Any, Protocol, TextIO
 from halfstep.callbacks import ProgressLines
 from halfstep.compare.material import Material
 from halfstep.compare.settings import Settings
+from halfstep.compare.summary import short
 from halfstep.engine import Callback, Row, Run
 
 
@@ -153,6 +154,6 @@ def plural(n: int, word: str) -> str:
 def ended(result: dict[str, Any]) -> str:
     """A run's end in one line."""
     if result["status"] == "failed":
-        return f"failed: {result['error'].splitlines()[0]}"
+        return f"failed: {short(result['error'])}"
     skipped = f"  skipped {result['skipped']}" if result["skipped"] else ""
     return f"loss {result['loss']:.4f}  accuracy {result['acc']:.2%}  {result['ms_per_step']:.2f} ms/step{skipped}"

@@ -2,11 +2,13 @@
 
 import inspect
 import os
+import random
 import sys
 import warnings
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,9 +24,16 @@ from halfstep.model import Model
 _MAKERS: dict[str, Any] = {"sgd": SGD, "momentum": partial(SGD, momentum=0.9), "adam": Adam, "adamw": AdamW}
 
 
+def seeded(seed: int) -> None:
+    """Python's generator, numpy's and torch's: two runs that draw from any of them are equal to their last state."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the users' one, which takes 32 bits
+    torch.manual_seed(seed)
+
+
 def network(settings: Settings, material: Material, seed: int) -> nn.Module:
     """Drawn on the host, so that a seed means the same weights on every device."""
-    torch.manual_seed(seed)
+    seeded(seed)
     return nets.load(settings.net, **_options(settings.net, material)).to(settings.place)
 
 
@@ -89,7 +98,7 @@ def _parameters(name: str) -> set[str]:
     if ":" in name:
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a builder beside the user's command
-        found: Any = builder(name)
+        found: Any = builder(name, "net")
     else:
         found = getattr(nets, name, None) if name in nets.names() else None
     try:

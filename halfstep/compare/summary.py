@@ -1,5 +1,6 @@
 """From results to the table: one row per precision, a verdict each, and one recommendation with its reason."""
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ Result = Mapping[str, Any]
 Row = dict[str, Any]
 
 _FASTER = 0.95  # of the reference's step time or memory: what is nearer than that may be chance
+_SHORT = 80  # characters of an error in a table's cell
 
 
 def rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
@@ -18,6 +20,13 @@ def rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
     by = {name: {r["seed"]: r for r in results if r["precision"] == name} for name in spec["precisions"]}
     reference = spec["precisions"][0]
     return [_row(name, by[name], _verdict(name, by[name], reference, by[reference], spec), spec) for name in by]
+
+
+def short(error: str) -> str:
+    """An error's kind and first sentence, in 80 characters; the whole stands below the table and in the JSON."""
+    line = (error.splitlines() or [""])[0]
+    first = re.split(r"(?<=[^.])\. |; ", line, maxsplit=1)[0].rstrip(" .:")
+    return first if len(first) <= _SHORT else first[: _SHORT - 1].rsplit(" ", 1)[0].rstrip(" ,:(") + "…"
 
 
 def _row(name: str, runs: Mapping[int, Result], found: Verdict, spec: Mapping[str, Any]) -> Row:
@@ -28,7 +37,7 @@ def _row(name: str, runs: Mapping[int, Result], found: Verdict, spec: Mapping[st
         "n": len(runs),
         "failed": len(runs) - len(done),
         **_times(done, spec["samples"]),
-        "peak_memory": max((r["peak_memory"] for r in done if r["peak_memory"] is not None), default=None),
+        "peak_memory": _typical(done, "peak_memory"),
         "loss": statistics.fmean(r["loss"] for r in done) if done else None,
         "acc": statistics.fmean(accs) if accs else None,
         "acc_interval": verdict.half_width(accs),
@@ -59,7 +68,7 @@ def _verdict(
     failed = [r for r in runs.values() if r["status"] == "failed"]
     if failed:
         where = f"in {len(failed)} of {len(runs)} runs" if len(failed) < len(runs) else "in every run"
-        return Verdict("failed", f"failed {where}: {failed[0]['error'].splitlines()[0]}")
+        return Verdict("failed", f"failed {where}: {short(failed[0]['error'])}")
     if not runs:
         return Verdict("unknown", "not run yet")
     if name == reference:

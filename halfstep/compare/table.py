@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from halfstep.compare.summary import short
+
 HEADER = (
     "precision", "ms/step", "s/epoch", "samples/s", "peak memory", "loss", "accuracy", "difference", "skipped",
     "final scale", "verdict",
@@ -39,7 +41,7 @@ def text(summary: Mapping[str, Any]) -> str:
         first, *numbers, last = line
         aligned = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
         made.append("  ".join([first.ljust(widths[0]), *aligned, last]))
-    return "\n".join([*made, "", advice(summary)])
+    return "\n".join([*made, "", *errors(summary), advice(summary)])
 
 
 def show(summary: Mapping[str, Any]) -> None:
@@ -57,12 +59,23 @@ def show(summary: Mapping[str, Any]) -> None:
             style, cell = _STYLES.get(row["verdict_kind"], ""), dict(zip(HEADER, cells(row), strict=True))
             table.add_row(*(Text(cell[name], style=style if name == "verdict" else "") for name in part))
         console.print(table)
-    console.print(advice(summary), markup=False)
+    for line in [*errors(summary), advice(summary)]:
+        console.print(line, markup=False)
+
+
+def errors(summary: Mapping[str, Any]) -> list[str]:
+    """What failed, each error whole and once, where the table's cell has cut it."""
+    found: dict[str, list[str]] = {}
+    for run in summary["runs"]:
+        if run["status"] == "failed":
+            found.setdefault(run["error"], []).append(f"{run['precision']} seed {run['seed']}")
+    return [f"{', '.join(runs)} failed: {error}\n" for error, runs in found.items() if short(error) != error]
 
 
 def advice(summary: Mapping[str, Any]) -> str:
     found = summary["recommendation"]
-    return f"Use {found['precision']}: {found['reason']}." if found["precision"] else f"No advice: {found['reason']}."
+    words = f"Use {found['precision']}: {found['reason']}" if found["precision"] else f"No advice: {found['reason']}"
+    return words if words.endswith((".", "…")) else f"{words}."
 
 
 def _number(value: float | None, form: str) -> str:

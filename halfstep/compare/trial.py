@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from halfstep.again.told import sample
 from halfstep.callbacks import Checkpoint
 from halfstep.checkpoint import CheckpointError
 from halfstep.compare import recipe, verdict
@@ -121,4 +122,6 @@ def _memory(peak: Peak) -> Result:
 
 
 def _said(error: Exception) -> str:
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    place = sample(error)
+    notes = [*getattr(error, "__notes__", []), *([place] if place else [])]
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])

@@ -18,7 +18,7 @@ def training(report: Report) -> list[Chart]:
         note = " ".join(part for part in (_averaged(loss), _band(loss), beyond) if part)
         found.append(Chart("chart-loss", "Training loss", note, loss, "step", axis, "number", numbers.short))
     if accuracy := by_epoch(report, "valid_acc"):
-        axis = around([v for line in accuracy.lines for v in line.values()])
+        axis = _share_axis([v for line in accuracy.lines for v in line.values()])
         note = "On the test data, after each epoch. " + _band(accuracy)
         args = ("Accuracy", note.strip(), accuracy, "epoch", axis, "percent", numbers.percent, _percent)
         found.append(Chart("chart-accuracy", *args))
@@ -57,6 +57,12 @@ def _loss_axis(curves: Curves) -> tuple[Axis, str]:
     log = min(shown) > 0 and max(shown) / min(shown) > _WIDE
     said = ", ".join(f"{name} up to {numbers.short(value)}" for name, value in gone.items())
     return around(shown, log=log, floor=0.0 if min(shown) >= 0 else None), f"Beyond the chart: {said}." if said else ""
+
+
+def _share_axis(values: list[float]) -> Axis:
+    """Air around the values, within 0 and 100 % where they are."""
+    axis = around(values)
+    return Axis(max(axis.lo, 0.0), min(axis.hi, 1.0)) if min(values) >= 0 and max(values) <= 1 else axis
 
 
 def _percent(value: float) -> str:

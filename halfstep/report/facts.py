@@ -15,8 +15,14 @@ _SETUP = {
     "optimizer": "Optimizer",
     "lr": "Learning rate",
     "schedule": "Schedule",
+    "precision": "Precision",
     "precisions": "Precisions",
     "seeds": "Seeds",
+    "seed": "Seed",
+    "accumulate": "Batches to an update",
+    "clip_norm": "Largest norm",
+    "ema": "Decay of the average",
+    "build": "Builder",
     "sink": "Sink",
     "margin": "Margin",
 }
@@ -40,7 +46,7 @@ def headline(report: Report) -> str:
     """One line under the title: what was trained, how long, on what."""
     spec = report.spec
     what = " on ".join(part for part in (text(spec.get("net")), text(spec.get("data"))) if part)
-    parts = ["" if what in report.title else what]
+    parts = ["" if what in report.title else what, text(spec.get("precision"))]
     if (epochs := spec.get("epochs")) is not None:
         parts.append(f"{epochs} epoch{'s' if epochs != 1 else ''}")
     parts += [f"batch {spec['batch']}" if spec.get("batch") is not None else ""]

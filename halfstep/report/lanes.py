@@ -44,7 +44,7 @@ def bars(report: Report, name: str, title: str, note: str, write: Callable[[floa
     for row in rows:
         width = round(axis.at(row[name] or 0) * UNITS)
         drawing = f'<rect class="bar" width="{width}" y="150" height="700"/>{_dots(axis, each[row.index])}'
-        share = numbers.over(row[name], first[name])
+        share = report.share(name, row, first)
         against = "" if row is first or share is None else f" · {numbers.ratio(share)}"
         lanes.append(_lane(row, drawing, write(row[name]) + against))
     return _figure(f"bars-{name.replace('_', '-')}", title, note, lanes, [])

@@ -16,7 +16,7 @@ def read(folder: str | Path) -> dict[str, Any]:
     path = Path(folder)
     found = path if path.is_file() else _first(path)
     if found.suffix == ".jsonl":
-        return _alone(_from_log(found), found.parent)
+        return _alone(_from_log(found), found.parent) | _told(found.parent)
     try:
         value = json.loads(found.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -53,6 +53,20 @@ def _alone(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "runs": [{**result, "precision": name}],
         "rows": [row | {key: result.get(key) for key in keys}],
     }
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """What halfstep train wrote beside its log: the setup, the command, the date; of a builder only what it leaves."""
+    try:
+        found = json.loads((folder / "run.json").read_text("utf-8"))
+        asked = dict(found["asked"]) if found["halfstep_train"] == 1 else {}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return {}
+    if not asked:
+        return {}
+    names = ("build", "epochs", "seed") if asked.get("build") else [name for name in asked if name != "device"]
+    spec = {name: asked.get(name) for name in names if not (name == "accumulate" and asked[name] == 1)}
+    return {"spec": spec, **{name: found.get(name) for name in ("command", "date", "environment")}}
 
 
 def _from_log(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from halfstep.report import charts, facts, lanes, markup, numbers
 from halfstep.report.curves import Chart, chart
 from halfstep.report.dtypes import dtype_map
 from halfstep.report.table import html_table
-from halfstep.report.values import Report, Row, Run
+from halfstep.report.values import CHANCE, Report, Row, Run
 
 _MEMORY = {"device": "Allocated on the device", "process": "By which the process grew during the run"}
 
@@ -52,8 +52,9 @@ def training(report: Report, drawn: list[Chart]) -> str:
 
 def cost(report: Report) -> str:
     memory = "; ".join(words for kind, words in _MEMORY.items() if kind in {run.memory_kind for run in report.runs})
-    about = f"{memory or 'At its highest'}. Shorter is better."
+    rough = f" Differences below {CHANCE >> 20} MiB mean nothing." if report.grown else ""
     rings = "Each run is a ring. " if any(len(report.of(row.precision)) > 1 for row in report.rows) else ""
+    about = f"{memory or 'At its highest'}{'; the bar is the median' if rings else ''}.{rough} Shorter is better."
     time = lanes.bars(report, "ms_per_step", "Time per step", f"{rings}Shorter is better.", _ms)
     space = lanes.bars(report, "peak_memory", "Peak memory", about, numbers.size)
     return markup.section("Cost", markup.two(time, space))
@@ -130,7 +131,7 @@ def _figures(report: Report, row: Row) -> list[tuple[str, str]]:
         made += [("final loss scale", numbers.scale(row["final_scale"]))]
     else:
         speed = numbers.over(first["ms_per_step"], row["ms_per_step"])
-        memory = numbers.over(row["peak_memory"], first["peak_memory"])
+        memory = report.share("peak_memory", row, first)
         made += [("points against " + first.precision, numbers.points(row["difference"], row["difference_interval"]))]
         made += [(f"the speed of {first.precision}", numbers.ratio(speed))]
         made += [(f"the memory of {first.precision}", numbers.ratio(memory))]

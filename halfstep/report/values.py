@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+CHANCE = 20 * 2**20  # bytes by which a process grows more or less with the state of its allocator
+
 
 @dataclass(frozen=True)
 class Run:
@@ -57,6 +59,18 @@ class Report:
         """The runs that finished; where none did, the failed ones: what they reached is worth seeing."""
         runs = [run for run in self.runs if run.precision == precision]
         return [run for run in runs if not run.failed] or runs
+
+    @property
+    def grown(self) -> bool:
+        """Memory is the growth of a process here, not what an allocator counted."""
+        return any(run.memory_kind == "process" for run in self.runs)
+
+    def share(self, name: str, row: Row, first: Row) -> float | None:
+        """A row's number by the first one's; None where the two differ by less than chance does."""
+        a, b = row[name], first[name]
+        if a is None or not b or (name == "peak_memory" and self.grown and abs(a - b) < CHANCE):
+            return None
+        return a / b
 
     @property
     def margin(self) -> float | None:

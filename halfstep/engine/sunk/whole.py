@@ -1,5 +1,6 @@
 """A whole step as one compiled program, after it has been looked at beside the step itself."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -58,6 +59,8 @@ class Whole:
 
     def _compiled(self) -> str:
         low = torch.finfo(self._step.precision.compute).bits < 32
+        if sys.stderr.isatty():
+            print("halfstep: compiling the whole step, once (5 to 30 s)", file=sys.stderr)
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"), around(self._step):
                 self._run = generate(self._written.module(plain=True), self._inputs, low=low, cut=None)

@@ -315,7 +315,7 @@ def test_the_page_of_a_run_says_what_it_was(told: Told) -> None:
     assert found.date == json.loads(Path("r/run.json").read_text())["date"]
     assert found.environment["torch"] == torch.__version__
     shown = page(read("r"))
-    assert "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum 0.05" in shown
+    assert "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05" in shown
     Path("r/run.json").write_text("{")  # damaged: the log is still worth a page
     assert parse(read("r")).command == ""
 

@@ -50,7 +50,7 @@ def headline(report: Report) -> str:
     if (epochs := spec.get("epochs")) is not None:
         parts.append(f"{epochs} epoch{'s' if epochs != 1 else ''}")
     parts += [f"batch {spec['batch']}" if spec.get("batch") is not None else ""]
-    parts += [" ".join(_value(v) for v in (spec.get("optimizer"), spec.get("lr")) if v is not None)]
+    parts += [text(spec.get("optimizer")), f"learning rate {_value(spec['lr'])}" if spec.get("lr") is not None else ""]
     parts += [numbers.plural(len(items(spec.get("seeds"))), "seed") if items(spec.get("seeds")) else ""]
     return " · ".join(part for part in [*parts, report.environment.get("device", "")] if part)
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+SETTINGS = 1000  # entries of a list or dict that may be settings
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -77,5 +78,7 @@ def _is_plain(value: Any, *also: type) -> bool:
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What a list or a dict holds: settings and counters may be kept there."""
-    return list(value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ())
+    """What a list or a dict holds: settings and counters may be kept there. A long one is data: looking takes time."""
+    if not isinstance(value, (list, dict)) or len(value) > SETTINGS:
+        return []
+    return list(value.items() if isinstance(value, dict) else enumerate(value))

@@ -360,6 +360,7 @@ def test_a_gradient_that_is_not_finite_stops_the_fit_as_it_would_eagerly() -> No
 def test_fit_says_how_it_runs_and_capture_false_leaves_it_in_parts() -> None:
     torch.manual_seed(0)
     net = Small()
+    net.unused = torch.eye(3).to_sparse()  # type: ignore[assignment]
     model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=True)
     model.fit(1, data(CPU))
     assert "programs of the whole step: 1 held" in str(model.report())

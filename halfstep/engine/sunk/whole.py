@@ -17,8 +17,8 @@ from halfstep.step.compiled import generate
 from halfstep.step.static import around
 
 CHECKS = 8  # batches on which what was written down must give the step's own bits
-NEAR, NEAR_LOW = 0.05, 0.5  # of a tensor's change: compiled code rounds in another order, which moves a change by 1e-5
-# or so; in half precision an element falls to the other side now and then, and its residue with it
+NEAR = 0.05  # of a tensor's change: compiled code rounds in another order, which moves a change by 1e-5 or so
+NEAR_LOW = 0.5  # in half precision an element falls to the other side now and then, and its residue with it
 Tensors: TypeAlias = list[Tensor]
 _STRAYS = (
     "written down, the step gives other values than when it runs: does it use numpy or Python's random numbers, keep "
@@ -38,7 +38,7 @@ class Whole:
         self._inputs, self._calls = self._written.inputs, 0
         self._run: Any = self._written.module(plain=False)
         known = {t.untyped_storage()._cdata for t in self._inputs}
-        tensors = [place for place in places if isinstance(place[2], Tensor)]
+        tensors = [place for place in places if isinstance(place[2], Tensor) and place[2].layout == torch.strided]
         self._places = [place for place in tensors if place[2].untyped_storage()._cdata in known]
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_module import work_beside
 from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
@@ -53,10 +54,7 @@ def proved():
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    work_beside(MINE, tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from own_module import work_beside
 from PIL import Image
 from report_fixtures import MIB, comparison
 
@@ -63,10 +64,7 @@ def torn(): return Torn(), xy(50)
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "own", raising=False)
+    work_beside(OWN, tmp_path, monkeypatch, "own")
     return tmp_path
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from own_module import work_beside
 from torch import nn
 from typer.testing import CliRunner
 
@@ -57,10 +58,7 @@ SMALL = {"net": "mine:tiny", "samples": 160, "test_samples": 100, "epochs": 2, "
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("mine", None)
+    work_beside(MINE, tmp_path, monkeypatch)
 
 
 def settings(**changes: Any) -> Settings:

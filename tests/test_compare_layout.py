@@ -1,13 +1,13 @@
 """Folders and functions of the user's, read one way by `data check`, `train` and `compare`, or refused with advice."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from own_module import work_beside
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -37,10 +37,7 @@ def many():
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("mine", None)
+    work_beside(MINE, tmp_path, monkeypatch)
 
 
 def photos(root: str, *folders: str, size: tuple[int, int] = (8, 6)) -> str:

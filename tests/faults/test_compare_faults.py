@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_module import work_beside
 
 from halfstep.compare import Settings, compare
 from halfstep.compare.progress import Lines
@@ -55,10 +56,7 @@ def settings(**changes: Any) -> Settings:
 
 @pytest.fixture(autouse=True)
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("mine", None)
+    work_beside(MINE, tmp_path, monkeypatch)
 
 
 def start(out: str, end: str) -> subprocess.Popen[str]:

@@ -48,13 +48,13 @@ class Written(NamedTuple):
 
 def written_down(body: Callable[[], Any]) -> Written:
     """The operations of `body`, which runs once. Tensors and torch's random numbers are afterwards as before."""
-    numbers, tape = rng.save(), _Tape()
-    try:
-        with tape, _Watch():
-            body()
-    finally:
-        tape.take_back()
-        rng.load(numbers)
+    tape = _Tape()
+    with rng.kept():
+        try:
+            with tape, _Watch():
+                body()
+        finally:
+            tape.take_back()
     return Written(tape.graph, tape.inputs, [t for t, _ in tape.before.values()], tape.random)
 
 

@@ -85,17 +85,12 @@ class Epochs(Callback):
         self.row, self.table = row, table
 
     def epoch_end(self, run: Run) -> None:
-        assert run.scores is not None
-        self.row["epochs"].append(
-            {"epoch": run.epoch, "seconds": run.seconds, "ms": run.seconds / run.step * 1e3, **run.scores}
-        )
+        last = {"epoch": run.epoch, "seconds": run.seconds, "ms": run.seconds / run.step * 1e3, **(run.scores or {})}
+        self.row["epochs"].append(last)
         self.table.add(self.row)
-        last = self.row["epochs"][-1]
-        print(
-            f"{self.row['row']}: epoch {run.epoch:2}  accuracy {last['acc']:.4f}  loss {last['loss']:.4f}  "
-            f"{last['ms']:7.2f} ms/step  {last['seconds']:6.1f} s",
-            flush=True,
-        )
+        scores = f"accuracy {last['acc']:.4f}  loss {last['loss']:.4f}  " if run.scores else ""
+        said = f"{scores}{last['ms']:7.2f} ms/step  {last['seconds']:6.1f} s"
+        print(f"{self.row['row']}: epoch {run.epoch:2}  {said}", flush=True)
 
 
 def train(precision: str, seed: int, data: tuple[Split, Split], args: argparse.Namespace, table: Table) -> None:
@@ -135,7 +130,7 @@ def fit(precision: str, seed: int, data: tuple[Split, Split], args: argparse.Nam
     options: dict[str, Any] = {} if args.compile is None else {"compile": args.compile == "yes"}
     metrics = {"acc": hs.metrics.Accuracy()}
     model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, precision, metrics=metrics, schedule=schedule, **options)
-    model.fit(args.epochs, images, valid=test, callbacks=[log])
+    model.fit(args.epochs, images, valid=test, valid_every=args.valid_every, callbacks=[log])
 
 
 def show(row: dict[str, Any]) -> str:
@@ -173,6 +168,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help="steps of an epoch (0: all 1,562)")
     parser.add_argument("--test-batches", type=int, default=0, help="of 250 test images (0: all 40)")
+    parser.add_argument("--valid-every", type=int, default=1, help="epochs between two evaluations; the last has one")
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--net", default="resnet50")
     parser.add_argument("--variant", default="seed", choices=["seed", "common"], help="of the network")

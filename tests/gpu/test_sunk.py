@@ -1,7 +1,9 @@
 """The captured engine on a real device: what it launches, what it copies, what it refuses, what it keeps."""
 
 import gc
+import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,11 +27,8 @@ def model(precision: str = "O2", *, capture: Any = "auto", **options: Any) -> Mo
     torch.manual_seed(0)
     net = Net().to(CUDA)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
-    options = {"nonfinite": "skip", "deterministic": True, **options}
-    return Model(
-        net, nn.CrossEntropyLoss(), optimizer, precision, metrics={"acc": hs.metrics.Accuracy()}, capture=capture,
-        **options,
-    )  # fmt: skip
+    options = {"nonfinite": "skip", "deterministic": True, "metrics": {"acc": hs.metrics.Accuracy()}, **options}
+    return Model(net, nn.CrossEntropyLoss(), optimizer, precision, capture=capture, **options)
 
 
 def fitted(capture: Any, sink: int | None, **options: Any) -> tuple[Model, list[Any], Any]:
@@ -286,9 +285,19 @@ def test_verify_passes_and_leaves_no_trace() -> None:
 class Counts(nn.Module):
     """A forward that counts in Python: a graph bakes the number in."""
 
+    def __init__(self, calls: Callable[[], int]) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(6, 3), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) * (1 + self.calls() % 2)
+        return out
+
+
+class Kept(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = nn.Linear(6, 3), [0]  # where nobody looks: a plain number would be seen
+        self.inner, self.calls = nn.Linear(6, 3), [0]
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls[0] += 1
@@ -296,8 +305,15 @@ class Counts(nn.Module):
         return out
 
 
+def test_a_number_that_the_network_keeps_and_changes_is_seen_at_the_capture() -> None:
+    net = Kept().to(CUDA)
+    s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
+    with pytest.raises(hs.UncapturableError, match="counts in Python"):
+        list(hs.sink(s, data(CUDA)))
+
+
 def test_verify_finds_what_a_graph_bakes_in() -> None:
-    net = Counts().to(CUDA)
+    net = Counts(itertools.count().__next__).to(CUDA)  # where nobody looks: an attribute would be seen
     s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(AssertionError, match=r"verify: step \d+ differs in .*captured step is not the eager one"):

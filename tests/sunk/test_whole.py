@@ -1,9 +1,11 @@
 """The whole step as one compiled program on a CPU: the tape repeats the step, the program keeps to it, and what cannot
 be written down is refused by name."""
 
+import gc
 import random
 import re
 import warnings
+import weakref
 from typing import Any
 
 import numpy as np
@@ -171,6 +173,26 @@ def test_what_cannot_be_written_down_is_refused_by_name(name: str) -> None:
     with pytest.warns(hs.Notice, match=rf"cannot be one compiled program(.|\n)*{said}(.|\n)*{place}"):
         assert same_rows(rows(sink, 1), expected) == []
     assert sink.captures == 0
+
+
+@pytest.mark.usefixtures("taped", "forward_uncompiled")
+def test_a_refused_step_leaves_nothing_of_itself_behind() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    def read(x: Tensor) -> Tensor:
+        y = x * 2
+        kept.append(weakref.ref(y))
+        return y * y.detach().abs().max().item()
+
+    sink = compiled_sink(small(read), data(CPU))
+    gc.disable()  # a cycle would hold its graph, and the memory of it, until somebody collects
+    try:
+        with pytest.warns(hs.Notice, match="cannot be one compiled program"):
+            rows(sink, 1)
+        assert len(kept) > 3
+        assert [held for held in kept if held() is not None] == []
+    finally:
+        gc.enable()
 
 
 class Stateful(nn.Module):

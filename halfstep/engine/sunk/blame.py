@@ -72,7 +72,7 @@ def of(error: BaseException, net: nn.Module | None) -> Culprit:
     said = str(error).strip().split("\n")[0]
     users = [f for f in frames if _is_users(f.f_code.co_filename)]
     frame = users[-1] if users else frames[-1]
-    modules = [f for f in frames if id(f.f_locals.get("self")) in names]
+    modules = [f for f in frames[1:] if id(f.f_locals.get("self")) in names]  # not who caught it: f_locals keeps a copy
     module = names[id(modules[-1].f_locals["self"])] or "(network)" if modules else ""
     return Culprit(said, frame.f_code.co_filename, lines[id(frame)], module)
 

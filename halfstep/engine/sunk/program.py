@@ -205,6 +205,7 @@ class Program:
             put_back(places)  # what the body put there was never computed
         if failed is not None:
             self._refuse(str(blame.of(failed, step.net)), failed)
+            failed = None  # its traceback holds this frame, and the spoiled pass, whose gradients are of its stream
         if replaced:
             self._refuse("the step replaces a tensor of its network, or counts in Python: write in place, b.copy_(…)")
             return None

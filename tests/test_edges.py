@@ -46,6 +46,30 @@ def test_one_saved_state_serves_two_steps_that_then_go_their_own_ways() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+class Deeper(nn.Module):
+    def __init__(self, extra: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.more = nn.ModuleList(nn.Linear(4, 4) for _ in range(extra))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.first(x))
+        return out
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(0, 1), (1, 0)], ids=["more than it has", "less than it has"])
+def test_a_state_of_another_network_changes_nothing(mine: int, theirs: int) -> None:
+    steps = []
+    for extra in (mine, theirs):
+        net = Deeper(extra).to(DEVICE)
+        steps.append(hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.first.parameters(), lr=0.1)))
+    steps[0](X, Y)
+    before = {name: t.clone() for name, t in steps[0].net.state_dict().items()}
+    with pytest.raises(ValueError, match=r"more\.0\.weight: expected .* received .* Nothing was loaded"):
+        steps[0].load_state_dict(steps[1].state_dict())
+    assert all(torch.equal(t, before[name]) for name, t in steps[0].net.state_dict().items())
+
+
 class PreNorm(nn.Module):
     """The usual wrapper: its name ends in Norm, but it holds the layer too."""
 

@@ -37,6 +37,10 @@ def step(net: nn.Module | None = None, make: Any = torch.optim.SGD, loss: Any = 
     return hs.TrainStep(net, loss or nn.MSELoss(), make(net.parameters(), lr=0.1), **options)
 
 
+def grouped(params: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [p]} for p in params], lr=lr)
+
+
 def runs(made: hs.TrainStep, *batch: Any) -> None:
     assert made(*(batch or (X, Y))).updated
 
@@ -330,6 +334,16 @@ STEPS = {
     "saved average": Case(
         lambda: step(ema=0.9).load_state_dict(step().state_dict()), ("expected 2", "received 0", "ema="),
         lambda: step(ema=0.9).load_state_dict(step(ema=0.9).state_dict()),
+    ),
+    "saved network": Case(
+        lambda: step().load_state_dict(step(nn.Linear(3, 5).to(DEVICE)).state_dict()),
+        ("weight", "expected shape [2, 3]", "received shape [5, 3]", "as they were", "Nothing was loaded"),
+        lambda: step().load_state_dict(step().state_dict()),
+    ),
+    "saved optimizer": Case(
+        lambda: step().load_state_dict(step(make=grouped).state_dict()),
+        ("expected an optimizer with [2]", "received [1, 1]", "Nothing was loaded"),
+        lambda: step(make=grouped).load_state_dict(step(make=grouped).state_dict()),
     ),
     "in averaged": Case(
         lambda: averaged(train=True, ema=0.9), ("to evaluate", "leave the block"), lambda: runs(step(ema=0.9))

@@ -39,6 +39,7 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
     if fallen is not None and saved["precision"] == fallen.state_dict():
         step.switch(fallen)  # skips had gone on too long in the saved run, and it went on in this one
     _check_fit(step, saved)
+    _check_same(step, saved)
     scale = step.state.scale, step.state.growth
     step.net.load_state_dict(saved["net"])
     with torch.no_grad():
@@ -69,6 +70,32 @@ def renew(step: "TrainStep") -> None:
 
 def _cloned(tree: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(tree))
+
+
+def _check_same(step: "TrainStep", saved: dict[str, Any]) -> None:
+    """Refuses, before anything is loaded, the tensors of another network and the groups of another optimizer."""
+    renamed = any(module._load_state_dict_pre_hooks for module in step.net.modules())  # by hooks, while it loads
+    for part, mine in (("net", {} if renamed else step.net.state_dict()), ("beside", beside(step))):
+        for name in [*mine, *(saved[part] if part == "net" and mine else ())]:
+            expected, came = (_shape(tensors.get(name)) for tensors in (mine, saved[part]))
+            if expected != came:
+                raise ValueError(
+                    f"TrainStep.load_state_dict: {name}: expected {expected}, received {came}; build the network and "
+                    f"the loss as they were when it was saved. Nothing was loaded"
+                )
+    groups = step.optimizer.param_groups, saved["optimizer"]["param_groups"]
+    sizes = [[len(group["params"]) for group in each] for each in groups]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"TrainStep.load_state_dict: expected an optimizer with {sizes[0]} parameters in its groups, received "
+            f"{sizes[1]}; build the optimizer as it was when it was saved. Nothing was loaded"
+        )
+
+
+def _shape(value: Any) -> str:
+    return (
+        "no such tensor" if value is None else f"shape {list(value.shape)}" if isinstance(value, Tensor) else "a value"
+    )
 
 
 def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:

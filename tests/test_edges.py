@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 
@@ -153,3 +154,34 @@ def halted_cycle(step: hs.TrainStep) -> list[int]:
     """A cycle with gradients in it, not yet ended."""
     step.accumulator(step.state, (X, Y))
     return list(range(len(step.params)))
+
+
+class Copies(TorchDispatchMode):
+    """The dtypes of every foreach copy, and how many there were."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[set[torch.dtype], ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.seen.append(tuple({t.dtype for t in each} for each in args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_norms_are_taken_back_by_dtype_since_mixed_lists_are_copied_one_by_one(skip: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)), nn.Linear(3, 2)).to(DEVICE)  # 12 floats, 6 integers
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, decide="device", nonfinite="skip")
+    step(X, Y)
+    step(X, Y)
+    before = [b.clone() for b in net.buffers()]
+    with Copies() as copies:
+        record = step(BAD if skip else X, Y)
+    assert bool(record.skipped) is skip
+    assert copies.seen
+    assert all(len(mine) == len(given) == 1 for mine, given in copies.seen)
+    same = [torch.equal(a, b) for a, b in zip(before, net.buffers(), strict=True)]
+    assert all(same) is skip

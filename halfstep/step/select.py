@@ -1,7 +1,6 @@
 """Taking things back without asking the host: snapshot, go on, then keep the new or the old by a device flag."""
 
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +15,11 @@ class Snapshot(NamedTuple):
     old: list[Tensor]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> "Snapshot":
-        if tensors and tensors[0].device.type == "cpu":
-            return cls([[t] for t in tensors], [_flat([t]) for t in tensors])
-        by_dtype = sorted(tensors, key=lambda t: str(t.dtype))
-        live = [list(group) for _, group in groupby(by_dtype, key=lambda t: str(t.dtype))]
-        return cls(live, [_flat(group) for group in live])
+    def of(cls, tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> "Snapshot":
+        """Of the tensors as they are, or of those in `old` for each."""
+        pairs = list(zip(tensors, tensors if old is None else old, strict=True))
+        groups = [[pair] for pair in pairs] if pairs and pairs[0][0].device.type == "cpu" else alike(pairs)
+        return cls([[t for t, _ in group] for group in groups], [_flat([t for _, t in group]) for group in groups])
 
     def keep_old_where(self, flag: Tensor) -> None:
         """Every tensor becomes bit for bit what it was when `flag` is set, and stays as it is otherwise."""
@@ -29,6 +27,20 @@ class Snapshot(NamedTuple):
             chosen = torch.where(flag, old, _flat(tensors))
             parts = chosen.split([t.numel() for t in tensors])
             torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+
+
+def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
+    """In groups of the same dtypes: a foreach kernel takes those, and copies mixed ones one by one."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for a, b in pairs:
+        groups.setdefault((a.dtype, b.dtype), []).append((a, b))
+    return list(groups.values())
+
+
+def copy_alike(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """In one kernel per dtype."""
+    for group in alike(zip(to, given, strict=True)):
+        torch._foreach_copy_([mine for mine, _ in group], [theirs for _, theirs in group])
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
@@ -60,15 +72,14 @@ class Buffers:
             a.shape != b.shape or a.dtype != b.dtype for a, b in zip(into, now, strict=True)
         ):
             return [b.detach().clone() for b in now]
-        torch._foreach_copy_(into, now)
+        copy_alike(into, now)
         return into
 
     def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
         """The buffers as copied: always, or where the device flag is set."""
         if not old:
             return
-        now = self.tensors()
-        new = Snapshot.of(now) if where is not None else None
-        torch._foreach_copy_(now, list(old))
-        if new is not None and where is not None:
-            new.keep_old_where(~where)
+        if where is None:
+            copy_alike(self.tensors(), old)
+        else:
+            Snapshot.of(self.tensors(), old).keep_old_where(where)

@@ -12,6 +12,7 @@ from halfstep.step.baked import of_modules, of_optimizer, pointers
 from halfstep.step.capturing import generation
 from halfstep.step.record import Record
 from halfstep.step.replay import allowed
+from halfstep.step.select import copy_alike
 from halfstep.step.state import Cycle
 from halfstep.step.train import TrainStep
 
@@ -115,9 +116,7 @@ class Static:
         self.live = frozenset(i for i, _, _ in pairs)
         moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
         moved += [(mine, now) for name, mine in self._sums.items() if (now := getattr(cycle, name)) is not mine]
-        for dtype in {mine.dtype for mine, _ in moved}:
-            alike = [pair for pair in moved if pair[0].dtype == dtype]
-            torch._foreach_copy_([mine for mine, _ in alike], [g for _, g in alike])
+        copy_alike([mine for mine, _ in moved], [g for _, g in moved])
 
     def prepare(self) -> None:
         """The storage, before a capture: what is allocated inside one belongs to its graph."""

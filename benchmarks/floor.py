@@ -1,6 +1,6 @@
 """How far a step is from this machine's limits: ceilings measured, floors counted, halfstep's step and its kernels.
 
-    python benchmarks/floor.py [--json FILE] [--works "mlp fp32" "resnet 32" …]
+    python benchmarks/floor.py [--json FILE] [--works "mlp fp32" "resnet 32" "best resnet 32" …]
 
 The ceilings: a copy on the device, matrix products in fp16, TF32 and strict fp32, a node of a CUDA graph (1,000 tiny
 kernels that wait for each other) and the gap between two graphs. The floors: every operation as a kernel of its own at
@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 import halfstep as hs
 
 WORKS = ["mlp fp32", "mlp fp16", "mlp mixed", "resnet 32", "resnet 256"]
+BEST = "best "  # before a work: compiled, and polished at once
 TOP = 15
 # bytes that an update moves per parameter: gradient read, master and momentum read and written, low copy written
 KEPT = {"fp32": 12, "fp16": 6, "mixed": 12, "O2": 4 + 8 + 8 + 2}
@@ -98,20 +99,21 @@ def ceilings(device: torch.device, small: bool) -> tuple[Ceiling, dict[str, Any]
 
 def job(work: str, args: argparse.Namespace) -> tuple[peers.Clock, int, list[roofline.Op], str]:
     """What runs a pass, its steps, what a step must do at least, and the ceiling of its arithmetic."""
-    name, _, which = work.partition(" ")
+    best, (name, _, which) = work.startswith(BEST), work.removeprefix(BEST).partition(" ")
     device = torch.device(args.device)
     if name == "mlp":
         data = mlp.pipeline(mlp.load(args.samples), which, device, raw=False)
         size, shape = (4 if which == "fp32" else 2), (mlp.BATCH, 1, 28, 28)
         ops = roofline.ops_of(hs.nets.mlp(), shape, size, KEPT[which])
-        return mlp.ours("halfstep fused", which, data, device), data.size, ops, "fp32" if which == "fp32" else "fp16"
+        way = "halfstep best" if best else "halfstep fused"
+        return mlp.ours(way, which, data, device), data.size, ops, "fp32" if which == "fp32" else "fp16"
     ops = roofline.ops_of(hs.nets.resnet50(classes=10), (int(which), 3, args.side, args.side), 2, KEPT["O2"])
-    return resnet.ours("halfstep O2", int(which), args), args.steps, ops, "fp16"
+    return resnet.ours("halfstep O2 compiled" if best else "halfstep O2", int(which), args), args.steps, ops, "fp16"
 
 
 def eager_step(work: str, args: argparse.Namespace) -> Callable[[], object]:
     """One step of the same work, not captured, so that each kernel can be traced to its operation."""
-    name, _, which = work.partition(" ")
+    name, _, which = work.removeprefix(BEST).partition(" ")
     device, net = torch.device(args.device), nn.Module()
     if name == "mlp":
         net, precision, count = hs.nets.mlp().to(device), mlp.NAMES[which], mlp.BATCH
@@ -192,7 +194,9 @@ def show(row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--works", nargs="+", default=WORKS, metavar="WORK", help=", ".join(WORKS))
+    parser.add_argument(
+        "--works", nargs="+", default=WORKS, metavar="WORK", help=f"{', '.join(WORKS)}; '{BEST}' before one: compiled"
+    )
     parser.add_argument("--small", action="store_true", help="ceilings of tiny sizes: to try the script out")
     parser.add_argument("--samples", type=int, default=mlp.FULL)
     parser.add_argument("--side", type=int, default=224)

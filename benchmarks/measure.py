@@ -52,7 +52,8 @@ def ratios(times: dict[str, list[float]], name: str, base: str) -> tuple[float, 
 def conditions(device: torch.device) -> dict[str, Any]:
     """Device, versions, threads, command and commit of a measurement."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    asked = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
     return {
         "device": name, "torch": torch.__version__, "python": platform.python_version(), "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(), "date": time.strftime("%Y-%m-%d"),

@@ -171,7 +171,7 @@ def graphed(work: Work) -> Clock:
     step = stepper(work, net, work.sgd(net.parameters()))
     first = work.samples()
     sizes = {len(fed[0]): fed for fed in (first[0], first[-1])}  # whole batches, and the one that ends a pass
-    kept = {size: _capture(work, step, fed) for size, fed in sizes.items()}
+    kept = {size: _capture(work, net, step, fed) for size, fed in sizes.items()}
 
     def train(passes: int) -> None:
         for _ in range(passes):
@@ -185,7 +185,7 @@ def graphed(work: Work) -> Clock:
     return clocked(train, work.device)
 
 
-def _capture(work: Work, step: Step, fed: tuple[Tensor, ...]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+def _capture(work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
     """A graph of the step over inputs of its own, after the side stream's warm-up that torch asks for."""
     static = tuple(part.clone() for part in fed)
     side = torch.cuda.Stream()
@@ -194,6 +194,7 @@ def _capture(work: Work, step: Step, fed: tuple[Tensor, ...]) -> tuple[torch.cud
         for _ in range(3):
             step(*work.fetch(*static))
     torch.cuda.current_stream().wait_stream(side)
+    net.zero_grad(set_to_none=True)  # so that the graph makes its own, as torch's guide says
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(*work.fetch(*static))

@@ -4,9 +4,9 @@
 
 The archive holds JPEGs as split/class/number; they are decoded once, into --cache, and processes that start together
 share that. Images are cropped, flipped and resized to 224 on the device, in the step. The network starts as
-torchvision's; --variant seed starts as MindSpore's lab does, from weights of 0.01 · normal, and learns more slowly. Step
-and epoch times leave evaluation out; accuracy is over all 10,000 test images. Try it out: --epochs 1 --steps 20. Runs
-of several processes become one table with --merge FILE …
+torchvision's; --variant seed starts as MindSpore's lab does, from weights of 0.01 · normal, and learns more slowly.
+Step and epoch times leave evaluation out; accuracy is over all 10,000 test images. Try it out: --epochs 1 --steps 20.
+Runs of several processes become one table with --merge FILE …
 """
 
 import argparse

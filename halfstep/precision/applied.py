@@ -1,5 +1,7 @@
 """A network under a precision: while active, its modules see low weights and low inputs; outside, nothing changed."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ class Applied:
         self._buffers = self._low_buffers()
         self._contexts = self._make_contexts()
         self._observing = True
+        self._last: tuple[Tensor, ...] = ()  # the copies of the last forward, until its backward pass is over
+        self._moved: list[tuple[Slot, Tensor]] = []
 
     @property
     def fast(self) -> bool:
@@ -59,13 +63,38 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        low = [(slot, slot.get()) for slot, _ in self._buffers]
+        low = self._moved = [(slot, slot.get()) for slot, _ in self._buffers]
         self._swap.undo()
         self._exact.clear()
+        if exc[0] is not None:
+            self._last = ()
         for slot, now in low:  # statistics that a low norm moved
             _write_back(slot, now)
         if self._observing and self.observed:
             self._observing, self._forwards = False, self._wrap(observing=False)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the backward pass of the last forward: what computes parts of it anew (activation checkpointing) finds
+        the same copies, casts and kernels. Autocast it brings along itself."""
+        contexts = [c for c in self._contexts if isinstance(c, FastHalf)]
+        try:
+            self._put_again()
+            with ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                yield
+        finally:
+            self._swap.undo()
+            self._last = ()
+
+    def _put_again(self) -> None:
+        for slot, forward in self._forwards:
+            self._swap.put(slot, forward)
+        for slot, index in self._weights if self._last else ():
+            self._swap.put(slot, self._last[index])
+        for slot, low in self._moved:
+            self._swap.put(slot, low)
 
     def unrounded(self, out: Any) -> Any:
         """Outputs of kept modules as they were before rounding, where `out` holds them as they came."""
@@ -74,7 +103,8 @@ class Applied:
     def _put(self) -> None:
         for slot, forward in self._forwards:
             self._swap.put(slot, forward)
-        fresh = self._copies.fresh()
+        self._last = ()
+        fresh = self._last = self._copies.fresh()
         for slot, index in self._weights:
             self._swap.put(slot, fresh[index])
         for slot, dtype in self._buffers:

@@ -25,8 +25,8 @@ _FUNCTIONS: list[Any] = [
 ]
 PRODUCTS: frozenset[Any] = frozenset(_FUNCTIONS)
 """The functions whose products are formed in fp32; every other function runs torch's own kernel."""
-COMPOSITES: frozenset[Any] = frozenset([F.multi_head_attention_forward])
-"""Python functions with products inside, which are to be seen one by one."""
+COMPOSITES: frozenset[Any] = frozenset([F.multi_head_attention_forward, torch.autograd.backward])
+"""Python functions with products inside, which are to be seen one by one; in backward, those of forwards run again."""
 
 
 def has_native(dtype: torch.dtype) -> bool:

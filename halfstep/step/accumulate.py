@@ -109,7 +109,9 @@ class Accumulate:
         leaves = [p for p in self.params if p.requires_grad]
         for p in leaves:
             p.grad = None
-        torch.autograd.backward(loss, self._seed(state, loss, weight), inputs=leaves)
+        seed = self._seed(state, loss, weight)
+        with self.applied.again():
+            torch.autograd.backward(loss, seed, inputs=leaves)
         grads = [p.grad if p.requires_grad else None for p in self.params]
         for p in leaves:
             p.grad = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.step.gradients import norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X, Y = torch.ones(4, 3, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
@@ -185,3 +186,68 @@ def test_norms_are_taken_back_by_dtype_since_mixed_lists_are_copied_one_by_one(s
     assert all(len(mine) == len(given) == 1 for mine, given in copies.seen)
     same = [torch.equal(a, b) for a, b in zip(before, net.buffers(), strict=True)]
     assert all(same) is skip
+
+
+class Replacing(nn.Module):
+    """Puts another tensor where a buffer was, as networks over streams do, instead of writing into it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.how = nn.Linear(3, 2), how
+        self.register_buffer("last", None if how == "filled" else torch.zeros(1 if how == "grown" else 4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = torch.cat([self.last, x.detach()]) if self.how == "grown" else x.detach()
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("how", ["replaced", "grown", "filled"])
+def test_a_buffer_that_forward_replaced_is_put_back_and_the_batch_is_left_alone(how: str, decide: Any) -> None:
+    net = Replacing(how).to(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, decide=decide, nonfinite="skip")
+    step(X.clone(), Y)
+    before, kept = net.last, net.last.clone()
+    bad = BAD.clone()
+    assert step(bad, Y).skipped
+    assert net.last is before
+    assert torch.equal(net.last, kept)
+    assert torch.equal(bad, BAD)
+    good = X * 2
+    assert step(good, Y).updated
+    assert torch.equal(net.last[-4:], good)
+
+
+@pytest.mark.parametrize("decide", ["host", "device"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_momentum_that_is_switched_on_later_starts_from_nothing_after_a_skip_too(fused: bool, decide: Any) -> None:
+    def run(decide: Any) -> list[Tensor]:
+        step = build(lambda p: torch.optim.SGD(p, lr=0.1, fused=fused), decide=decide, nonfinite="skip")
+        for _ in range(3):
+            step(X, Y)
+        step.optimizer.param_groups[0]["momentum"] = 0.9
+        assert step(BAD, Y).skipped
+        for _ in range(3):
+            assert step(X, Y).updated
+        return [p.detach().clone() for p in step.params]
+
+    def plain() -> list[Tensor]:
+        net = build().net
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+        for i in range(6):
+            optimizer.param_groups[0]["momentum"] = 0.9 if i >= 3 else 0.0
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(X), Y).backward()
+            optimizer.step()
+        return [p.detach().clone() for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(decide), plain(), strict=True))
+
+
+def test_the_norm_of_float16_gradients_beside_kept_ones_is_computed_in_float32() -> None:
+    wide, low = torch.ones(3, device=DEVICE), torch.full((8,), 40000.0, dtype=torch.float16, device=DEVICE)
+    for order in ([wide, low], [low, wide]):
+        assert sorted(norms(order).tolist()) == [g.double().norm().float().item() for g in (wide, low)]

@@ -20,6 +20,9 @@ ROOT = Path(hs.__file__).parent
 X, Y = torch.full((2, 3), 0.1, device=DEVICE), torch.zeros(2, 2, device=DEVICE)  # far from overflow at scale 2**16
 
 
+mse = nn.functional.mse_loss
+
+
 class Case(NamedTuple):
     """How to provoke an error, the words it must hold (expected, received, what to do), and its advice, taken."""
 
@@ -39,6 +42,15 @@ def step(net: nn.Module | None = None, make: Any = torch.optim.SGD, loss: Any = 
 
 def grouped(params: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p]} for p in params], lr=lr)
+
+
+def grown(*, anew: bool = False) -> None:
+    net = linear()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    made = hs.TrainStep(net, nn.MSELoss(), optimizer)
+    net.register_parameter("more", nn.Parameter(torch.zeros(1, device=DEVICE)))
+    optimizer.add_param_group({"params": [net.more]})
+    runs(hs.TrainStep(net, nn.MSELoss(), optimizer) if anew else made)
 
 
 def runs(made: hs.TrainStep, *batch: Any) -> None:
@@ -335,6 +347,12 @@ STEPS = {
         lambda: step(ema=0.9).load_state_dict(step().state_dict()), ("expected 2", "received 0", "ema="),
         lambda: step(ema=0.9).load_state_dict(step(ema=0.9).state_dict()),
     ),
+    "loss type": Case(
+        lambda: step(loss=lambda out, y: (mse(out, y), out))(X, Y),
+        ("expected it to return a tensor", "received tuple", "return the tensor alone"),
+        lambda: runs(step(loss=lambda out, y: mse(out, y))),
+    ),
+    "groups": Case(grown, ("expected the 2 parameters", "received 3", "build a new step"), lambda: grown(anew=True)),
     "saved network": Case(
         lambda: step().load_state_dict(step(nn.Linear(3, 5).to(DEVICE)).state_dict()),
         ("weight", "expected shape [2, 3]", "received shape [5, 3]", "as they were", "Nothing was loaded"),

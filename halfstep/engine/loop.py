@@ -140,7 +140,7 @@ class Loop:
         if self.signals.caught:
             run.stop(self.signals.caught.name)
         self.events.rows(self._shown(rows))
-        if self.sunk is not None:
+        if self.sunk is not None or getattr(self.step, "on_device", False):
             news(self.step)
 
     def _shown(self, rows: list[Row]) -> Iterator[Row]:

@@ -27,6 +27,7 @@ def of_modules(*roots: Any) -> Iterator[Any]:
             yield module
             yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
             yield tuple([(k, i, v) for k, held in vars(module).items() for i, v in _items(held) if _is_plain(v)])
+            yield tuple([(k, id(v)) for k, v in vars(module).items() if isinstance(v, Tensor)])
             yield tuple([len(getattr(module, name)) for name in _HOOKS])
             for held in (module._parameters, module._buffers):
                 tensors = [t for t in held.values() if t is not None]

@@ -24,7 +24,7 @@ def unscale_(grads: list[Tensor], inverse: Tensor) -> Tensor:
 
 def norms(grads: list[Tensor]) -> Tensor:
     """The 2-norm of each gradient, as torch's clip_grad_norm_ computes them; of low gradients in float32."""
-    low = grads[0].dtype.itemsize == 2
+    low = any(g.dtype.itemsize == 2 for g in grads)  # fp16 beside modules that are kept in fp32
     each = torch._foreach_norm(grads, 2, torch.float32) if low else torch._foreach_norm(grads)
     mixed = any(n.dtype != each[0].dtype for n in each)
     return torch.stack([n.to(each[0].dtype) for n in each] if mixed else each)

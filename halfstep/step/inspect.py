@@ -35,11 +35,11 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
     expected = ("net", "beside", "optimizer", "state", "precision")
     if set(saved) != set(expected):
         raise ValueError(f"TrainStep.load_state_dict: expected {', '.join(expected)}, received {', '.join(saved)}")
+    _check_same(step, saved)
     fallen = trouble.fallen(step.precision)
     if fallen is not None and saved["precision"] == fallen.state_dict():
         step.switch(fallen)  # skips had gone on too long in the saved run, and it went on in this one
     _check_fit(step, saved)
-    _check_same(step, saved)
     scale = step.state.scale, step.state.growth
     step.net.load_state_dict(saved["net"])
     with torch.no_grad():

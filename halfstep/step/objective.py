@@ -74,7 +74,7 @@ class Objective:
             assert self.terms.summed is not None
             above = torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
             return wide(self.terms.summed(*taken), least) / above, n
-        return wide(own_loss(out) if self.loss is None else self.loss(*taken), least), n
+        return wide(own_loss(out) if self.loss is None else _tensor(self.loss(*taken)), least), n
 
     def told(self, batch: Batch, n: Number | None, *, weighted: bool) -> Number | None:
         """n, from the batch where that is what tells it."""
@@ -130,6 +130,16 @@ def own_loss(out: Any) -> Tensor:
         raise TypeError(
             f"loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), received "
             f"{type(out).__name__} without one; give loss=, or put the labels in the batch"
+        )
+    return loss
+
+
+def _tensor(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor):
+        parts = " with the loss first" if isinstance(loss, (tuple, list)) else ""
+        raise TypeError(
+            f"loss: expected it to return a tensor, the loss, received {type(loss).__name__}{parts}; return the tensor "
+            "alone, not .item(): what else is worth knowing goes into metrics="
         )
     return loss
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Kind: TypeAlias = Literal["fused", "capturable", "host"]
 _aten = torch.ops.aten
+_STATELESS = ("lr", "initial_lr", "capturable", "foreach", "fused", "differentiable", "maximize")
 READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
 
@@ -25,6 +26,35 @@ def check(optimizer: Any) -> None:
             f"optimizer {type(optimizer).__name__} evaluates the loss again through a closure, so a step is not one "
             "transaction; use an optimizer whose step() takes no closure, for instance AdamW or SGD"
         )
+
+
+class Given:
+    """An optimizer as a step was built around it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count, self._on = self._counted(), self._switches()
+
+    def check(self) -> None:
+        """Refuses parameters that came later: no gradient is asked for them."""
+        if self._counted() != self.count:
+            raise ValueError(
+                f"optimizer: expected the {self.count} parameters that it had when the step was built, received "
+                f"{self._counted()}; after add_param_group build a new step (or Model) around it"
+            )
+
+    def switched(self) -> bool:
+        """Whether something was switched on or off since the last time, a momentum that was 0: the next update makes
+        state that does not exist yet, and must not be taken back by a flag."""
+        before, self._on = self._on, self._switches()
+        return before != self._on
+
+    def _counted(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def _switches(self) -> list[list[bool]]:
+        groups = self.optimizer.param_groups
+        return [[bool(v) for k, v in g.items() if k not in _STATELESS and isinstance(v, (int, float))] for g in groups]
 
 
 def classify(optimizer: Optimizer, *, tensor_lr: bool) -> Kind:

@@ -52,22 +52,19 @@ class Buffers:
 
     def __init__(self, *roots: Any) -> None:
         modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-        self._slots = [(m._buffers, k) for m in modules for k, b in m._buffers.items() if b is not None]
+        self._slots = [(m._buffers, k) for m in modules for k in m._buffers]
+        self._held: list[Tensor | None] = []  # what was in the slots when they were copied
 
     def __bool__(self) -> bool:
         return bool(self._slots)
 
     def tensors(self) -> list[Tensor]:
-        seen: dict[int, Tensor] = {}
-        for owner, key in self._slots:
-            buffer = owner.get(key)
-            if buffer is not None:
-                seen.setdefault(id(buffer), buffer)
+        seen = {id(b): b for owner, key in self._slots if (b := owner.get(key)) is not None}
         return list(seen.values())
 
     def copy(self, into: list[Tensor]) -> list[Tensor]:
         """Copies of the buffers, in `into` when it fits."""
-        now = self.tensors()
+        now, self._held = self.tensors(), [owner.get(key) for owner, key in self._slots]
         if len(into) != len(now) or any(
             a.shape != b.shape or a.dtype != b.dtype for a, b in zip(into, now, strict=True)
         ):
@@ -77,9 +74,17 @@ class Buffers:
 
     def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
         """The buffers as copied: always, or where the device flag is set."""
-        if not old:
-            return
-        if where is None:
+        if self._replaced():
+            if where is not None and not bool(where):  # which object is there is the host's to decide
+                return
+            for (owner, key), buffer in zip(self._slots, self._held, strict=True):
+                owner[key] = buffer
+            where = None
+        if old and where is None:
             copy_alike(self.tensors(), old)
-        else:
+        elif old and where is not None:
             Snapshot.of(self.tensors(), old).keep_old_where(where)
+
+    def _replaced(self) -> bool:
+        """Whether forward has put other tensors there, perhaps the user's own, instead of writing into these."""
+        return any(owner.get(key) is not b for (owner, key), b in zip(self._slots, self._held, strict=False))

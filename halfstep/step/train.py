@@ -58,6 +58,7 @@ class TrainStep:
         self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
         self.rates = Rates(optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host")
         self._moved: set[int] = set()  # parameters that a committed update has moved, so that their state exists
+        self._given = optim.Given(optimizer)
         self._wish, self._averaged, self._room = self.options.nonfinite, False, list[Tensor]()
         trouble.check(Precision.parse(precision))
         wish, kept = self.options.compile, self.options.deterministic
@@ -94,14 +95,9 @@ class TrainStep:
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
         return EvalStep(
-            self.net,
-            self.objective.loss,
-            precision=self.precision,
-            forward=self.options.forward,
-            count=self.options.count,
-            _applied=lambda: self.applied,
-            _benchmark=self.options.benchmark,
-        )
+            self.net, self.objective.loss, precision=self.precision, forward=self.options.forward,
+            count=self.options.count, _applied=lambda: self.applied, _benchmark=self.options.benchmark,
+        )  # fmt: skip
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -223,6 +219,7 @@ class TrainStep:
     def _check_weights(self) -> None:
         if self._averaged:
             raise ValueError("step: inside averaged() the network holds averages, to evaluate; leave the block first")
+        self._given.check()
 
     @property
     def on_device(self) -> bool:
@@ -236,6 +233,8 @@ class TrainStep:
 
     def settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
         """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
+        if self._given.switched():
+            self._moved.clear()
         dense = not any(g is not None and g.is_sparse for g in grads)
         return bool(live) and dense and self._moved.issuperset(live)
 

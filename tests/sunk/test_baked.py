@@ -85,6 +85,31 @@ def test_a_change_between_visits_acts_on_the_next_step(name: str) -> None:
     assert sink.captures == (1 if name == "nothing" else 2)
 
 
+class Weighted(Plain):
+    """Reads a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.ones(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.act(self.body(x)) * self.by)
+        return out
+
+
+def test_a_tensor_attribute_that_is_replaced_between_visits_is_read_from_its_new_place() -> None:
+    a, b, given = make(Weighted()), make(Weighted()), batches()
+    expected = losses(a, given, lambda s: setattr(s.net, "by", torch.linspace(0, 2, 16)), at=15)
+    torch.manual_seed(7)
+    sink, got = sinking(b, given, every=15), list[float]()
+    for records in sink:
+        got += records.loss.tolist()
+        if len(got) == 15:
+            b.net.by = torch.linspace(0, 2, 16)
+    assert got == expected
+    assert sink.captures == 2
+
+
 def test_an_optimizers_hook_runs_at_every_update() -> None:
     a, given, calls = make(), batches(), []
     sink = sinking(a, given, every=10)

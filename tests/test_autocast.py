@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -410,6 +411,19 @@ def test_high_dtypes_other_than_float32_are_refused_with_the_reason() -> None:
 def test_other_refusals() -> None:
     with pytest.raises(TypeError, match=r"do write the parentheses when decorating: @amp.autocast\(\)"):
         amp.autocast(lambda: None)  # type: ignore[arg-type]
+    torchs = "do write amp.autocast(), which is for every device of this machine; a dtype is low_prec_dtype='float16',"
+    for given, how, came in (
+        (["cuda"], {}, "enabled: expected True or False, received 'cuda'"),
+        (["cpu", torch.bfloat16], {}, "enabled: expected True or False, received 'cpu'"),
+        ([torch.device("cpu")], {}, "enabled: expected True or False, received device(type='cpu')"),
+        ([torch.bfloat16], {}, "enabled: expected True or False, received torch.bfloat16"),
+        (["cuda"], {"dtype": torch.float16}, "there is no dtype="),
+        ([], {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}, "no dtype=, cache_enabled="),
+    ):
+        with pytest.raises(TypeError, match=re.escape(f"{came}, {torchs}")):
+            amp.autocast(*given, **how)
+    with amp.autocast(low_prec_dtype="bfloat16"):  # as it says
+        assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="expected True or False, received 1"):
         amp.enabled = 1
     with pytest.raises(ValueError, match="kernels: expected one of auto, torch"):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import halfstep as hs
 from halfstep.metrics import Accuracy, Average, Loss, Metrics, as_metric
 from halfstep.metrics.counters import logits_of
 
@@ -87,6 +88,14 @@ def test_ignored_labels_of_one_score_do_not_count() -> None:
     assert (int(metric.total), int(metric.count)) == (1, 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool, torch.float16])
+def test_labels_from_0_to_1_are_taken_for_one_score(dtype: torch.dtype) -> None:
+    metric = Accuracy()
+    metric.update(torch.tensor([[2.0], [-2.0], [2.0]]), torch.tensor([1, 1, 0]).to(dtype))
+    metric.update(torch.ones(0, 1), torch.ones(0, dtype=dtype))
+    assert (int(metric.total), int(metric.count)) == (1, 3)
+
+
 def test_an_ignored_class_may_be_a_real_one() -> None:
     metric = Accuracy(ignore_index=0)
     metric.update(torch.eye(3), torch.tensor([0, 1, 0]))
@@ -146,6 +155,9 @@ def test_outputs_without_logits_stay_as_they_are(outputs: Any) -> None:
     assert logits_of(outputs) is outputs
 
 
+NINE = (
+    r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; give scores of every class, \[N, c"
+)
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Accuracy(0), ValueError, "top as 1 or more classes, received 0"),
     (lambda: Accuracy(4).update(torch.ones(2, 3), torch.ones(2).long()), ValueError, r"4 or more classes.*\(2, 3\)"),
@@ -155,6 +167,9 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Accuracy().update(torch.ones(3), torch.tensor(1)), ValueError, "expected integer labels of shape"),
     (lambda: Accuracy().update(torch.ones(2).long(), torch.ones(2)), TypeError, "floating tensor.*torch.int64"),
     (lambda: Accuracy().update([1.0], torch.ones(1)), TypeError, "floating tensor, or .logits, received list"),
+    (lambda: Accuracy().update(torch.ones(3, 1), torch.tensor([0, 9, 3])), ValueError, NINE),
+    (lambda: Accuracy().update(torch.ones(3), torch.tensor([-1, 1, 1])), ValueError, r"0 or 1, received -1 to 1; give"),
+    (lambda: Accuracy().update(torch.ones(2, 1), torch.tensor([[0.5], [2.5]])), ValueError, r"received 0.5 to 2.5"),
     (lambda: Loss().update(torch.ones(3)), ValueError, r"one number, received shape \(3,\); give its mean"),
     (lambda: Accuracy().merge(Accuracy(5)), ValueError, r"another Accuracy\(top=1.*received Accuracy\(top=5"),
     (lambda: Loss().merge(Average(len)), ValueError, r"another Loss\(\), received Average"),  # type: ignore[arg-type]
@@ -423,6 +438,52 @@ def test_a_group_is_its_metrics() -> None:
     assert metrics.each["seen"].compute() == 0
     assert metrics.compute()["loss"].isnan()
     assert len(Metrics()) == 0
+
+
+class Wrong(KeyError):
+    pass
+
+
+def fails(outputs: Any, labels: Any) -> Tensor:
+    raise Wrong("mine")
+
+
+def test_an_error_in_a_metric_names_it_and_what_it_was_given() -> None:
+    tm = pytest.importorskip("torchmetrics")
+    scores, labels = torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
+    both, nested = "float32 [5, 3] and int64 [4]", "{'a': float32 [5, 3], 'b': (int64 [4], int)} and NoneType"
+    cases: list[tuple[Any, type[Exception], Any, str]] = [
+        (fails, Wrong, (scores, labels), both),
+        (lambda o, y: o - y, RuntimeError, (scores, labels), both),
+        (Accuracy(), ValueError, (scores, labels), both),
+        (tm.MeanSquaredError(), RuntimeError, (scores, labels), both),
+        (fails, Wrong, ({"a": scores, "b": [labels, 1]}, None), nested),
+        (fails, Wrong, (scores, ["cat"] * 500), "float32 [5, 3] and list of 500"),
+    ]
+    for metric, error, given, said in cases:
+        with pytest.raises(error) as caught:
+            Metrics({"fine": lambda o, y: 1.0, "mine": metric}).update(*given)
+        assert type(caught.value) is error
+        assert caught.value.__notes__ == [f"in the metric 'mine', which was given {said}"]
+    with pytest.raises(ValueError, match="expected one number") as caught:
+        Metrics({"mean": Loss()}).update(scores, labels, loss=torch.ones(3), count=2)
+    assert caught.value.__notes__ == ["in the metric 'mean', which was given float32 [3] and int"]
+
+
+class Late(Plain):
+    def compute(self) -> int:
+        raise Wrong("late")
+
+
+def test_an_error_in_compute_names_the_metric_and_fit_keeps_the_note() -> None:
+    with pytest.raises(Wrong) as caught:
+        Metrics({"late": Late()}).compute()
+    assert caught.value.__notes__ == ["in the metric 'late', when it was computed"]
+    net, rows = nn.Linear(4, 3), hs.data.Dataset((torch.randn(6, 4), torch.arange(6) % 3)).batch(3)
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), metrics={"mine": fails})
+    with pytest.raises(Wrong) as caught:
+        model.fit(1, rows, valid=rows)
+    assert "in the metric 'mine', which was given float32 [3, 3] and int64 [3]" in caught.value.__notes__
 
 
 def test_groups_merge_and_split() -> None:

@@ -79,6 +79,40 @@ def test_something_that_is_no_name_is_refused_with_the_whole_table(received: obj
     assert all(f"\n  {name:5} " in str(refusal.value) for name in TABLE)
 
 
+ELSEWHERE = {
+    "16-mixed": "O1", "bf16-mixed": "O1+bf16", "16-true": "fp16", "bf16-true": "bf16", "32-true": "fp32",
+    "64-true": "fp64", 16: "O1", 32: "fp32", 64: "fp64", "16": "O1", "32": "fp32", "no": "fp32", "amp": "O1",
+    "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "mixed_float16": "O2",
+    "mixed_bfloat16": "O2+bf16", "fp16-mixed": "O1", "bf16_mixed": "O1+bf16", "16-mixed+bf16": "O1+bf16",
+    "bf16-mixed+bf16": "O1+bf16", F16: "fp16", BF16: "bf16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "ours"), ELSEWHERE.items(), ids=str)
+def test_the_words_of_other_libraries_are_answered_with_ours(word: object, ours: str) -> None:
+    for make in (hs.Precision, hs.Precision.parse):
+        with pytest.raises((ValueError, TypeError), match=rf"\nDid you mean '{re.escape(ours)}'\?$"):
+            make(word)  # type: ignore[arg-type]
+    asked = hs.Precision(ours)
+    assert (asked.name, asked.compute == BF16) == (ours.split("+")[0], "bf16" in ours)
+
+
+@pytest.mark.parametrize("word", ["", "true", "on", "nope", "int8", 8, 161, True, None])
+def test_what_resembles_nothing_gets_no_question(word: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="expected") as refusal:
+        hs.Precision.parse(word)  # type: ignore[arg-type]
+    assert "Did you mean" not in str(refusal.value)
+
+
+def test_mixed_bfloat16_is_taken_wherever_a_precision_is_named() -> None:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.MSELoss(), optimizer, "O1+bf16")
+    assert model.step.precision == hs.Precision("O1", dtype="bfloat16")
+    step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision="O1+bf16")
+    assert step.precision == hs.Precision("O1", dtype="bfloat16")
+
+
 REFUSED = [  # name, choice, what the refusal must say: the field first, then what would do
     ("fp32", {"dtype": "float16"}, ["dtype:", "float32", "O1, O2"]),
     ("fp16", {"dtype": "bfloat16"}, ["dtype:", "float16", "O1, O2"]),

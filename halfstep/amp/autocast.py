@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Never, ParamSpec, Self, TypeAlias, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -30,19 +30,11 @@ class autocast:
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        low_prec_dtype: Dtype | None = None,
-        high_prec_dtype: Dtype | None = None,
-        *,
-        device_type: str | None = None,
-        kernels: str = "auto",
-    ) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(
-                f"enabled: expected True or False, received {type(enabled).__name__}, "
-                "do write the parentheses when decorating: @amp.autocast()"
-            )
+        self, enabled: bool = True, low_prec_dtype: Dtype | None = None, high_prec_dtype: Dtype | None = None, *,
+        device_type: str | None = None, kernels: str = "auto", **torchs: Never,
+    ) -> None:  # fmt: skip
+        if not isinstance(enabled, bool) or torchs:
+            raise TypeError(_not_torchs(enabled, torchs))
         if kernels not in KERNELS:
             raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, received {kernels!r}")
         self.enabled, self.kernels = enabled, kernels
@@ -211,6 +203,16 @@ def _parse(field: str, value: Dtype, options: tuple[torch.dtype, ...], reason: s
         return found
     names = [n for n, d in DTYPES.items() if d in options]
     raise ValueError(f"{field}: expected one of {', '.join(names)} or the torch.dtype{reason}, received {value!r}")
+
+
+def _not_torchs(enabled: object, others: dict[str, Any]) -> str:
+    """What to write instead of torch.autocast's arguments, or instead of a decorator without parentheses."""
+    if not others and not isinstance(enabled, str | torch.dtype | torch.device):
+        said = f"enabled: expected True or False, received {type(enabled).__name__}"
+        return f"{said}, do write the parentheses when decorating: @amp.autocast()"
+    came = f"there is no {'=, '.join(others)}=" if others else f"enabled: expected True or False, received {enabled!r}"
+    low = "low_prec_dtype='float16', 'bfloat16' or 'float32'"
+    return f"{came}, do write amp.autocast(), which is for every device of this machine; a dtype is {low}"
 
 
 def _known_device(kind: str) -> str:

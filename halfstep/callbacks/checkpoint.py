@@ -54,6 +54,7 @@ class Checkpoint(Callback):
             self.load_state_dict({})
         if self.best is not None:
             self.best.check(run)
+            _tell_unevaluated(run, self.best.metric)
         self._try_folder()
         self._check_owner(run)
         tree = run.model.snapshot()
@@ -121,6 +122,11 @@ class Checkpoint(Callback):
                 raise
             _notice(run, str(error))
 
+    @property
+    def best_path(self) -> Path | None:
+        """The checkpoint of the best evaluation so far; None before the first, and without `best`."""
+        return None if self.best_step is None else self.folder / checkpoint.name_of(self.best_step)
+
     def _is_better(self, run: Run) -> bool:
         better = self.best is not None and run.scores is not None and self.best.take(run.scores)
         if better:
@@ -133,8 +139,7 @@ class Checkpoint(Callback):
             tree = run.model.snapshot()
             (_replace if path.exists() else checkpoint.save)(path, tree)
             self._saved_at, self._clock = run.position, time.monotonic()
-        best = [] if self.best_step is None else [self.folder / checkpoint.name_of(self.best_step)]
-        checkpoint.prune(self.folder, self.keep, best)
+        checkpoint.prune(self.folder, self.keep, [] if self.best_path is None else [self.best_path])
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.best is None else {"score": self.best.value, "best_step": self.best_step}
@@ -174,6 +179,13 @@ def _is_whole(path: Path) -> bool:
     except checkpoint.CheckpointError:
         return False
     return True
+
+
+def _tell_unevaluated(run: Run, metric: str) -> None:
+    loop, *_ = run.model._fit  # a fit is under way: this is its begin
+    if loop.evaluate is None:
+        said = f"nothing will be evaluated in this run, so best={metric!r} does nothing"
+        warnings.warn(f"Checkpoint: {said}; give fit(valid=…)", Notice, stacklevel=3)
 
 
 def _notice(run: Run, text: str) -> None:

@@ -68,9 +68,12 @@ class Best:
         """Whether evaluations will have this score, before anything is trained."""
         known = {"loss": None, **dict.fromkeys(run.model.metrics)}
         if self.metric not in known:
+            bare = re.sub("^val(id)?_", "", self.metric)
+            more = f"More of them: Model(metrics={{{self.metric!r}: …}})"
+            hint = f"Did you mean {bare!r} (the history's {f'valid_{bare}'!r})?" if bare in known else more
             raise ValueError(
                 f"{self.owner}: expected metric as one of the scores {', '.join(map(repr, known))}, got "
-                f"{self.metric!r}. More of them: Model(metrics={{{self.metric!r}: …}})"
+                f"{self.metric!r}. {hint}"
             )
 
     def take(self, scores: dict[str, float]) -> bool:

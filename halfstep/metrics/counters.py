@@ -79,7 +79,8 @@ class Accuracy(Ratio):
     """The share of labels among the `top` largest scores; of equal scores the first class wins. NaN scores are wrong.
 
     Scores [N, C, ...] with labels [N, ...], one-hot or soft labels [N, C, ...], or one score per label, [N] or
-    [N, 1, ...], where a logit above `threshold` means class 1. Labels equal to `ignore_index` do not count.
+    [N, 1, ...], where a logit above `threshold` means class 1, and so does a label above 0.5; labels outside 0 to 1 are
+    refused there if they are on the CPU. Labels equal to `ignore_index` do not count.
     """
 
     def __init__(self, top: int = 1, *, ignore_index: int = -100, threshold: float = 0.0) -> None:
@@ -117,6 +118,8 @@ class Accuracy(Ratio):
         if soft:
             return labels.argmax(1), None
         kept = None if labels.is_floating_point() else labels.long() != self.ignore_index  # uint8: -100 is class 156
+        if binary and labels.device.type == "cpu":  # looking at others would wait for their device
+            _check_binary(scores, labels if kept is None else labels[kept])
         truth = (labels > 0.5) if binary else labels
         return truth.long() if kept is None else torch.where(kept, truth, 0).long(), kept
 
@@ -171,6 +174,14 @@ class Average(Ratio):
         n = value.numel() * rows
         total = value.detach().double().sum() * rows
         self._add(total if n else torch.zeros_like(total), n)  # a mean over no rows is NaN
+
+
+def _check_binary(scores: Tensor, labels: Tensor) -> None:
+    if not bool(((labels >= 0) & (labels <= 1)).all()):
+        raise ValueError(
+            f"Accuracy: for one score per sample, {tuple(scores.shape)}, expected labels 0 or 1, received "
+            f"{labels.min().item()} to {labels.max().item()}; give scores of every class, [N, classes]"
+        )
 
 
 def _rows(outputs: Any, labels: Any) -> int:

@@ -32,16 +32,26 @@ class Metrics:
     def update(self, outputs: Any, labels: Any, *, loss: Tensor | None = None, count: float | Tensor = 1) -> None:
         """Hands one batch to every metric; `loss` is its mean over `count` terms, for those that follow the loss."""
         for name, metric in self.each.items():
-            if not isinstance(metric, Loss):
-                metric.update(outputs, labels)
-            elif loss is None:
+            follows = isinstance(metric, Loss)
+            if follows and loss is None:
                 raise ValueError(f"metrics: {name!r} follows the loss; give update() the batch's loss= and count=")
-            else:
-                metric.update(loss, count)
+            given = (loss, count) if follows else (outputs, labels)
+            try:
+                metric.update(*given)
+            except Exception as error:
+                error.add_note(f"in the metric {name!r}, which was given {' and '.join(map(_said, given))}")
+                raise
 
     def compute(self) -> dict[str, Any]:
         """Every metric's value, on the device."""
-        return {name: metric.compute() for name, metric in self.each.items()}
+        return {name: self._computed(name) for name in self.each}
+
+    def _computed(self, name: str) -> Any:
+        try:
+            return self.each[name].compute()
+        except Exception as error:
+            error.add_note(f"in the metric {name!r}, when it was computed")
+            raise
 
     def reset(self) -> None:
         """Every metric back to no updates."""
@@ -92,6 +102,17 @@ def _check_name(name: Any, given: Any) -> None:
         raise ValueError(f"metrics: expected {expected}, received {name!r}. A metric is {ACCEPTED}")
     if name == "loss" and not isinstance(given, Loss):
         raise ValueError("metrics: 'loss' is the name of the loss itself; give this metric another one, or use Loss()")
+
+
+def _said(value: Any) -> str:
+    """dtypes and shapes, as they stand in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_said(each)}' for name, each in value.items())}}}"
+    if not isinstance(value, list | tuple):
+        return type(value).__name__
+    return f"({', '.join(map(_said, value))})" if len(value) < 9 else f"{type(value).__name__} of {len(value)}"
 
 
 def _core(metric: Metric) -> Any:

@@ -49,10 +49,14 @@ TABLE: dict[str, Row] = {
     "bf16": Row(BF16, BF16, BF16, "whole", False, "parameters and compute in bfloat16"),
 }
 ALIASES = {"O0": "fp32", "mixed": "O1"}
-# words of other libraries, for the question in an error; they are no names
+# words of other libraries, for the question in an error; they are no names; the short ones only as they are
 _ELSEWHERE = {
     "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "single": "fp32", "float32": "fp32", "double": "fp64",
     "float64": "fp64", "amp": "O1",
+}  # fmt: skip
+_EXACT = {
+    "16": "O1", "16-true": "fp16", "32": "fp32", "32-true": "fp32", "no": "fp32", "64": "fp64", "64-true": "fp64",
+    "mixed-float16": "O2", "mixed-bfloat16": "O2+bf16",  # Keras: whole layers low, as in O2
 }  # fmt: skip
 
 
@@ -103,6 +107,7 @@ class Precision:
         if not isinstance(value, str):
             raise TypeError(
                 f"precision: expected a name or a Precision, received {type(value).__name__}; names:\n{names()}"
+                f"{_hint(value, [])}"
             )
         return cls(value)
 
@@ -198,10 +203,17 @@ class Precision:
 def _unknown(given: Any, name: Any, words: list[str]) -> str:
     if name in ("fp8", "auto"):
         return f"precision: received {given!r} (planned, not there yet), expected one of\n{names()}"
-    close = meant(name, [*TABLE, *ALIASES, *_ELSEWHERE])
-    said = "+".join([_ELSEWHERE.get(close, close), *words]) if close else None
-    hint = f"\nDid you mean {said!r}?" if said else ""
-    return f"precision: received {given!r}, expected one of\n{names()}{hint}"
+    return f"precision: received {given!r}, expected one of\n{names()}{_hint(name, words)}"
+
+
+def _hint(name: Any, words: list[str]) -> str:
+    word = str(name).removeprefix("torch.").casefold().replace("_", "-")
+    mixed = ("O1+bf16" if "bf" in word else "O1") if "mixed" in word and word != "mixed" else None  # 16-mixed: not fp16
+    close = _EXACT.get(word) or mixed or meant(word, [*TABLE, *ALIASES, *_ELSEWHERE])
+    if close is None:
+        return ""
+    said = "+".join(dict.fromkeys([*_ELSEWHERE.get(close, close).split("+"), *words]))
+    return f"\nDid you mean {said!r}?"
 
 
 def _unknown_word(given: str, word: str) -> str:

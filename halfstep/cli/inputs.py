@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep import data
+from halfstep.cli.prepared import Form, Preparation, form_of, preparation
 from halfstep.cli.runs import Asked
 from halfstep.data import Dataset
 from halfstep.errors import meant
@@ -20,13 +21,20 @@ _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".t
 
 @dataclass(frozen=True)
 class Inputs:
-    """Samples of one column, and a name for each."""
+    """Samples of one column, a name for each, and what is still to be done to them."""
 
-    samples: Dataset
+    samples: Dataset | Tensor | list[Tensor]
     names: list[str]
+    way: Preparation | None = None
 
     def batches(self, size: int) -> Dataset:
-        return self.samples.batch(size)
+        if isinstance(self.samples, Dataset):
+            return self.samples.batch(size)
+        if self.way is not None:
+            return self.way.batches(self.samples, size)
+        return Dataset((self.samples,) if isinstance(self.samples, Tensor) else [(x,) for x in self.samples]).batch(
+            size
+        )
 
 
 def read(source: str, made: "Built", asked: Asked) -> Inputs:
@@ -35,8 +43,7 @@ def read(source: str, made: "Built", asked: Asked) -> Inputs:
     if path.suffix.lower() == ".npy" and path.is_file():
         return _array(path, made)
     if path.is_dir() or path.suffix.lower() in _IMAGES:
-        files = _files(path)
-        return Inputs(Dataset([(each,) for each in _images(files, made)]), [str(file) for file in files])
+        return _images(_files(path), made)
     if path.exists():
         raise ValueError(f"predict: expected an image, a folder of images or an .npy file, got {source}")
     return _named(source, asked)
@@ -67,23 +74,44 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _images(files: list[Path], made: "Built") -> list[Tensor]:
-    """Float32 in 0..1, [C, H, W] as the network was trained with; other sizes are resized, which a notice says."""
+def _images(files: list[Path], made: "Built") -> Inputs:
+    """As the run's images were when they were read; by a run that does not say, float32 in 0..1 as its network takes
+    them. Other sizes are resized, which a notice says."""
+    from halfstep.data.read.folder import _read_image
+
+    way, shape = preparation(made.data), _shape(made)
+    forms = _forms(way, shape)
+    if not forms:
+        raise ValueError(f"predict: this network takes inputs of {list(shape)}, which no image has. Give an .npy file.")
+    form = next((each for each in forms if way is None or way.result(each.sample) == shape), forms[0])
+    images = [_read_image(file, form.mode) for file in files]
+    sizes = {(image.shape[0], image.shape[1]) for image in images}
+    if way is None or not way.resizes or any(way.result(replace(form, sides=each).sample) != shape for each in sizes):
+        images = _sized(images, form.sides)
+    laid = [form.lay(image[None])[0] for image in images]
+    return Inputs(laid if way else [image.float() / 255 for image in laid], [str(file) for file in files], way)
+
+
+def _sized(images: list[Tensor], sides: tuple[int, int]) -> list[Tensor]:
     import warnings
 
-    from halfstep.data.read.folder import _read_image
     from halfstep.errors import Notice
 
-    shape = _shape(made)
-    if len(shape) != 3 or shape[0] not in (1, 3):
-        raise ValueError(f"predict: this network takes inputs of {list(shape)}, which no image has. Give an .npy file.")
-    read = [_read_image(file, "L" if shape[0] == 1 else "RGB") for file in files]
-    others = {tuple(image.shape[:2]) for image in read} - {shape[1:]}
-    if others:
-        sizes = ", ".join(f"{w} × {h}" for h, w in sorted(others)[:3])
-        warnings.warn(f"predict: images of {sizes} are resized to {shape[2]} × {shape[1]}", Notice, stacklevel=2)
-    resize, none = data.Resize((shape[1], shape[2])), torch.empty(0, 1)  # it draws no random numbers
-    return [(resize(image[None], none)[0] if others else image).permute(2, 0, 1).float() / 255 for image in read]
+    others = {tuple(image.shape[:2]) for image in images} - {sides}
+    if not others:
+        return images
+    sizes = ", ".join(f"{w} × {h}" for h, w in sorted(others)[:3])
+    warnings.warn(f"predict: images of {sizes} are resized to {sides[1]} × {sides[0]}", Notice, stacklevel=2)
+    resize, none = data.Resize(sides, layout="HWC"), torch.empty(0, 1)  # it draws no random numbers
+    return [resize(image[None], none)[0] for image in images]
+
+
+def _forms(way: Preparation | None, shape: tuple[int, ...]) -> list[Form]:
+    """What an image may be: of the size that the run's were read in, or of the one that its network takes."""
+    read, taken = form_of(way.shape if way else shape), form_of(shape)
+    if read is None:
+        return []
+    return [read] if taken is None or taken.sides == read.sides else [read, replace(read, sides=taken.sides)]
 
 
 def _array(path: Path, made: "Built") -> Inputs:
@@ -95,28 +123,34 @@ def _array(path: Path, made: "Built") -> Inputs:
         raise ValueError(
             f"{path}: expected one array as numpy.save writes it, found something else ({error})"
         ) from error
-    shape = _shape(made)
-    samples = _prepared(array, shape) if array.dtype == torch.uint8 else array
-    samples = samples[None] if samples.shape == shape else samples
+    shape, way = _shape(made), preparation(made.data) if array.dtype == torch.uint8 else None
+    samples = _bytes(array, way, shape) if array.dtype == torch.uint8 else _given(array, shape)
+    wanted = way.shape if way else shape
+    if samples is None or not samples.shape[0]:
+        raise ValueError(
+            f"{path}: expected an array of [samples, {', '.join(map(str, wanted))}], as the network was trained with, "
+            f"got {list(array.shape)}"
+        )
+    return Inputs(samples, [f"{path}[{i}]" for i in range(len(samples))], way)
+
+
+def _given(array: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+    samples = array[None] if array.shape == shape else array
     if shape[:1] == (1,) and tuple(samples.shape[1:]) == shape[1:]:
         samples = samples[:, None]  # gray, without its channel
-    if tuple(samples.shape[1:]) != shape or not samples.shape[0]:
-        wanted = f"[samples, {', '.join(map(str, shape))}]"
-        raise ValueError(
-            f"{path}: expected an array of {wanted}, as the network was trained with, got {list(array.shape)}"
-        )
-    return Inputs(Dataset((samples,)), [f"{path}[{i}]" for i in range(len(samples))])
+    return samples if tuple(samples.shape[1:]) == shape else None
 
 
-def _prepared(array: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """uint8 [N, H, W], [N, H, W, C] or one of them without N, to float32 [N, C, H, W] in 0..1."""
-    if len(shape) != 3:
-        return array
-    images = array[None] if array.dim() == 2 or tuple(array.shape) == (*shape[1:], shape[0]) else array
-    images = images[..., None] if images.dim() == 3 else images
-    if tuple(images.shape[1:]) == (*shape[1:], shape[0]):
-        images = images.permute(0, 3, 1, 2)
-    return images.float() / 255
+def _bytes(array: Tensor, way: Preparation | None, shape: tuple[int, ...]) -> Tensor | None:
+    """uint8 images as the run's were read, or by a run that does not say float32 in 0..1; None for other shapes."""
+    forms = _forms(way, shape)
+    for form in forms:
+        found = form.found(array)
+        if found is not None and way is None:
+            return found.float() / 255
+        if found is not None and way is not None and way.result(tuple(found.shape[1:])) == shape:
+            return found
+    return None if forms else _given(array, way.shape if way else shape)
 
 
 def _shape(made: "Built") -> tuple[int, ...]:

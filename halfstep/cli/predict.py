@@ -28,8 +28,8 @@ def predict(
     """Predict with a run, a checkpoint or a file of weights.
 
     Prints a CSV, or writes OUT: input, the number of its likeliest class (label), the name of that where the data has
-    names (class), its probability. Images are brought to the size and channels that the run was trained with; an .npy
-    of uint8 images is prepared as the training data was, one of floats is taken as it is.
+    names (class), its probability. Images are brought to the size and channels that the run was trained with; they
+    and an .npy of uint8 are prepared as the training data was, an .npy of floats is taken as it is.
 
     \b
     halfstep predict runs/first shirt.png

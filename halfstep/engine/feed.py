@@ -100,9 +100,7 @@ def as_data(data: Any) -> Dataset | Loader:
         raise TypeError("expected batches, got whole tensors. Make them a data set: hs.data.Dataset((x, y)).batch(64)")
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | IterableDataset):
         name = type(data).__name__
-        raise TypeError(
-            f"expected batches, got {name}. Say how they are made: hs.data.Dataset(data).shuffle().batch(64)"
-        )
+        raise TypeError(f"expected batches, got {name}. Say how they are made: hs.data.Dataset(data).batch(64)")
     return Loader(data)
 
 

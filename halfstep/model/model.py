@@ -6,8 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,9 +20,10 @@ from halfstep.engine.explain import tell
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.model import plan, resume, weights
+from halfstep.model import parts, plan, resume, weights
+from halfstep.model.outputs import batches, joined
 from halfstep.model.own import OwnStep
-from halfstep.model.rates import Tables, updates
+from halfstep.model.rates import Tables
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.inspect import renew
@@ -46,17 +45,19 @@ class Model:
         labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None,
         capture: bool | str = "auto", verify: int = 0, **options: Any,
     ) -> None:  # fmt: skip
-        plan.parts(net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])])
+        parts.check(net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])])
+        parts.precisions(step, precision)
         self.net, self.loss, self.optimizer, self.schedule, self._fused = net, loss, optimizer, schedule, False
         self.metrics, self.labels = Metrics(metrics), labels or label_of
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
-            self._fused = plan.fused(net, optimizer, precision, schedule, options)
-            self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
+            self._fused = parts.fused(net, optimizer, precision, schedule, options)
+            self.step = TrainStep(net, loss, optimizer, precision=precision, **parts.known(options))
+            parts.untrained(net, optimizer)
         self._cell = self._evaluator(precision, options)
         self._eval: Any = eval_step or self._cell
-        self._by_name = loss is None and step is None and eval_step is None
         self._whole = options.get("forward") is not None
+        self._by_name = loss is None and step is None and eval_step is None and not self._whole
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
         self.graphs, self._tables = Captures(self._cell, capture, verify), Tables()
 
@@ -85,6 +86,7 @@ class Model:
             loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
             with locked(loop.callbacks):
                 self._resume(loop, resume)
+                self._tables.check()
                 with kept() if self._cell.device.type == "cpu" else nullcontext():
                     loop.go()
         finally:
@@ -98,6 +100,7 @@ class Model:
         if self.step is None:
             raise ValueError("fit: this model has no optimizer; build it with optimizer=…, or step=…")
         plan.arguments(epochs, data)
+        parts.training(self.net, self.step)
         feed = self._feed(data)
         size = steps_per_epoch or feed.size
         steps = None if size is None else epochs * size
@@ -110,7 +113,7 @@ class Model:
         )  # fmt: skip
         if valid is None and valid_every_steps:
             raise ValueError("valid_every_steps: expected validation data too, got none; give valid=…")
-        self._set_rates(timing, feed.size, self._done)
+        self._set_rates(timing, feed)
         run = Run(self, epochs, size, None if steps_per_epoch else feed.samples)
         check = self._validation(valid) if valid is not None else None
         engine = partial(self.graphs.training, self.step, feed, steps)
@@ -124,13 +127,14 @@ class Model:
         """Updates of earlier fits."""
         return int(self.step.state.updates) if isinstance(self.step, TrainStep) else 0
 
-    def _set_rates(self, timing: Timing, size: int | None, done: int) -> None:
-        """The schedule's rates for a fit that began after `done` updates."""
-        if self.schedule is not None:
-            count = updates(timing.epochs, size, timing.epoch_steps, self.step.options.accumulate)
-            self.step.set_rates(self._tables(self.schedule, self.step, count, done))
+    def _set_rates(self, timing: Timing, feed: Feed, saved: dict[str, Any] | None = None) -> None:
+        """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
+        table = self._tables(self.schedule, self.step, timing, feed, saved, self._done)
+        if table is not None:
+            self.step.set_rates(table)
 
     def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
+        parts.evaluation(self.net, self._eval is self._cell, self.step)
         feed = self._feed(valid)
         return lambda stop: self._scores(feed, stop)
 
@@ -158,9 +162,8 @@ class Model:
         _, feed, named = self._fit
         saved = checkpoint.load(found).tree
         resume.check(saved, self.step, found)
-        if (began := saved["config"].get("began", 0)) != loop.config["began"]:
-            self._set_rates(loop.timing, feed.size, began)
-            loop.config["began"] = began
+        self._set_rates(loop.timing, feed, saved)
+        loop.config["began"] = saved["config"].get("began", 0)
         resume.restore(saved, self.step, loop, feed, named)
         loop.run.resumed = str(found)
 
@@ -194,16 +197,14 @@ class Model:
         return self.step.averaged() if self._kept_average else nullcontext()
 
     def predict(self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None) -> Any:
-        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor, or with `stream`
-        an iterator of batches. `targets`: batches end with one, which is left out (None: where there is a loss)."""
-        parts = self._predictions(data, batch, self.loss is not None if targets is None else targets, stream)
-        if stream:
-            return parts
-        outputs = list(parts)
-        return torch.cat(outputs) if outputs and all(isinstance(o, Tensor) for o in outputs) else outputs
+        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor (or one tuple or
+        dict of them, as the network returns), or with `stream` an iterator of batches. `targets`: batches end with
+        one, which is left out (None: where there is a loss)."""
+        found = self._predictions(data, batch, self.loss is not None if targets is None else targets, stream)
+        return found if stream else joined(list(found))
 
     def _predictions(self, data: Any, batch: int, targets: bool, stream: bool) -> Iterator[Any]:
-        feed = self._feed(_batches(data, batch))
+        feed = self._feed(batches(data, batch))
         outputs = self.graphs.outputs()
         if outputs is not None and not self._kept_average and not stream:  # there one may train on between two
             yield from outputs(feed, lambda args: self._output(args, targets), self._cell.applied, targets)
@@ -244,7 +245,3 @@ class Model:
         if isinstance(self.step, TrainStep):
             renew(self.step)
         return account
-
-
-def _batches(data: Any, batch: int) -> Any:
-    return [(part,) for part in torch.as_tensor(data).split(batch)] if isinstance(data, Tensor | np.ndarray) else data

@@ -1,16 +1,11 @@
 """The arguments of `fit`, checked and turned into times."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
 
 from halfstep.engine import Callback, Timing
 from halfstep.errors import Notice
-from halfstep.precision import Precision
-from halfstep.step.optim import classify, prefer_fused
 
 
 def arguments(epochs: Any, data: Any) -> None:
@@ -63,37 +58,6 @@ def _due(every: int | Iterable[int]) -> Callable[[int], bool]:
         if all(isinstance(epoch, int) and epoch >= 1 for epoch in epochs):
             return lambda epoch: epoch in epochs
     raise ValueError(f"valid_every: expected a number of epochs, or a list of epochs from 1, got {every!r}")
-
-
-def parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]) -> None:
-    """Refuses what cannot be a model: classes instead of objects, training options with nothing to train by."""
-    for name, given in (("net", net), ("loss", loss), ("optimizer", optimizer)):
-        if isinstance(given, type):
-            raise TypeError(f"{name}: expected an object, got the class {given.__name__}. Write {given.__name__}(…)")
-    if not isinstance(net, nn.Module):
-        raise TypeError(f"net: expected an nn.Module, got {type(net).__name__}")
-    if optimizer is None and step is None and options:
-        given = ", ".join(options)
-        raise ValueError(f"{given}: these are about training, and no optimizer was given. Add optimizer=…")
-    unused = [name for name in options if name not in ("forward", "count")] if step is not None else []
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)}: the step was given whole, and these would do nothing. Put them into it."
-        )
-
-
-def fused(
-    net: nn.Module, optimizer: Any, precision: str | Precision, schedule: Any, options: Mapping[str, Any]
-) -> bool:
-    """Whether torch's fused kernels were chosen: on CUDA, and on a CPU for a compiled step whose optimizer would
-    otherwise read on the host. There they leave half parameters alone, and take no sparse gradients."""
-    if not isinstance(optimizer, Optimizer):
-        return False
-    sparse = any(getattr(module, "sparse", False) is True for module in net.modules())
-    wide = Precision.parse(precision).params.itemsize >= 4 and not sparse
-    table = schedule is not None or options.get("lr") is not None
-    reads = wide and options.get("compile") is True and classify(optimizer, tensor_lr=table) == "host"
-    return prefer_fused(optimizer, on_cpu=reads)
 
 
 def close_cycle(step: Any) -> None:

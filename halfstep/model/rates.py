@@ -1,13 +1,17 @@
 """A model's schedule as the table of one fit. Each fit begins a schedule anew, but one of torch's goes on."""
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.engine import Feed, Timing
+from halfstep.errors import Notice
 from halfstep.schedules import Schedule, from_torch, resolve, tables
-from halfstep.schedules.resolve import check_scheduler
+from halfstep.schedules.resolve import _one_per_group, check_scheduler
 from halfstep.schedules.rolled import end_of, has_moved, twin
 from halfstep.step import TrainStep
 
@@ -20,25 +24,81 @@ class Tables:
         self._scheduler: LRScheduler | None = None
         self._start: LRScheduler | None = None  # as it stood before the first fit moved the optimizer's rates
         self._first = 0  # updates that were over then
+        self._asked = (0, 0)  # updates of the newest table, and of the fits before it
+        self._short: ValueError | None = None
 
-    def __call__(self, schedule: Any, step: TrainStep, count: int | None, done: int) -> Tensor:
-        """[groups, updates] for `count` updates, behind `done` columns for those that are over."""
+    def __call__(
+        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, saved: Mapping[str, Any] | None, done: int
+    ) -> Tensor | None:  # fmt: skip
+        """[groups, updates] for a fit that begins after `done` updates, or for the one that `saved` was made in, behind
+        columns for those that are over; None where nothing is to be set."""
+        if schedule is None:
+            return None
+        if saved is not None:
+            return self._again(schedule, step, timing, feed, saved)
+        count = updates(timing, feed.size, step.options.accumulate)
         if count is None:
             raise ValueError("schedule: the data does not say how long it is; give fit(steps_per_epoch=…)")
+        new, text = schedule is not self._scheduler, _doubt(schedule, step, timing.epochs, count)
+        table = self._at_most(schedule, step, count, done)
+        if new and text:
+            warnings.warn(f"schedule: {text}", Notice, stacklevel=5)
+        return table
+
+    def _at_most(self, schedule: Any, step: TrainStep, count: int, done: int) -> Tensor:
+        """Where a schedule has fewer updates, all it has: `check` refuses it, unless a checkpoint needs no more."""
+        self._asked, self._short = (count, done), None
+        try:
+            return self._table(schedule, step, count, done)
+        except ValueError as error:
+            fewer = self._length(schedule, step, done)
+            if fewer is None or not 0 < fewer < count:
+                raise
+            self._short = error
+            return self._table(schedule, step, fewer, done)
+
+    def check(self) -> None:
+        """Refuses a schedule that ends before the fit does."""
+        if self._short is not None:
+            raise self._short
+
+    def _again(
+        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, saved: Mapping[str, Any]
+    ) -> Tensor | None:  # fmt: skip
+        """None where the newest table will do; more updates than there are do no harm."""
+        count, began = going_on(saved, timing, feed, step.options.accumulate), saved["config"].get("began", 0)
+        assert count is not None  # a new fit would have been refused
+        if self._short is None and self._asked[1] == began and self._asked[0] >= count:
+            return None
+        self._asked, self._short = (count, began), None
+        return self._table(schedule, step, count, began)
+
+    def _table(self, schedule: Any, step: TrainStep, count: int, done: int) -> Tensor:
         if isinstance(schedule, LRScheduler):
             return self._going_on(schedule, step, count, done)
         return _behind(resolve(schedule, step.optimizer, count), count, done)
 
+    def _length(self, schedule: Any, step: TrainStep, done: int) -> int | None:
+        """How many updates a schedule has rates for; None for one without an end."""
+        if not isinstance(schedule, LRScheduler):
+            return min((s.length for s in resolve(schedule, step.optimizer) if s.length is not None), default=None)
+        end = end_of(schedule)
+        past = max(done - self._first, 0) if schedule is self._scheduler else 0
+        return None if end is None else end - past
+
     def _going_on(self, scheduler: LRScheduler, step: TrainStep, count: int, done: int) -> Tensor:
+        start, first = self._start, self._first
         if scheduler is not self._scheduler:
             check_scheduler(scheduler, step.optimizer)
-            self._start, self._scheduler, self._first = twin(scheduler), scheduler, done
+            start, first = twin(scheduler), done
         else:
             _check_still(scheduler, step)
-        assert self._start is not None
-        past = max(done - self._first, 0)
+        assert start is not None
+        past = max(done - first, 0)
         _check_end(scheduler, past, count)
-        return _behind(from_torch(self._start, past + count), past + count, done - past)
+        table = _behind(from_torch(start, past + count), past + count, done - past)
+        self._scheduler, self._start, self._first = scheduler, start, first
+        return table
 
 
 def _behind(schedules: list[Schedule], count: int, done: int) -> Tensor:
@@ -74,11 +134,94 @@ def _check_end(scheduler: LRScheduler, past: int, count: int) -> None:
         )
 
 
-def updates(epochs: int, size: int | None, steps_per_epoch: int | None, accumulate: int) -> int | None:
+def updates(timing: Timing, size: int | None, accumulate: int) -> int | None:
     """Updates in the whole run, at most: each pass over the data flushes its tail. None when nobody knows."""
+    each = timing.epoch_steps or size
+    return None if each is None else _spread(timing.epochs * each, size, accumulate)
+
+
+def going_on(saved: Mapping[str, Any], timing: Timing, feed: Feed, accumulate: int) -> int | None:
+    """Updates of the fit that a checkpoint was made in: those that it had made, and those to come."""
+    loop, state, each, size = saved["loop"], saved["step"]["state"], timing.epoch_steps, feed.size
+    same, epochs = saved["config"]["data"] == feed.describe(), timing.epochs - loop["epoch"]
+    at = saved["feed"]["step"] if same else 0  # with other data a new pass begins
+    if each is not None:
+        begun = 0 if loop["epoch_over"] else max(each - loop["step"], int(loop["step"] > each))
+        steps = epochs * each + begun
+    elif size is not None:
+        steps = (epochs + (not loop["epoch_over"])) * size - at
+    else:
+        return None
+    made: int = int(state["updates"]) - saved["config"].get("began", 0)
+    return made + _spread(max(steps, 0), size, accumulate, at, state["cycle"]["micro"])
+
+
+def _spread(steps: int, size: int | None, accumulate: int, at: int = 0, micro: int = 0) -> int:
+    """Updates in so many steps from batch `at` of a pass on, `micro` of the first update's being over."""
     if size is None:
-        return None if steps_per_epoch is None else epochs * steps_per_epoch
-    if steps_per_epoch is None:
-        return epochs * -(-size // accumulate)
-    passes, rest = divmod(epochs * steps_per_epoch, size)
-    return passes * -(-size // accumulate) + -(-rest // accumulate)
+        return steps
+    first = min(size - at, steps)
+    passes, rest = divmod(steps - first, size)
+    return -(-(first + micro) // accumulate) + passes * -(-size // accumulate) + -(-rest // accumulate)
+
+
+# what a user may not have meant
+
+
+_LENGTHS = ("T_max", "total_iters", "step_size", "T_0", "milestones")  # as torch's schedulers call their own length
+
+
+def _doubt(schedule: Any, step: TrainStep, epochs: int, count: int) -> str:
+    """A scheduler that counts epochs, or one schedule for groups of different rates, in words."""
+    return _by_epochs(schedule, epochs, count) if isinstance(schedule, LRScheduler) else _alike(schedule, step)
+
+
+def _by_epochs(scheduler: LRScheduler, epochs: int, count: int) -> str:
+    length, name = _length(scheduler), type(scheduler).__name__
+    if not length or length > epochs or count <= epochs:
+        return ""
+    each = -(-count // epochs)
+    return (
+        f"{name} is moved once per update, and what it was built for is over after {length} of the {count} updates of "
+        f"this fit, as if it counted epochs. By updates: {_longer(scheduler, each)}. To hold each rate for an epoch: "
+        f"schedule=hs.schedules.from_torch(scheduler, {count}, every={each})"
+    )
+
+
+def _length(scheduler: Any) -> int:
+    """The calls of step() that a scheduler was built for; 0 for one that does not say."""
+    inner = getattr(scheduler, "_schedulers", None)
+    if inner:
+        before = getattr(scheduler, "_milestones", None)  # one after the other, or all at once
+        last = _length(inner[-1])
+        return before[-1] + last if before and last else 0 if before else max(map(_length, inner))
+    found = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), 0)
+    return int(max(found, default=0) if hasattr(found, "__iter__") else found)
+
+
+def _longer(scheduler: Any, each: int) -> str:
+    """How to build it for `each` times the updates."""
+    name, inner = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
+    if inner:
+        parts = f"[{', '.join(_longer(s, each) for s in inner)}]"
+        ends = getattr(scheduler, "_milestones", None)
+        return f"{name}(optimizer, {parts}, milestones={[m * each for m in ends]})" if ends else f"{name}({parts})"
+    key = next((key for key in _LENGTHS if hasattr(scheduler, key)), None)
+    if key is None:
+        return f"{name}(optimizer, …)"
+    found = getattr(scheduler, key)
+    longer = [m * each for m in sorted(found)] if hasattr(found, "__iter__") else found * each
+    return f"{name}(optimizer, {key}={longer}, …)"
+
+
+def _alike(schedule: Any, step: TrainStep) -> str:
+    rates = [float(group["lr"]) for group in step.optimizer.param_groups]
+    if len(set(rates)) < 2 or isinstance(schedule, Mapping) or _one_per_group(schedule):
+        return ""
+    one = resolve(schedule, step.optimizer)[0]
+    maker = f"{one.name}({{:g}}, …)" if "lr" in dict(one.settings) else "…"
+    own = ", ".join(f"{i}: {maker.format(rate)}" for i, rate in enumerate(rates))
+    return (
+        f"expected one per parameter group, as their rates are {', '.join(f'{rate:g}' for rate in rates)}, received "
+        f"{one} for all: every group gets its rates. One per group: schedule={{{own}}}"
+    )

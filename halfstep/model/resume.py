@@ -16,6 +16,8 @@ from halfstep.step import TrainStep
 from halfstep.step.inspect import beside
 
 VERSION = 1
+_CHANGE = "To change it, set it in run.optimizer.param_groups at a callback's begin"
+_NUMERIC = ("ema", "clip_norm", "clip_value")
 
 
 def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
@@ -45,6 +47,9 @@ def config(step: Any, feed: Feed, began: int) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__ if optimizer is not None else type(step).__name__,
         "groups": [_settings(group, step) for group in optimizer.param_groups] if optimizer is not None else [],
         "accumulate": getattr(options, "accumulate", 1),
+        "options": {name: getattr(options, name) for name in _NUMERIC if options is not None},
+        "loss": _loss_of(step),
+        "names": list(getattr(step, "names", ())),
         "data": feed.describe(),
         "began": began,
     }
@@ -98,7 +103,7 @@ def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks:
     else:
         _other_data(saved, was["data"], now["data"], loop, feed)
     _restore_callbacks(saved, callbacks)
-    for change in _changes(was, {**now, "rates": _rates(step)}):
+    for change in _changes(was, {**now, "rates": _rates(step), "last": _last(step)}):
         _notice(change)
     if isinstance(step, TrainStep) and step.compiled.on:
         _notice(
@@ -124,18 +129,20 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """What the user changed in the settings, in words."""
     if was["accumulate"] != now["accumulate"]:
         yield f"accumulate was {was['accumulate']} and is {now['accumulate']}: that many batches an update from here on"
+    for name, value in was.get("options", {}).items():
+        if value != now["options"].get(name, value):
+            yield f"{name} was {value} and is {now['options'][name]}: the new one holds from here on"
+    if was.get("loss", now["loss"]) != now["loss"]:
+        yield f"the loss was {was['loss']} and is {now['loss']}: the new one holds from here on"
     if was["rates"] != now["rates"]:
-        yield (
-            f"the schedule's rate for the next update was {_said(was['rates'])} and is {_said(now['rates'])}: "
-            "the new one holds"
-        )
+        new = "the new one holds" if now["rates"] is not None else f"the rate stays at {_said(now['last'])}. {_CHANGE}"
+        yield f"the schedule's rate for the next update was {_said(was['rates'])} and is {_said(now['rates'])}: {new}"
     if was["optimizer"] != now["optimizer"]:
         return
     for i, (a, b) in enumerate(zip(was["groups"], now["groups"], strict=False)):
         for name in [name for name in a if name in b and a[name] != b[name]]:
             yield (
-                f"the optimizer's {name} was {a[name]} and is {b[name]} in group {i}: the checkpoint's holds. To "
-                "change it, set it in run.optimizer.param_groups at a callback's begin"
+                f"the optimizer's {name} was {a[name]} and is {b[name]} in group {i}: the checkpoint's holds. {_CHANGE}"
             )
 
 
@@ -153,6 +160,17 @@ def _rates(step: Any) -> list[float] | None:
         return None
     rates: list[float] = table[:, min(int(step.state.updates), table.shape[1] - 1)].tolist()
     return rates
+
+
+def _last(step: Any) -> list[float]:
+    """The rates that the optimizer has now."""
+    optimizer = getattr(step, "optimizer", None)
+    return [float(group["lr"]) for group in optimizer.param_groups] if optimizer is not None else []
+
+
+def _loss_of(step: Any) -> str:
+    loss = step.objective.loss if isinstance(step, TrainStep) else None
+    return getattr(loss, "__qualname__", type(loss).__name__)
 
 
 def _said(rates: list[float] | None) -> str:

@@ -1,7 +1,7 @@
 """Weights in a safetensors file, and an account of what a file had and the network wanted."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,13 +21,16 @@ class Account:
     """The file has them, the network does not."""
     reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Same name, other shape (the file's, the network's): they kept their values."""
+    averaged: tuple[str, ...] = ()
+    """Of a run with ema=: these came as their averages, which is what it evaluated."""
 
     @property
     def complete(self) -> bool:
         return not (self.missing or self.unexpected or self.reshaped)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.matched)} tensors loaded"]
+        averaged = f", {len(self.averaged)} of them averages (ema=)" if self.averaged else ""
+        lines = [f"{len(self.matched)} tensors loaded{averaged}"]
         lines += [f"  {n}: not in the file, left as it was" for n in self.missing]
         lines += [f"  {n}: not in the network, ignored" for n in self.unexpected]
         lines += [
@@ -79,7 +82,7 @@ def save(net: nn.Module, path: str | Path) -> None:
 
 def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: bool) -> Account:
     """Copies what fits by name and shape; with `strict`, anything else is a ValueError before a weight is touched."""
-    given = dict(source) if isinstance(source, Mapping) else _read(Path(source))
+    given, averages = (dict(source), {}) if isinstance(source, Mapping) else _read(Path(source))
     mine = tensors_of(net.state_dict(keep_vars=True))
     account = compare(mine, given)
     if strict and not account.complete:
@@ -90,13 +93,17 @@ def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: b
         )
     if not account.matched:
         raise ValueError(f"none of the file's {len(given)} tensors has a name and shape of the network's:\n{account}")
+    averaged = tuple(name for name in account.matched if name in averages)
     with torch.no_grad():
         for name in account.matched:
             mine[name].copy_(given[name])
-    return account
+        for name in averaged:  # after all others: another name of a tied weight holds its last value
+            mine[name].copy_(averages[name])
+    return replace(account, averaged=averaged)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights, and those of them that a run has averaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -105,7 +112,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"expected a safetensors file or a checkpoint, found nothing at {path}")
     try:
-        return load_file(str(path))
+        return load_file(str(path)), {}
     except SafetensorError as error:
         raise ValueError(
             f"{path}: expected a safetensors file, found something else ({error}). A torch.save file is a pickle, "
@@ -113,12 +120,14 @@ def _read(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _of_checkpoint(folder: Path) -> dict[str, Tensor]:
+def _of_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights in a checkpoint, or in the newest one of a run."""
     found = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
     if found is None:
         raise FileNotFoundError(f"expected a checkpoint or a folder of them, found none in {folder}")
-    step = checkpoint.load(found).tree.get("step", {})
+    tree = checkpoint.load(found).tree
+    step = tree.get("step", {})
     if "net" not in step:
         raise ValueError(f"{found}: expected the weights of a built-in step, found the state of a cell of its own")
-    return tensors_of(step["net"])
+    names = tree["config"].get("names", ())
+    return tensors_of(step["net"]), dict(zip(names, step["state"]["ema"], strict=False))

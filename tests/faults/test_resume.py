@@ -37,6 +37,7 @@ INFORMATIONAL = {
     ".step.optimizer.param_groups.0.decoupled_weight_decay": "AdamW sets it itself",
     ".loop.epochs": "for replay and diff, which rebuild the run",
     ".loop.history.*": "the past, for the user",
+    ".config.names.*": "for Model.load, which finds averages by them",
     ".callbacks.EarlyStopping.best_step": "for a message",
     ".callbacks.EarlyStopping.seen": "decides when no evaluation follows",
     ".feed.start*": "decides with shards",

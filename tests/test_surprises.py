@@ -211,3 +211,14 @@ def test_predictions_of_several_lengths_ask_for_a_stream() -> None:
     with pytest.raises(ValueError, match=r"samples of \[5, 3\] and of \[7, 3\].*stream=True"):
         m.predict(batches)
     assert [tuple(part.shape) for part in m.predict(batches, stream=True)] == [(2, 5, 3), (2, 7, 3)]
+
+
+def test_a_forward_over_named_columns_predicts_too() -> None:
+    net = network().eval()
+    m = hs.Model(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1),
+        forward=lambda net, b: (net(b["img"]), b["truth"]),
+    )  # fmt: skip
+    batches = [{"img": X[i : i + 16], "truth": Y[i : i + 16]} for i in range(0, 64, 16)]
+    assert torch.equal(m.predict(batches), torch.cat([net(b["img"]) for b in batches]))
+    assert torch.equal(m.predict(X, batch=16), torch.cat([net(b["img"]) for b in batches]))  # inputs alone

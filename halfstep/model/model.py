@@ -220,7 +220,8 @@ class Model:
             yield to_host(out)
 
     def _output(self, args: tuple[Any, ...], targets: bool) -> Any:
-        if self._whole and len(args) > 1:  # a forward of the user's own takes the batch as it is
+        named = targets and not isinstance(args[0], Tensor)
+        if self._whole and (len(args) > 1 or named):  # a forward of the user's own takes the batch as it is
             return logits_of(self._cell(*args).outputs)
         return logits_of(self._cell.predict(*inputs_of(args, targets=targets)))
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from halfstep.step.capturing import is_capturing
+
 
 class Snapshot(NamedTuple):
     """Copies of tensors, flattened into one tensor per dtype so that hundreds cost a few kernels; one by one on a CPU,
@@ -75,7 +77,7 @@ class Buffers:
     def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
         """The buffers as copied: always, or where the device flag is set."""
         if self._replaced():
-            if where is not None and not bool(where):  # which object is there is the host's to decide
+            if where is not None and (is_capturing() or not bool(where)):  # which object is there: the host decides
                 return
             for (owner, key), buffer in zip(self._slots, self._held, strict=True):
                 owner[key] = buffer

@@ -67,6 +67,6 @@ def add_(into: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
     for i, b in enumerate(grads):
         a = into[i]
         if a is None:
-            into[i] = b
+            into[i] = b.clone() if b is not None and b.is_sparse else b  # an embedding's indices are the batch itself
         elif b is not None and b.is_sparse:
             into[i] = a + b

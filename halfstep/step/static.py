@@ -110,6 +110,9 @@ class Static:
         """The cycle's tensors into this storage, where they are not it already."""
         cycle = self.step.state.cycle
         self.prepare()
+        for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)):
+            if g is not None and (g.is_sparse or (mine is not None and mine.is_sparse)):
+                self._grads[i] = g  # as it is: a sparse one has no memory of its own to be copied into
         pairs = [
             (i, mine, g) for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)) if g is not None
         ]

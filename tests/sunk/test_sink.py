@@ -173,3 +173,25 @@ def test_what_cannot_be_a_step() -> None:
         hs.sink(lambda x, y: x.sum(), data(torch.device("cpu")), verify=1)
     with pytest.raises(ValueError, match="object without load_state_dict"):
         hs.sink(lambda x, y: x.sum(), data(torch.device("cpu")), verify=1, state=(object(),))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 6])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_sparse_gradients_add_up_over_a_cycle(accumulate: int, every: int) -> None:
+    """Their indices are the batch's own memory, which the next batch is copied into."""
+    g = torch.Generator().manual_seed(1)
+    batches = [(torch.randint(0, 20, (5, 3), generator=g), torch.randn(5, 2, generator=g)) for _ in range(6)]
+
+    def build(*, sparse: bool) -> hs.TrainStep:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 2))
+        return hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=accumulate)
+
+    by_hand, sunk, dense = build(sparse=True), build(sparse=True), build(sparse=False)
+    for batch in batches:
+        by_hand(*batch)
+        dense(*batch)
+    assert sum(len(records) for records in hs.sink(sunk, batches, every=every)) == 6
+    assert same_state(sunk, by_hand) == []
+    for a, b in zip(by_hand.params, dense.params, strict=True):  # the sums are formed in another order
+        torch.testing.assert_close(a, b, rtol=0, atol=3e-7)

@@ -182,8 +182,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _tell_unevaluated(run: Run, metric: str) -> None:
-    loop, *_ = run.model._fit  # a fit is under way: this is its begin
-    if loop.evaluate is None:
+    if not run.evaluates:
         said = f"nothing will be evaluated in this run, so best={metric!r} does nothing"
         warnings.warn(f"Checkpoint: {said}; give fit(valid=…)", Notice, stacklevel=3)
 

@@ -33,7 +33,7 @@ class Loop:
         evaluate: Evaluate | None, engine: Callable[[], Sunk | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
-        self.events = Events(run, callbacks)
+        self.events, run.evaluates = Events(run, callbacks), evaluate is not None
         self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
         self.signals, self.engine, self.sunk = Signals(), engine, engine()
         self.pending = False  # rows of this position are out, its evaluation and visit are not

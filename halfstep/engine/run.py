@@ -21,6 +21,8 @@ class Run:
     """Steps in an epoch; None when the data does not say."""
     epoch_samples: int | None = None
     """Samples in an epoch, where the data says."""
+    evaluates: bool = False
+    """Whether there is validation data."""
     epoch: int = 1
     step: int = 0
     global_step: int = 0

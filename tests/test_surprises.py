@@ -222,3 +222,16 @@ def test_a_forward_over_named_columns_predicts_too() -> None:
     batches = [{"img": X[i : i + 16], "truth": Y[i : i + 16]} for i in range(0, 64, 16)]
     assert torch.equal(m.predict(batches), torch.cat([net(b["img"]) for b in batches]))
     assert torch.equal(m.predict(X, batch=16), torch.cat([net(b["img"]) for b in batches]))  # inputs alone
+
+
+def test_a_device_that_halted_between_two_looks_ends_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the host learns of it some calls late; here it never does by itself."""
+    monkeypatch.setattr("halfstep.watch.Watch.look", lambda self, value, device: None)
+    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 64, 8)]
+    batches[4] = (batches[4][0] * torch.nan, batches[4][1])
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    m = hs.Model(net, nn.CrossEntropyLoss(), optimizer, decide="device", capture=False)
+    with pytest.raises(hs.NonFiniteError, match="step 5: non-finite gradient in weight, bias"):
+        m.fit(1, batches)
+    assert int(m.step.state.updates) == 4

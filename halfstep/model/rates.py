@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.engine import Feed, Timing
 from halfstep.errors import Notice
+from halfstep.model.doubt import doubt
 from halfstep.schedules import Schedule, from_torch, resolve, tables
-from halfstep.schedules.resolve import _one_per_group, check_scheduler
+from halfstep.schedules.resolve import check_scheduler
 from halfstep.schedules.rolled import end_of, has_moved, twin
 from halfstep.step import TrainStep
 
@@ -39,7 +40,7 @@ class Tables:
         count = updates(timing, feed.size, step.options.accumulate)
         if count is None:
             raise ValueError("schedule: the data does not say how long it is; give fit(steps_per_epoch=…)")
-        new, text = schedule is not self._scheduler, _doubt(schedule, step, timing.epochs, count)
+        new, text = schedule is not self._scheduler, doubt(schedule, step, timing.epochs, count)
         table = self._at_most(schedule, step, count, done)
         if new and text:
             warnings.warn(f"schedule: {text}", Notice, stacklevel=5)
@@ -163,65 +164,3 @@ def _spread(steps: int, size: int | None, accumulate: int, at: int = 0, micro: i
     first = min(size - at, steps)
     passes, rest = divmod(steps - first, size)
     return -(-(first + micro) // accumulate) + passes * -(-size // accumulate) + -(-rest // accumulate)
-
-
-# what a user may not have meant
-
-
-_LENGTHS = ("T_max", "total_iters", "step_size", "T_0", "milestones")  # as torch's schedulers call their own length
-
-
-def _doubt(schedule: Any, step: TrainStep, epochs: int, count: int) -> str:
-    """A scheduler that counts epochs, or one schedule for groups of different rates, in words."""
-    return _by_epochs(schedule, epochs, count) if isinstance(schedule, LRScheduler) else _alike(schedule, step)
-
-
-def _by_epochs(scheduler: LRScheduler, epochs: int, count: int) -> str:
-    length, name = _length(scheduler), type(scheduler).__name__
-    if not length or length > epochs or count <= epochs:
-        return ""
-    each = -(-count // epochs)
-    return (
-        f"{name} is moved once per update, and what it was built for is over after {length} of the {count} updates of "
-        f"this fit, as if it counted epochs. By updates: {_longer(scheduler, each)}. To hold each rate for an epoch: "
-        f"schedule=hs.schedules.from_torch(scheduler, {count}, every={each})"
-    )
-
-
-def _length(scheduler: Any) -> int:
-    """The calls of step() that a scheduler was built for; 0 for one that does not say."""
-    inner = getattr(scheduler, "_schedulers", None)
-    if inner:
-        before = getattr(scheduler, "_milestones", None)  # one after the other, or all at once
-        last = _length(inner[-1])
-        return before[-1] + last if before and last else 0 if before else max(map(_length, inner))
-    found = next((getattr(scheduler, name) for name in _LENGTHS if hasattr(scheduler, name)), 0)
-    return int(max(found, default=0) if hasattr(found, "__iter__") else found)
-
-
-def _longer(scheduler: Any, each: int) -> str:
-    """How to build it for `each` times the updates."""
-    name, inner = type(scheduler).__name__, getattr(scheduler, "_schedulers", None)
-    if inner:
-        parts = f"[{', '.join(_longer(s, each) for s in inner)}]"
-        ends = getattr(scheduler, "_milestones", None)
-        return f"{name}(optimizer, {parts}, milestones={[m * each for m in ends]})" if ends else f"{name}({parts})"
-    key = next((key for key in _LENGTHS if hasattr(scheduler, key)), None)
-    if key is None:
-        return f"{name}(optimizer, …)"
-    found = getattr(scheduler, key)
-    longer = [m * each for m in sorted(found)] if hasattr(found, "__iter__") else found * each
-    return f"{name}(optimizer, {key}={longer}, …)"
-
-
-def _alike(schedule: Any, step: TrainStep) -> str:
-    rates = [float(group["lr"]) for group in step.optimizer.param_groups]
-    if len(set(rates)) < 2 or isinstance(schedule, Mapping) or _one_per_group(schedule):
-        return ""
-    one = resolve(schedule, step.optimizer)[0]
-    maker = f"{one.name}({{:g}}, …)" if "lr" in dict(one.settings) else "…"
-    own = ", ".join(f"{i}: {maker.format(rate)}" for i, rate in enumerate(rates))
-    return (
-        f"expected one per parameter group, as their rates are {', '.join(f'{rate:g}' for rate in rates)}, received "
-        f"{one} for all: every group gets its rates. One per group: schedule={{{own}}}"
-    )

@@ -30,7 +30,7 @@ def resolve(schedule: Any, optimizer: Optimizer, updates: int | None = None) -> 
         found = _roll(plain, optimizer, updates)
     elif isinstance(plain, Mapping):
         found = _by_key(plain, optimizer)
-    elif _one_per_group(plain):
+    elif one_per_group(plain):
         found = _by_position(plain, optimizer)
     else:
         found = [_single(plain, "schedule")] * len(optimizer.param_groups)
@@ -100,7 +100,7 @@ def _single(value: Any, where: str) -> Schedule:
     raise TypeError(f"{where}: received {type(value).__name__}{hint}. Accepted: {ACCEPTED}")
 
 
-def _one_per_group(value: Any) -> bool:
+def one_per_group(value: Any) -> bool:
     """A list of numbers is one table; a list with anything else in it has one entry per group."""
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     return listed and not all(map(_is_rate, value))

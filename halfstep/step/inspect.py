@@ -93,9 +93,9 @@ def _check_same(step: "TrainStep", saved: dict[str, Any]) -> None:
 
 
 def _shape(value: Any) -> str:
-    return (
-        "no such tensor" if value is None else f"shape {list(value.shape)}" if isinstance(value, Tensor) else "a value"
-    )
+    if value is None:
+        return "no such tensor"
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else "a value"
 
 
 def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:

@@ -1,17 +1,24 @@
-"""A resident batch by one kernel on a GPU: compiled, captured, replayed; one launch, no copy, no wait."""
+"""Resident batches by one kernel on a GPU: compiled, captured, replayed; one launch, no copy, no wait."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from gpu.waits import no_sync
-from sunk.sinks import by_hand, data, step, sunk
+from sunk.sinks import Hasty, by_hand, data, rows, step, sunk
+from sunk.test_bursts import BATCH, STEPS, Case, equal_to_eager, noted
+from sunk.test_bursts import CASES as BURSTS
 from sunk.test_gather import CASES, RESTS, SIZE, equal_to_indexing, noise, tables
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import halfstep as hs
+from halfstep.engine.feed import Feed
 from halfstep.engine.sunk import gather as room
 from halfstep.engine.sunk.gather import gather
+from halfstep.engine.sunk.inputs import BEGINS, Resident
+from halfstep.engine.sunk.program import Program
+from halfstep.engine.sunk.ring import Ring
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -93,6 +100,74 @@ def test_a_polished_run_gathers_so(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(7)
     expected = by_hand(one, data(CUDA, samples=420), 3)
     torch.manual_seed(7)
-    rows, _ = sunk(two, data(CUDA, samples=420), 3, every=50, direct=False, polished=True)
-    assert rows["loss"] == expected["loss"]
+    got, _ = sunk(two, data(CUDA, samples=420), 3, every=50, direct=False, polished=True)
+    assert got["loss"] == expected["loss"]
     assert list(room._WORKS.values()) == [True]
+
+
+@pytest.mark.parametrize("case", BURSTS)
+def test_a_burst_is_equal_to_eager(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All batches of a graph of many steps by one call, where they can be: the bits of steps by hand."""
+    asked = noted(monkeypatch, gather)
+    equal_to_eager(BURSTS[case], CUDA, hs.sink, deterministic=True)
+    assert max(asked) == BURSTS[case].batch * (16 if BURSTS[case].ahead else 1)
+
+
+def test_a_compiled_burst_is_equal_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that was compiled for a batch by itself takes one among others, and is not compiled again."""
+    asked = noted(monkeypatch, gather)
+    equal_to_eager(BURSTS["drawn, a tail"], CUDA, hs.sink, deterministic=True, compile=True)
+    assert max(asked) == 16 * BATCH
+
+
+@pytest.mark.parametrize("case", ["bytes", "drawn", "odd"])
+def test_one_launch_in_a_burst(case: str) -> None:
+    """Of 20 steps 16 are one graph, 4 are single: so many kernels gather, and one to a step where they must."""
+    burst = BURSTS[case]
+    sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
+    assert isinstance(sink.sunk.program, Program)
+    sink.sunk.program.polish()
+    sink.sunk.pace = Hasty(CUDA)
+    rows(sink, 3)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+        rows(sink, 1)
+        torch.cuda.synchronize()
+    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert names.count("_gather") == (5 if burst.ahead else STEPS)
+
+
+def test_batches_of_a_burst_begin_where_their_own_memory_would() -> None:
+    data = Case(maps=BURSTS["drawn"].maps).data(CUDA)
+    expected, ring, feed = list(data.fresh()), Ring(64, CUDA), Feed(data)
+    assert isinstance(feed.data, hs.data.Dataset)
+    found = Resident(feed, ring, feed.data)
+    ring.quick = True
+    found.start()
+    found.next()
+    kept = found._gathered(4)
+    assert kept is not None
+    tensors = [t for columns, *told in kept for t in (*columns.values(), *told)]
+    assert len(tensors) == 16
+    assert [t.data_ptr() % BEGINS for t in tensors] == [0] * 16
+    for batch, other in zip(found.batches(4), expected, strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+
+
+def test_bursts_captured_and_replayed() -> None:
+    """The rows from the counter's place on, as it stands at a replay."""
+    columns, numbers, passes, at = made()
+    gather(columns, numbers, at, SIZE, (passes,))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gather(columns, numbers, at, 2 * SIZE, (passes,))
+        assert found is not None
+        parts = [room.parted(t, 2) for t in (*found[0].values(), *found[1])]
+    del found  # memory lives as long as one of its parts
+    for place in (0, 3, 1):
+        at.fill_(place)
+        graph.replay()
+        for i in range(2):
+            assert torch.equal(parts[0][i], columns["x"][numbers[place + i]])
+            assert torch.equal(parts[1][i], columns["y"][numbers[place + i]])
+            assert torch.equal(parts[2][i], passes[place + i])

@@ -41,7 +41,7 @@ class Recording(TorchDispatchMode):
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
-                self.before += [(t, t.detach().clone()) for t in tensors(given)]
+                self.before += [(t, t.detach().clone()) for t in tensors(given) if t.numel()]
         out = func(*args, **kwargs)
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
         new = [t for t in tensors(out) if t.untyped_storage().data_ptr() not in known and t.numel()]

@@ -91,6 +91,20 @@ def many_blocks() -> None:
         assert torch.equal(found[1][0], passes[1, :699])
 
 
+def several_rows() -> None:
+    """From a row on over the next ones, to the end of the table's last, or to the middle of one."""
+    numbers, passes, at = tables()
+    at.fill_(1)
+    columns = {"x": noise((SAMPLES, 1, 28, 28), torch.uint8, 1), "y": noise((SAMPLES,), torch.int64, 2)}
+    for n, told in ((4 * SIZE, ()), (3 * SIZE, (numbers, passes)), (2 * SIZE + 5, (passes,))):
+        found = gather(columns, numbers, at, n, told)
+        assert found is not None
+        for name, column in columns.items():
+            expected = torch.stack([column.cpu()[i] for row in numbers[1:].tolist() for i in row][:n])
+            assert torch.equal(found[0][name].cpu(), expected), name
+        assert [r.tolist() for r in found[1]] == [t[1:].flatten()[:n].tolist() for t in told]
+
+
 def views_are_read_where_they_begin() -> None:
     """A column in the middle of another tensor, at an address that its widest word does not divide."""
     numbers, _, at = tables()
@@ -174,7 +188,7 @@ def resident_batches_are_the_datasets() -> None:
             assert all(torch.equal(i, j) and i.dtype == j.dtype for i, j in zip(a, b, strict=True))
 
 
-RESTS = [many_blocks, views_are_read_where_they_begin, refused, resident_batches_are_the_datasets]
+RESTS = [many_blocks, several_rows, views_are_read_where_they_begin, refused, resident_batches_are_the_datasets]
 
 
 @interpreted

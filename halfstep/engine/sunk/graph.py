@@ -84,8 +84,12 @@ class Graphs:
             if self._pool is None:
                 torch.cuda.empty_cache()  # what the eager steps used is not needed beside the graphs' own memory
                 self._pool = torch.cuda.graph_pool_handle()
-            with capturing(graph, self.device, self._pool):
-                result = body()
+            try:
+                with capturing(graph, self.device, self._pool):
+                    result = body()
+            except BaseException:
+                self._pool = self._pool if self._held else None  # torch takes no pool again that no graph has any more
+                raise
             captured = Captured(graph.replay, result)
         self.captures += 1
         self._held[key] = captured

@@ -10,13 +10,15 @@ from halfstep.data import Dataset
 from halfstep.data.flow.parts import Batch
 from halfstep.data.flow.source import Columns
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.sunk.gather import gather
+from halfstep.engine.sunk.gather import gather, parted, row_bytes
 from halfstep.engine.sunk.graph import MOST
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step.objective import rows as samples_of
 
 TOKENS = 1 << 20  # samples whose numbers are computed at once
 ROWS = 1 << 13  # steps between two resets of the ring, at most
+AHEAD = 1 << 25  # bytes of batches gathered at once: they wait for their steps in the L2 cache, 50 MB of an H200
+BEGINS = 512  # bytes: where torch's allocator for CUDA lets memory begin
 
 
 LOOSE = object()
@@ -51,19 +53,44 @@ class Resident:
 
     def batch(self) -> Args:
         """The current batch, in a graph or out of it: its numbers by the device's own counter."""
-        columns = self._gathered() if self.ring.quick else None
-        return self.feed.arguments(self._fetched() if columns is None else columns)
+        found = self._gathered(1) if self.ring.quick else None
+        return self.feed.arguments(self._fetched() if found is None else self._mapped(*found[0]))
 
-    def _gathered(self) -> Batch | None:
-        """By one kernel, where that can be; then the maps."""
-        plan, standing = self.mark.plan, self._samples[0, : self.samples]  # in its place where nothing is drawn
+    def batches(self, count: int) -> Iterator[Args]:
+        """The current batch and those after it, each to be asked for when its step begins: the step before it moves the
+        counter. By one kernel where `_ahead` allows it."""
+        found = self._gathered(count) if self._ahead(count) else None
+        for i in range(count):
+            yield self.batch() if found is None else self.feed.arguments(self._mapped(*found[i]))
+
+    def _ahead(self, count: int) -> bool:
+        """Whether so many batches may be gathered at once: whole rows of the table, few bytes, and each begins where
+        memory of its own would. cuBLAS and compiled code choose kernels by that, and with them bits."""
+        if count == 1 or not self.ring.quick or self.samples != self._samples.shape[1]:
+            return False
+        columns, told = self._sources()
+        sizes = [self.samples * each for each in (*map(row_bytes, columns.values()), *(t.itemsize for t in told))]
+        return count * sum(sizes) <= AHEAD and not any(size % BEGINS for size in sizes)
+
+    def _sources(self) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+        """The columns, and the tables that maps draw random numbers by, where any does."""
+        plan = self.mark.plan
         assert isinstance(plan.source, Columns)
-        told = (self._samples, self._epochs) if plan.random else ()
-        found = gather(plan.source.tensors, self._samples, self.ring.at, self.samples, told)
+        return plan.source.tensors, (self._samples, self._epochs) if plan.random else ()
+
+    def _gathered(self, count: int) -> list[tuple[Batch, Tensor, Tensor]] | None:
+        """The columns of so many batches by one kernel, where that can be, and samples and epochs of each."""
+        columns, told = self._sources()
+        found = gather(columns, self._samples, self.ring.at, count * self.samples, told)
         if found is None:
             return None
-        columns, (samples, epochs) = found[0], found[1] or (standing, standing)
-        for change in plan.maps:
+        standing = self._samples[0, : self.samples]  # in their place where nothing is drawn
+        parts = {name: parted(column, count) for name, column in found[0].items()}
+        samples, epochs = [parted(t, count) for t in found[1]] or [[standing] * count] * 2
+        return [({name: part[i] for name, part in parts.items()}, samples[i], epochs[i]) for i in range(count)]
+
+    def _mapped(self, columns: Batch, samples: Tensor, epochs: Tensor) -> Batch:
+        for change in self.mark.plan.maps:
             columns = change(columns, epochs, samples)
         return columns
 
@@ -134,6 +161,10 @@ class Staged:
 
     def batch(self) -> Args:
         return self._now
+
+    def batches(self, count: int) -> Iterator[Args]:
+        assert count == 1
+        yield self._now
 
     def alike(self, most: int) -> int:
         return 1

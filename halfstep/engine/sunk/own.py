@@ -1,6 +1,6 @@
 """A step function of the user's own as a program: captured as it is, its results kept row by row."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -48,35 +48,35 @@ class OwnProgram:
         flush = getattr(self.step, "flush", None)
         return bool(flush and flush())
 
-    def run(self, key: Hashable, batch: Callable[[], Args], alike: int = 1) -> int:
+    def run(self, key: Hashable, batches: Callable[[int], Iterator[Args]], alike: int = 1) -> int:
         if self._found:
             self._refuse(self._found)
         captured, seen = self.graphs.get(key), self._seen.get(key, 0)
         able = self.graphs.usable and not self.why and (key is not LOOSE or self.graphs.room(MOST))
         if captured is None and seen >= WARM and able:
-            captured = self._capture(key, batch)
+            captured = self._capture(key, batches)
         if captured is not None:
             captured.replay()
             self.replays += 1
             return 1
         with blame.watched(None, self.graphs.device, on=able and seen == WARM - 1) as found:
-            self._call(batch)
+            self._call(batches)
         self._found = "\n  ".join(dict.fromkeys(map(str, found)))
         if able and (key in self._seen or self.graphs.room(len(self._seen))):
             self._seen[key] = seen + 1
         return 1
 
-    def _call(self, batch: Callable[[], Args]) -> None:
-        names, values = columns(self.step(*batch()))
+    def _call(self, batches: Callable[[int], Iterator[Args]]) -> None:
+        names, values = columns(self.step(*next(batches(1))))
         if self.names and names != self.names:
             raise ValueError(f"sink: expected the step to return {list(self.names)} every time, got {list(names)}")
         self.names = names
         self.ring.write(values)
 
-    def _capture(self, key: Hashable, batch: Callable[[], Args]) -> Captured | None:
+    def _capture(self, key: Hashable, batches: Callable[[int], Iterator[Args]]) -> Captured | None:
         places = slots(*self.state)
         try:
-            captured = self.graphs.capture(key, lambda: self._call(batch))
+            captured = self.graphs.capture(key, lambda: self._call(batches))
             self._held = self._baked()
             return captured
         except Exception as error:

@@ -1,7 +1,7 @@
 """A training step as graphs: eager until everything stands still, then captured, then replayed."""
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from halfstep.engine.feed import Args
@@ -15,7 +15,7 @@ from halfstep.step import TrainStep
 from halfstep.step.baked import hooked, put_back, slots
 from halfstep.step.static import Static, Unsettled, baked
 
-Batch = Callable[[], Args]
+Batches = Callable[[int], Iterator[Args]]  # so many from the current one on, each made when it is asked for
 Place = tuple[bool, bool]
 _OFTEN, _TWICE = 8, 2  # recaptures for changed settings before it is mentioned; new programs before they are given up
 POLISH = 5000  # replays after which a run is long enough to compile kernels for it (about 2 s, once per machine)
@@ -66,20 +66,20 @@ class Program:
         if not self.step.options.deterministic:
             self.step.update.quick = True
 
-    def run(self, key: Hashable, batch: Batch, alike: int = 1) -> int:
+    def run(self, key: Hashable, batches: Batches, alike: int = 1) -> int:
         """One batch, or `alike` ones of the same kind as one graph; their records in the ring. How many it was."""
         self._refuse_found()
         first, last = self.static.place
         kind = (key, first, last, frozenset() if first else self.static.live)
         if alike > 1 and self.polished and first and self._known(kind):
-            many = self._burst(key, batch, alike)
+            many = self._burst(key, batches, alike)
             if many:
                 return many
         captured = self.graphs.get(kind) if not self._by_hand else None
         if captured is None and self._known(kind):
-            captured = self._capture(kind, lambda: self._body(batch(), first, last))
+            captured = self._capture(kind, lambda: self._bodies(batches, [(first, last)]))
         if captured is None:
-            self._eager(kind, batch)
+            self._eager(kind, batches)
         else:
             self._replay(kind, captured, [(first, last)])
             self._fingerprint()
@@ -124,7 +124,7 @@ class Program:
         if wrong:
             self._refuse(str(wrong))
 
-    def _burst(self, key: Hashable, batch: Batch, alike: int) -> int:
+    def _burst(self, key: Hashable, batches: Batches, alike: int) -> int:
         """Whole cycles, as many as a graph may hold: launches have gaps between them, kernels of one graph hardly."""
         cycle = self.step.options.accumulate
         many = alike // cycle * cycle
@@ -134,7 +134,7 @@ class Program:
         kind = (key, many)
         captured = self.graphs.get(kind)
         if captured is None and self._cycle_known(key, cycle):
-            captured = self._capture(kind, lambda: self._bodies(batch, places))
+            captured = self._capture(kind, lambda: self._bodies(batches, places))
         if captured is None:
             return 0
         self._replay(kind, captured, places)
@@ -145,9 +145,10 @@ class Program:
         seen = {kind[1:3] for kind in self._seen if len(kind) == 4 and kind[0] == key and self._known(kind)}  # type: ignore[index, arg-type]
         return {(i == 0, i == cycle - 1) for i in range(cycle)} <= seen
 
-    def _bodies(self, batch: Batch, places: list[Place]) -> None:
+    def _bodies(self, batches: Batches, places: list[Place]) -> None:
+        given = batches(len(places))
         for first, last in places:
-            self._body(batch(), first, last)
+            self._body(next(given), first, last)
 
     def _body(self, batch: Args, first: bool, last: bool) -> None:
         self.ring.record(self.static.body(batch, first=first, last=last))
@@ -155,7 +156,7 @@ class Program:
     def _tail(self) -> None:
         self.ring.record(self.static.body(None, first=False, last=True), tail=True)
 
-    def _eager(self, kind: Hashable, batch: Batch) -> None:
+    def _eager(self, kind: Hashable, batches: Batches) -> None:
         self.static.settle()
         able = self.graphs.usable and not self.why and not self._by_hand
         if able and kind[0] is LOOSE:  # type: ignore[index]
@@ -164,7 +165,7 @@ class Program:
         last = ready and self._seen.get(kind, 0) + 1 == self._needed
         self._inside = True
         with blame.watched(self.step.net, self.graphs.device, on=last) as found:
-            record = self.step(*batch())
+            record = self.step(*next(batches(1)))
         self._inside = False
         self.ring.record(record)
         if self.step.options.fingerprint_every:

@@ -1,7 +1,7 @@
 """Many steps per host visit: batches from a feed, a program that runs them, rows when the host looks in."""
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ class Runs(Protocol):
     replays: int
 
     def begin(self) -> None: ...
-    def run(self, key: Hashable, batch: Callable[[], tuple[Any, ...]], alike: int) -> int: ...
+    def run(self, key: Hashable, batches: Callable[[int], Iterator[tuple[Any, ...]]], alike: int) -> int: ...
     def flush(self, *, told: bool) -> bool: ...
     def settle(self) -> None: ...
 
@@ -80,7 +80,7 @@ class Sunk:
             if full:
                 self._read = self._made = 0
             quick = pace.step_s is not None and pace.step_s < SHORT_S
-            many = program.run(key, inputs.batch, inputs.alike(min(MOST, limit - len(done))) if quick else 1)
+            many = program.run(key, inputs.batches, inputs.alike(min(MOST, limit - len(done))) if quick else 1)
             inputs.skip(many - 1)
             self._made += many
             done += [inputs.samples] * many

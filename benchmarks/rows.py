@@ -76,7 +76,7 @@ class Child:
     @classmethod
     def start(cls, command: Sequence[str], name: str) -> "Child":
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (stop closes it)
-        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         process = subprocess.Popen(
             [sys.executable, *command, "--row", name, "--wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=errors, text=True, env=env,
@@ -120,6 +120,10 @@ class Child:
     def _last_words(self) -> str:
         self.errors.seek(0)
         lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
+        crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
+        if crash:  # what it was, and the innermost frames of the thread in which it was
+            here = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), crash[0])
+            return "; ".join([lines[crash[0]], *lines[here + 1 : here + 4]])[:600]
         return lines[-1][:300] if lines else "nothing said"
 
     def stop(self) -> None:

@@ -190,6 +190,7 @@ def test_floor_of_a_kernel_goes_to_its_operation(bench: Any, tmp_path: Path) -> 
     [
         ("import sys; sys.exit('out of luck')", "exit 1: out of luck"),
         ("import time; print('@ready', flush=True); time.sleep(60)", "no figures in 1 s, exit -9"),
+        ("import ctypes; print('@ready', flush=True); input(); ctypes.string_at(0)", "Segmentation fault; File"),
         ('print(\'@ready\', flush=True); input(); print(\'@row {"row": "a", "ms": 2}\')', None),
     ],
 )

@@ -186,7 +186,7 @@ def graphed(work: Work) -> Clock:
 
 
 def _capture(work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    """A graph of the step over inputs of its own, after the side stream's warm-up that torch asks for."""
+    """A graph of the step over inputs of its own, captured on the stream that it was warmed up on, as torch asks for."""
     static = tuple(part.clone() for part in fed)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -196,7 +196,7 @@ def _capture(work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]) ->
     torch.cuda.current_stream().wait_stream(side)
     net.zero_grad(set_to_none=True)  # so that the graph makes its own, as torch's guide says
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         step(*work.fetch(*static))
     return graph, static
 

@@ -61,11 +61,8 @@ class FastHalf(TorchFunctionMode):
 
     def _autocast(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """autocast's rule for its low list, done here so that the product does not reach torch's half kernel."""
-        torch.set_autocast_enabled("cpu", False)  # the fp32 product must not be cast again
-        try:
+        with torch.autocast("cpu", enabled=False):  # the fp32 product must not be cast again
             return self._product(func, args, kwargs)
-        finally:
-            torch.set_autocast_enabled("cpu", True)
 
     def _product(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """round(fp32 product of the low operands)."""

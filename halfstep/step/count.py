@@ -90,10 +90,11 @@ def denominator(loss: Any) -> Denominator:
     if settings["reduction"] in ("sum", "none"):
         return Denominator(known=True)
     masked = _with_sum(loss) if counter is _classes else None
+    live = isinstance(loss, nn.Module)  # a module's settings may change; a function's are read once: no tracer follows
     return Denominator(
         known=True,
         weights=settings.get("weight") is not None,
-        count=lambda *args: counter(_settings(loss), *args),
+        count=lambda *args: counter(_settings(loss) if live else settings, *args),
         summed=masked,
     )
 
@@ -109,7 +110,7 @@ def _look_up(loss: Any) -> tuple[dict[str, Any], Counter | None]:
 
 def _settings(loss: Any) -> dict[str, Any]:
     if isinstance(loss, nn.Module):
-        return {**vars(loss), "weight": getattr(loss, "weight", None)}
+        return {name: getattr(loss, name, None) for name in ("reduction", "ignore_index", "weight")}
     base, given = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
     defaults = {k: p.default for k, p in inspect.signature(base).parameters.items()}
     return {**defaults, **given}

@@ -186,7 +186,7 @@ def graphed(work: Work) -> Clock:
 
 
 def _capture(work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
-    """A graph of the step over inputs of its own, captured on the stream that it was warmed up on, as torch asks for."""
+    """A graph of the step over inputs of its own, captured on the stream that warmed it up, as torch asks for."""
     static = tuple(part.clone() for part in fed)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

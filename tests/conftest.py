@@ -1,5 +1,7 @@
 """Every test starts from the same seed, on one thread: a second would only wait for the first on tiny tensors."""
 
+import signal
+
 import hypothesis
 import pytest
 import torch
@@ -13,6 +15,8 @@ hypothesis.settings.load_profile("halfstep")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; tests hand it on
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

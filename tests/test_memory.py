@@ -82,7 +82,7 @@ def test_a_training_step_faults_its_memory_in_once() -> None:
     assert kept
     assert inside < 10  # a few of Python's own
     assert not refused
-    assert without > 600  # 2.7 MB of gradients alone are 650 pages
+    assert without >= 392  # the largest gradient's pages; what lies below it in the heap, glibc may keep by itself
 
 
 def test_blocks_of_every_size_up_to_the_limit_stay_and_the_kernel_gets_them_back_at_the_end() -> None:

@@ -123,7 +123,7 @@ def decide(
     if NONFINITE == "raise":
         tl.store(halted, tl.where(skipped, tried, stopped))
     place = tl.arange(0, T)
-    tl.store(bad + place, (each < INF) == 0, (place < count) & skipped)
+    tl.store(bad + place, (each < INF) == 0, place < tl.where(skipped, count, 0))
     if DYNAMIC is not None:
         _next_scale(scale, growth, used, grown, overflow, hold, DYNAMIC)
     if table is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfstep as hs
-from halfstep.step.compiled import COST_S, GAIN, SHAPES, _cutting, leaves, pays
+from halfstep.step.compiled import COST_S, GAIN, SHAPES, _rewriting, leaves, pays
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -500,11 +500,12 @@ def test_on_a_cpu_torch_is_asked_for_the_roundings_of_half_and_nothing_else(
 def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     from torch._inductor import config
 
-    (cut,) = _cutting("cuda").values()
-    assert cut.device == "cuda"
-    with config.patch(post_grad_custom_pre_pass=lambda graph: None):
-        assert _cutting("cuda") == {}
-    assert _cutting(None) == {}
+    for low, kind in ((False, "Cut"), (True, "Fewer")):
+        (made,) = _rewriting("cuda", low).values()
+        assert (type(made).__name__, made.device) == (kind, "cuda")
+        with config.patch(post_grad_custom_pre_pass=lambda graph: None):
+            assert _rewriting("cuda", low) == {}
+        assert _rewriting(None, low) == {}
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:

@@ -213,7 +213,7 @@ def test_generated_code_runs_the_cut_products_forward_and_backward() -> None:
         out = f(*mine)
         return [out.detach(), *torch.autograd.grad(out, mine, g.to(dtype))]
 
-    compiled = torch.compile(F.linear, dynamic=False, backend=partial(generate, low=False, cut="cpu"))
+    compiled = torch.compile(F.linear, dynamic=False, backend=partial(generate, low=False, chip="cpu"))
     run(compiled)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         result = run(compiled)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.step.gradients import clip_norm_
-from halfstep.step.quick import pack
+from halfstep.step.pack import pack
 from halfstep.step.record import Outcome
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "ignore": ({"precision": FIXED, "nonfinite": "ignore", "clip_norm": 4.0}, "good inf nan good"),
     "weighted": ({"nonfinite": "skip", "lr": [TABLE, [0.2] * 3]}, "good:4 good:0 nan:0 inf:2 good:1"),
     "cycle": ({"precision": MIXED, "accumulate": 2, "ema": 0.5}, "good:2 inf:1 good:0 inf:0 good:4"),
+    "groups": ({"nonfinite": "skip", "second": 0.02}, "good inf good"),
 }
 # Half parameters: gradients as backward left them, and widened because something edits them.
 HALVES: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,13 +55,20 @@ class Holder(nn.Module):
         self.register_buffer("mean", torch.zeros(3))
 
 
-def build(*, quick: bool, masked: bool = False, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> Any:
-    """A step, one update old, so that its optimizer has state."""
+def build(
+    *,
+    quick: bool,
+    masked: bool = False,
+    second: float | None = None,
+    make: Callable[..., Any] = torch.optim.SGD,
+    **options: Any,
+) -> Any:
+    """A step, one update old, so that its optimizer has state; `second`: the rate of a second group."""
     torch.manual_seed(0)
     net = Holder().to(DEVICE)
-    groups = [{"params": list(net.held[:3])}, {"params": list(net.held[3:])}]
+    groups = [{"params": list(net.held[:3])}, {"params": list(net.held[3:]), "lr": second or 0.05}]
     momentum = {"momentum": 0.9} if make is torch.optim.SGD else {"eps": 1e-3}  # 1e-8 is 0 in float16
-    several = isinstance(options.get("lr"), list) and isinstance(options["lr"][0], list)
+    several = second is not None or (isinstance(options.get("lr"), list) and isinstance(options["lr"][0], list))
     opt = make(groups if several else net.parameters(), lr=0.05, fused=True, **momentum)
     loss = nn.CrossEntropyLoss() if masked else nn.MSELoss()
     step = hs.TrainStep(net, loss, opt, decide="device", **options)
@@ -118,11 +126,38 @@ def same(name: str, a: Tensor, b: Tensor) -> None:
     assert torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)), (name, a, b)
 
 
+class Journal:
+    """Two rows, from the second on: what comes beyond is left out."""
+
+    def __init__(self, groups: int) -> None:
+        self.table = torch.full((2, 6 + groups), -1.0, dtype=torch.float64, device=DEVICE)
+        self.at, self.taken = torch.ones(1, dtype=torch.int64, device=DEVICE), False
+
+
+def journalled(step: Any, event: str, at: int) -> Outcome:
+    """As `run`; the record of a cycle of one batch is then in the journal, as `pack` would have put it there."""
+    journal, before = Journal(len(step.optimizer.param_groups)), Journal(len(step.optimizer.param_groups))
+    step.update.journal = journal
+    outcome = run(step, event, at)
+    assert journal.taken is (step.options.accumulate == 1)
+    told = outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated
+    if journal.taken:
+        pack(before.table, before.at, outcome.loss, outcome.loss, *told, keep_loss=False, move=True, compiled=False)
+    same(f"{event} {at}: row", journal.table, before.table)
+    same(f"{event} {at}: place", journal.at, before.at)
+    run(step, event, at)
+    same(f"{event} {at}: a row that is not there", journal.table, before.table)
+    assert journal.at.item() == (3 if journal.taken else 1)
+    step.update.journal = None
+    return outcome
+
+
 def equal_in_everything(case: str, make: Callable[..., Any] = torch.optim.SGD) -> None:
     options, events = (CASES | HALVES)[case]
     quick, plain = (build(quick=q, make=make, **options) for q in (True, False))
     for at, event in enumerate(events.split()):
-        one, two = run(quick, event, at), run(plain, event, at)
+        one, two = journalled(quick, event, at), run(plain, event, at)
+        run(plain, event, at)
         for field, a, b in zip(one._fields, one, two, strict=True):
             same(f"{event} {at}: {field}", a, b)
         for (name, a), (_, b) in zip(contents(quick), contents(plain), strict=True):

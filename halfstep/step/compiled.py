@@ -167,35 +167,37 @@ def _program(applied: Applied) -> Any:
     code = _forward_and_loss.__code__.replace()
     own = FunctionType(code, _forward_and_loss.__globals__, _forward_and_loss.__name__)
     low = torch.finfo(applied.precision.compute).bits < 32
-    cut = "cuda" if applied.device.type == "cuda" and applied.precision.name == "fp32" else None
+    chip = "cuda" if applied.device.type == "cuda" and (low or applied.precision.name == "fp32") else None
     with warnings.catch_warnings(action="ignore"):  # torch's own, on the first import of its compiler
-        return torch.compile(own, dynamic=False, backend=partial(generate, low=low, cut=cut))
+        return torch.compile(own, dynamic=False, backend=partial(generate, low=low, chip=chip))
 
 
-def generate(graph: Any, inputs: Any, *, low: bool, cut: str | None) -> Any:
+def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
     """Code for forward and backward at once, so that both fail here or not at all, with the roundings of the precision.
 
     Fused half operations round where single ones do: an overflow must not depend on what was fused. Backward runs
     outside autocast, as it does uncompiled; torch would trace it inside, and low products would enter fp32 modules.
-    `cut` is the device whose small float32 products are cut along K: without tensor cores they leave most of it idle.
+    `chip` is the device that small steps leave idle: there low casts are joined, and float32 products, which have no
+    tensor cores, are cut along K.
     """
     import torch._functorch.config as config
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"):
         patches: dict[str, Any] = {"emulate_precision_casts": True} if low else {}
-        return compile_fx(graph, inputs, config_patches={**patches, **_cutting(cut)} or None)
+        return compile_fx(graph, inputs, config_patches={**patches, **_rewriting(chip, low)} or None)
 
 
-def _cutting(device: str | None) -> dict[str, Any]:
-    """The setting that has torch cut products; a pass that the user has set there stays instead."""
+def _rewriting(chip: str | None, low: bool) -> dict[str, Any]:
+    """The setting that has torch rewrite graphs; a pass that the user has set there stays instead."""
     import torch._inductor.config as config
 
-    if device is None or config.post_grad_custom_pre_pass is not None:
+    if chip is None or config.post_grad_custom_pre_pass is not None:
         return {}
+    from halfstep.step.fewer import Fewer
     from halfstep.step.products import Cut
 
-    return {"post_grad_custom_pre_pass": Cut(device)}
+    return {"post_grad_custom_pre_pass": Fewer(chip) if low else Cut(chip)}
 
 
 def missing(device: torch.device) -> str | None:

@@ -3,18 +3,17 @@
 What `Update.on_device` does, bit for bit, but for the order in which squares are summed to the gradients' norm.
 """
 
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import Notice
 from halfstep.precision import DynamicScale
 from halfstep.precision.lowcopy import widen
 from halfstep.step.capturing import is_capturing
+from halfstep.step.launching import Launch, launch, tell
 from halfstep.step.quick_plan import (
     BLOCK,
     DTYPES,
@@ -28,16 +27,16 @@ from halfstep.step.quick_plan import (
     readable,
     usable,
 )
-from halfstep.step.record import Outcome
+from halfstep.step.record import Journal, Outcome
 from halfstep.step.state import StepState
 
 if TYPE_CHECKING:
     from halfstep.step.update import Update
 
 MOST = 1024  # parameters: one program decides, and it holds a number for each
-Launch: TypeAlias = tuple[Any, int, tuple[Any, ...], int]  # kernel, programs, arguments, warps
+Line: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]
+"""A table, the counter of its rows, the rates to write; how many rows, and the distances of rows and of rates."""
 Rated: TypeAlias = tuple[Tensor | None, tuple[Tensor, ...] | None]  # a table, and where its rates go
-_RECORDS: dict[Any, bool] = {}  # whether `pack`'s kernel could be compiled, by the dtypes it is compiled for
 
 
 class Outputs(NamedTuple):
@@ -68,12 +67,14 @@ class Quick:
         if shape not in self._plans and self._plain(shape) and usable(u.device) and not is_capturing():
             state, made, rates = _rehearsal(u, shape), idle(u.params, shape.live), self._rates(keep=False)
             grads = [u.zero.to(self._dtype(i)) for i in shape.live]  # an idle plan follows no pointer
+            out = self._outputs(state)
+            row = self._row(None, u.commit.rates.show() if out.lr is None else out.lr)
             try:
-                _run(u.device, self._launches(state, grads, made, self._outputs(state), rates, state.skips))
+                launch(u.device, self._launches(state, grads, made, out, rates, state.skips, row))
                 self._plans[shape] = plan(u.params, shape.live)
             except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
                 self._plans[shape] = None
-                _tell(error)
+                tell(error)
         return self._plans.get(shape) is not None
 
     def _plain(self, shape: Shape) -> bool:
@@ -97,10 +98,11 @@ class Quick:
         made = self._plans[Shape.of(cycle, live)]
         assert made is not None
         assert cycle.loss is not None
-        grads = [g for g in widen(_grads(state, live), [self._dtype(i) for i in live]) if g is not None]
-        _run(u.device, self._launches(state, grads, made, out, self._rates(keep=True), u.tries))
-        u.commit.flagged(state, self._given(live, grads), out.truths[2], out.floats[2])
         lr = u.commit.rates.show() if out.lr is None else out.lr
+        grads = [g for g in widen(_grads(state, live), [self._dtype(i) for i in live]) if g is not None]
+        row = self._row(u.journal, lr)
+        launch(u.device, self._launches(state, grads, made, out, self._rates(keep=True), u.tries, row))
+        u.commit.flagged(state, self._given(live, grads), out.truths[2], out.floats[2])
         loss = cycle.loss if out.mean is None else out.mean
         return Outcome(lr, loss, out.floats[0], out.floats[1], out.truths[0], out.truths[1])
 
@@ -112,7 +114,7 @@ class Quick:
         return given
 
     def _launches(
-        self, state: StepState, grads: list[Tensor], made: Plan, out: Outputs, rates: Rated, tries: Tensor
+        self, state: StepState, grads: list[Tensor], made: Plan, out: Outputs, rates: Rated, tries: Tensor, row: Line
     ) -> Iterator[Launch]:
         """Measure, decide, and clip where asked."""
         u, found = self.update, kernels()
@@ -122,25 +124,43 @@ class Quick:
         for start, programs, some in cut(made, grads):
             parts = made.rows[start:], sums[start:], flags[start:]
             yield found.measure, programs, (some, *parts, *factors, len(some), BLOCK, made.turns), WARPS
-        yield found.decide, 1, (sums, flags, made.begins, *self._numbers(state, made, out, rates, tries)), 4
+        yield found.decide, 1, (sums, flags, made.begins, *self._numbers(state, made, out, rates, tries, row)), 4
         if u.options.clip_norm is not None:
             for start, programs, some in cut(made, grads):
                 clip = made.rows[start:], out.floats[3]
                 yield found.shrink, programs, (some, *clip, len(some), BLOCK, made.turns), WARPS
 
-    def _numbers(self, state: StepState, made: Plan, out: Outputs, rates: Rated, tries: Tensor) -> tuple[Any, ...]:
+    def _numbers(
+        self, state: StepState, made: Plan, out: Outputs, rates: Rated, tries: Tensor, line: Line
+    ) -> tuple[Any, ...]:
         """The deciding kernel's arguments from `bad` on."""
         u, scale, table, cycle, size = self.update, self.update.scale, rates[0], state.cycle, len(state.bad)
         counters = (state.updates, state.skips, state.streak, state.halted, tries)
         tensors = (state.bad, counters, state.scale, state.growth, cycle.weight, cycle.loss, *rates)
         shape = (1, 0, 0) if table is None else (table.shape[1], *table.stride())
         t = 1 << (size - 1).bit_length()
-        tile = t, max(1, min(128, 4096 // t)), len(rates[1] or ())
+        tile = t, max(1, min(128, 4096 // t)), len(u.commit.rates.groups)
         dynamic = None
         if isinstance(scale, DynamicScale):
             dynamic = (scale.growth, scale.backoff, scale.interval, scale.floor, scale.cap)
         options = u.options.accumulate > 1, u.masked, u.options.nonfinite, dynamic, u.options.clip_norm
-        return (*tensors, out.lr, out.mean, out.floats, out.truths, size, made.longest, *shape, *tile, *options)
+        wide = (out.lr, out.mean, out.floats, out.truths, *line[:3])
+        return (*tensors, *wide, size, made.longest, *shape, *line[3:], *tile, *options)
+
+    def _row(self, journal: Journal | None, lr: Tensor) -> Line:
+        """Where the record goes: into the journal, or into one without rows, so that it is the same kernel."""
+        if self.update.options.accumulate > 1:
+            return None, None, None, 0, 0, 0
+        table, at = self._nowhere if journal is None else (journal.table, journal.at)
+        if journal is not None:
+            journal.taken = True
+        return table, at, lr, len(table), table.stride(0), lr.stride(0) if lr.dim() else 0
+
+    @cached_property
+    def _nowhere(self) -> tuple[Tensor, Tensor]:
+        """A journal's table and counter, on the device."""
+        device = self.update.device
+        return torch.empty(0, 1, dtype=torch.float64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
 
     def _outputs(self, state: StepState) -> Outputs:
         """New memory for each update: records are kept."""
@@ -169,53 +189,6 @@ class Quick:
         return table, tuple(made)
 
 
-def pack(
-    table: Tensor,
-    at: Tensor,
-    loss: Tensor,
-    cycle_loss: Tensor,
-    lr: Tensor,
-    scale: Tensor,
-    skipped: Tensor,
-    grad_norm: Tensor,
-    updated: Tensor,
-    *,
-    keep_loss: bool,
-    move: bool,
-    compiled: bool = True,
-) -> None:
-    """table[at] = loss, cycle_loss, scale, grad_norm, skipped, updated, *lr in float64; `move` adds 1 to `at`.
-
-    With keep_loss the row before `at` gets all but its loss, and `at` stays. On CUDA, where `compiled` allows it, one
-    kernel: it leaves out a row that the table does not have.
-    """
-    move = move and not keep_loss
-    fields = (loss, cycle_loss, lr, scale, skipped, grad_norm, updated)
-    key = (table.device, table.shape[1], keep_loss, move, *(t.dtype for t in fields))
-    if compiled and usable(table.device) and _RECORDS.get(key, not is_capturing()):
-        step = lr.stride(0) if lr.dim() else 0
-        sizes = len(table), table.stride(0), step, lr.numel(), keep_loss, move
-        try:
-            _run(table.device, [(kernels().record, 1, (table, at, *fields, *sizes), 1)])
-            _RECORDS[key] = True
-            return
-        except Exception as error:  # as in Quick.prepare
-            if key in _RECORDS:
-                raise
-            _RECORDS[key] = False
-            _tell(error)
-    row = torch.cat([t.reshape(-1).double() for t in (loss, cycle_loss, scale, grad_norm, skipped, updated, lr)])
-    first = int(keep_loss)
-    table[:, first:].index_copy_(0, at - first, row[None, first:])
-    if move:
-        at += 1
-
-
-def _tell(error: Exception) -> None:
-    advice = "It needs a C compiler and a folder to write to. Results are the same."
-    warnings.warn(f"Updates take more kernels: Triton failed ({error}). {advice}", Notice, stacklevel=4)
-
-
 def _grads(state: StepState, live: list[int]) -> list[Tensor]:
     return [g for i in live if (g := state.cycle.grads[i]) is not None]
 
@@ -226,10 +199,3 @@ def _rehearsal(update: "Update", shape: Shape) -> StepState:
     state.cycle.loss = torch.zeros((), dtype=shape.loss, device=update.device)
     state.cycle.weight = torch.zeros((), dtype=torch.float64, device=update.device) if shape.weighted else None
     return state
-
-
-def _run(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Triton launches on the current device. No sum of products is fused: each rounds, as in torch."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        for kernel, programs, arguments, warps in launches:
-            kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)

@@ -89,16 +89,19 @@ def _or_one(n):
 
 
 @triton.jit(
-    do_not_specialize=["count", "longest", "columns", "row", "column"],
-    do_not_specialize_on_alignment=["bad", "scale", "growth", "weight", "loss", "table", "lr", "mean", "floats"],
-)
+    do_not_specialize=["count", "longest", "columns", "row", "column", "lines", "width", "step"],
+    do_not_specialize_on_alignment=[
+        "bad", "scale", "growth", "weight", "loss", "table", "lr", "mean", "floats", "journal", "at", "shown",
+    ],
+)  # fmt: skip
 def decide(
     sums, flags, begins, bad, counters, scale, growth, weight, loss, table, rates, lr, mean, floats, truths,
-    count, longest, columns, row, column,
+    journal, at, shown, count, longest, columns, row, column, lines, width, step,
     T: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, MANY: tl.constexpr, MASKED: tl.constexpr,
     NONFINITE: tl.constexpr, DYNAMIC: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Everything of an update that is a number: `Update.on_device` between measuring and committing."""
+    """Everything of an update that is a number, and its record: `Update.on_device` between measuring and committing."""
+    here = tl.load(at) if journal is not None else 0
     updates, skips, streak, halted, tries = counters
     done, dropped, in_a_row, stopped = tl.load(updates), tl.load(skips), tl.load(streak), tl.load(halted)
     tried, used, grown = tl.load(tries) + 1, tl.load(scale), tl.load(growth)
@@ -120,14 +123,17 @@ def decide(
     if NONFINITE == "raise":
         tl.store(halted, tl.where(skipped, tried, stopped))
     place = tl.arange(0, T)
-    tl.store(bad + place, (each < INF) == 0, (place < count) & skipped)
+    tl.store(bad + place, (each < INF) == 0, place < tl.where(skipped, count, 0))
     if DYNAMIC is not None:
         _next_scale(scale, growth, used, grown, overflow, hold, DYNAMIC)
     if table is not None:
-        _set_rates(table + tl.minimum(done, columns - 1) * column, row, rates, lr, GROUPS)
+        shown, step = table + tl.minimum(done, columns - 1) * column, row
+        _set_rates(shown, row, rates, lr, GROUPS)
     if mean is not None:
-        _mean(mean, value, n, empty, MANY)
+        value = _mean(mean, value, n, empty, MANY)
     _tell(floats, truths, norm, used, skipped, updated, LIMIT)
+    if journal is not None:
+        _enter(journal, at, here, lines, width, value, used, norm, skipped, updated, shown, step, GROUPS)
 
 
 @triton.jit
@@ -175,7 +181,7 @@ def _set_rates(table, row, rates, lr, GROUPS: tl.constexpr):
 
 @triton.jit
 def _mean(mean, value, n, empty, MANY: tl.constexpr):
-    """The cycle's loss, as Update._loss has it."""
+    """The cycle's loss, as Update._loss has it: stored, and returned."""
     if MANY:
         if n is not None:
             value = value / _or_one(n)  # both are float64
@@ -183,7 +189,26 @@ def _mean(mean, value, n, empty, MANY: tl.constexpr):
         value = tl.where(empty, 0.0, value)
     if mean.dtype.element_ty.primitive_bitwidth == 16:
         value = value.to(tl.float32)  # torch rounds a float64 to 16 bits by way of float32
-    tl.store(mean, value.to(mean.dtype.element_ty))
+    value = value.to(mean.dtype.element_ty)
+    tl.store(mean, value)
+    return value
+
+
+@triton.jit
+def _enter(
+    journal, at, here, lines, width, value, used, norm, skipped, updated, rates, step, GROUPS: tl.constexpr
+):  # fmt: skip
+    """A record's row: the loss is the batch's and the cycle's."""
+    out, inside = journal + here * width, here < lines
+    tl.store(at, here + 1)
+    tl.store(out, value.to(tl.float64), inside)
+    tl.store(out + 1, value.to(tl.float64), inside)
+    tl.store(out + 2, used.to(tl.float64), inside)
+    tl.store(out + 3, norm.to(tl.float64), inside)
+    tl.store(out + 4, skipped.to(tl.float64), inside)
+    tl.store(out + 5, updated.to(tl.float64), inside)
+    for g in tl.static_range(GROUPS):
+        tl.store(out + (6 + g), tl.load(rates + g * step).to(tl.float64), inside)
 
 
 @triton.jit
@@ -198,31 +223,6 @@ def _tell(floats, truths, norm, used, skipped, updated, LIMIT: tl.constexpr):
     tl.store(truths, skipped)
     tl.store(truths + 1, updated)
     tl.store(truths + 2, updated == 0)
-
-
-@triton.jit(
-    do_not_specialize=["rows", "row", "step"],
-    do_not_specialize_on_alignment=["table", "at", "loss", "mean", "lr", "scale", "skipped", "norm", "updated"],
-)
-def record(
-    table, at, loss, mean, lr, scale, skipped, norm, updated, rows, row, step,
-    GROUPS: tl.constexpr, KEEP: tl.constexpr, MOVE: tl.constexpr,
-):  # fmt: skip
-    """One row of `quick.pack`, by one warp: what it moves at the end it has read at the start."""
-    here = tl.load(at)
-    place = here - 1 if KEEP else here
-    out, inside = table + place * row, (place >= 0) & (place < rows)
-    if not KEEP:
-        tl.store(out, tl.load(loss).to(tl.float64), inside)
-    tl.store(out + 1, tl.load(mean).to(tl.float64), inside)
-    tl.store(out + 2, tl.load(scale).to(tl.float64), inside)
-    tl.store(out + 3, tl.load(norm).to(tl.float64), inside)
-    tl.store(out + 4, tl.load(skipped).to(tl.float64), inside)
-    tl.store(out + 5, tl.load(updated).to(tl.float64), inside)
-    for g in tl.static_range(GROUPS):
-        tl.store(out + (6 + g), tl.load(lr + g * step).to(tl.float64), inside)
-    if MOVE:
-        tl.store(at, here + 1)
 
 
 INTERPRETED = not isinstance(measure, triton.runtime.JITFunction)

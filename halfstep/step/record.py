@@ -1,6 +1,6 @@
 """What one step reports, as device tensors: reading one is the caller's host visit, not the step's."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -22,6 +22,14 @@ class Record(NamedTuple):
     grad_norm: Tensor
     updated: Tensor
     fingerprint: Tensor
+
+
+class Journal(Protocol):
+    """A table of records, the next in row `at`. Who writes that of the step under way says that it is `taken`."""
+
+    table: Tensor
+    at: Tensor
+    taken: bool
 
 
 class Outcome(NamedTuple):

@@ -15,7 +15,7 @@ from halfstep.step.commit import Commit
 from halfstep.step.host import Host
 from halfstep.step.options import StepOptions
 from halfstep.step.quick_plan import Shape
-from halfstep.step.record import Outcome
+from halfstep.step.record import Journal, Outcome
 from halfstep.step.state import Cycle, StepState
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Update:
         self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self.yes, self.no = self.one.bool(), self.zero.bool()
         self.tries = torch.zeros((), dtype=torch.int64, device=self.device)  # cycles ended, updated or not
+        self.journal: Journal | None = None  # where the next update's record may go at once
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._few, self._shapes = False, set[Shape]()
 

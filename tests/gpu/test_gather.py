@@ -120,10 +120,8 @@ def test_a_compiled_burst_is_equal_to_eager(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(asked) == 16 * BATCH
 
 
-@pytest.mark.parametrize("case", ["bytes", "drawn", "odd"])
-def test_one_launch_in_a_burst(case: str) -> None:
-    """Of 20 steps 16 are one graph, 4 are single: so many kernels gather, and one to a step where they must."""
-    burst = BURSTS[case]
+def kernels(burst: Case) -> list[str]:
+    """What one pass of 20 steps launches, once everything is captured: 16 are one graph, 4 are single."""
     sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
     assert isinstance(sink.sunk.program, Program)
     sink.sunk.program.polish()
@@ -133,8 +131,22 @@ def test_one_launch_in_a_burst(case: str) -> None:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         rows(sink, 1)
         torch.cuda.synchronize()
-    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert names.count("_gather") == (5 if burst.ahead else STEPS)
+    return [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("case", ["bytes", "drawn", "odd"])
+def test_one_launch_in_a_burst(case: str) -> None:
+    """So many kernels gather, and one to a step where they must."""
+    burst = BURSTS[case]
+    assert kernels(burst).count("_gather") == (5 if burst.ahead else STEPS)
+
+
+def test_the_deciding_kernel_writes_the_record() -> None:
+    """Of a cycle of one batch; in a longer one every step has its own."""
+    names = kernels(BURSTS["bytes"])
+    assert (names.count("decide"), names.count("record")) == (STEPS, 0)
+    names = kernels(BURSTS["cycles"])
+    assert (names.count("decide"), names.count("record")) == (STEPS // 4, STEPS)
 
 
 def test_batches_of_a_burst_begin_where_their_own_memory_would() -> None:

@@ -9,7 +9,7 @@ from test_quick import CASES, HALVES, RESTS, build, contents, equal_in_everythin
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.quick import pack
+from halfstep.step.pack import pack
 from halfstep.step.quick_plan import COUNTS, LARGE
 from halfstep.step.record import Outcome
 from halfstep.step.replay import allowed

@@ -151,7 +151,15 @@ class Program:
             self._body(next(given), first, last)
 
     def _body(self, batch: Args, first: bool, last: bool) -> None:
-        self.ring.record(self.static.body(batch, first=first, last=last))
+        ring, update = self.ring, self.step.update
+        ring.taken = False
+        update.journal = ring if first and last and ring.table.shape[1] else None
+        try:
+            record = self.static.body(batch, first=first, last=last)
+        finally:
+            update.journal = None
+        if not ring.taken:
+            ring.record(record)
 
     def _tail(self) -> None:
         self.ring.record(self.static.body(None, first=False, last=True), tail=True)

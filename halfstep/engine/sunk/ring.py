@@ -7,7 +7,7 @@ from torch import Tensor
 
 from halfstep.engine.rows import COLUMNS
 from halfstep.step import Record
-from halfstep.step.quick import pack
+from halfstep.step.pack import pack
 
 
 class Ring:
@@ -19,6 +19,7 @@ class Ring:
         self.table = torch.empty(rows, 0, dtype=torch.float64, device=device)  # as wide as the first row
         self.prints = torch.zeros(rows, dtype=torch.int64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.taken = False  # whether the update has written the row of the step under way
 
     def reset(self) -> None:
         self.at.zero_()

@@ -63,7 +63,7 @@ class Whole:
             print("halfstep: compiling the whole step, once (5 to 30 s)", file=sys.stderr)
         try:
             with torch.no_grad(), warnings.catch_warnings(action="ignore"), around(self._step):
-                self._run = generate(self._written.module(plain=True), self._inputs, low=low, cut=None)
+                self._run = generate(self._written.module(plain=True), self._inputs, low=low, chip=None)
         except Exception as error:
             self._body()
             return f"torch cannot compile it: {_first_line(error)}"

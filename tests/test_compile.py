@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfstep as hs
-from halfstep.step.compiled import COST_S, GAIN, SHAPES, _rewriting, leaves, pays
+from halfstep.step.compiled import COST_S, GAIN, SHAPES, leaves, pays
+from halfstep.step.generate import _rewriting
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -500,12 +501,13 @@ def test_on_a_cpu_torch_is_asked_for_the_roundings_of_half_and_nothing_else(
 def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     from torch._inductor import config
 
+    graph = torch.fx.symbolic_trace(nn.Identity())
     for low, kind in ((False, "Cut"), (True, "Fewer")):
-        (made,) = _rewriting("cuda", low).values()
+        (made,) = _rewriting(graph, "cuda", low).values()
         assert (type(made).__name__, made.device) == (kind, "cuda")
         with config.patch(post_grad_custom_pre_pass=lambda graph: None):
-            assert _rewriting("cuda", low) == {}
-        assert _rewriting(None, low) == {}
+            assert _rewriting(graph, "cuda", low) == {}
+        assert _rewriting(graph, None, low) == {}
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:

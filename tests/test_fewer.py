@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.step import fewer
-from halfstep.step.compiled import generate
 from halfstep.step.fewer import Fewer
+from halfstep.step.generate import generate
 
 aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 LOW = torch.bfloat16

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.step.compiled import generate
+from halfstep.step.generate import generate
 from halfstep.step.products import BLOCKS, LEAST_PART, Cut, cut
 
 ULP = 2.0**-24  # half a unit in the last place of 1: what one rounding to float32 may change, relative

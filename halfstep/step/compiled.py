@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.step.count import Number
+from halfstep.step.generate import generate
 from halfstep.step.objective import Batch, Objective
 from halfstep.step.options import Auto
 
@@ -170,34 +171,6 @@ def _program(applied: Applied) -> Any:
     chip = "cuda" if applied.device.type == "cuda" and (low or applied.precision.name == "fp32") else None
     with warnings.catch_warnings(action="ignore"):  # torch's own, on the first import of its compiler
         return torch.compile(own, dynamic=False, backend=partial(generate, low=low, chip=chip))
-
-
-def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
-    """Code for forward and backward at once, so that both fail here or not at all, with the roundings of the precision.
-
-    Fused half operations round where single ones do: an overflow must not depend on what was fused. Backward runs
-    outside autocast, as it does uncompiled; torch would trace it inside, and low products would enter fp32 modules.
-    `chip` is the device that small steps leave idle: there low casts are joined, and float32 products, which have no
-    tensor cores, are cut along K.
-    """
-    import torch._functorch.config as config
-    from torch._inductor.compile_fx import compile_fx
-
-    with config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"):
-        patches: dict[str, Any] = {"emulate_precision_casts": True} if low else {}
-        return compile_fx(graph, inputs, config_patches={**patches, **_rewriting(chip, low)} or None)
-
-
-def _rewriting(chip: str | None, low: bool) -> dict[str, Any]:
-    """The setting that has torch rewrite graphs; a pass that the user has set there stays instead."""
-    import torch._inductor.config as config
-
-    if chip is None or config.post_grad_custom_pre_pass is not None:
-        return {}
-    from halfstep.step.fewer import Fewer
-    from halfstep.step.products import Cut
-
-    return {"post_grad_custom_pre_pass": Fewer(chip) if low else Cut(chip)}
 
 
 def missing(device: torch.device) -> str | None:

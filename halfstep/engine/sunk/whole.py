@@ -13,7 +13,7 @@ from halfstep.engine import rng
 from halfstep.engine.sunk.tape import written_down
 from halfstep.step import TrainStep
 from halfstep.step.baked import put_back, slots, still
-from halfstep.step.compiled import generate
+from halfstep.step.generate import generate
 from halfstep.step.static import around
 
 CHECKS = 8  # batches on which what was written down must give the step's own bits

@@ -1,0 +1,189 @@
+"""A ReLU's mask from a norm's input, sums of branches written once: which ones, the same bits, what is left alone."""
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from halfstep.step.generate import _rewriting, generate
+from halfstep.step.masks import READS, Masks, normalizes
+
+aten = torch.ops.aten
+X, G = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
+SPECIAL = torch.tensor([float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 2.0, -2.0])
+
+
+def norm(x: Tensor) -> Tensor:
+    """A batch norm as torch's compiler writes it, in bfloat16 around."""
+    wide = torch.ops.prims.convert_element_type(x, torch.float32)
+    var, mean = aten.var_mean.correction(wide, [0, 2, 3], correction=0, keepdim=True)
+    return torch.ops.prims.convert_element_type((wide - mean) * torch.rsqrt(var + 1e-5), x.dtype)
+
+
+def backward(out: Tensor, grad: Tensor) -> Tensor:
+    """A ReLU's backward pass as torch's compiler writes it."""
+    return aten.where.self(aten.le.Scalar(out, 0), torch.zeros((), dtype=grad.dtype), grad)
+
+
+def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> tuple[list[str], int]:
+    """What each mask is taken of, and how many results are to be written; bits as without the pass."""
+    graph: GraphModule = make_fx(f, tracing_mode="fake")(*inputs)
+    Masks(device)(graph.graph)
+    graph.graph.lint()
+    for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
+        assert torch.equal(a, b)
+    sources = [str(node.args[0].target) for node in graph.graph.find_nodes(op="call_function", target=aten.le.Scalar)]
+    written = [node for node in graph.graph.nodes if node.meta.get("inductor_realize_to_strides")]
+    assert all(node.target is aten.where.self for node in written)
+    return sources, len(written)
+
+
+CAST, RELU = "prims.convert_element_type.default", "aten.relu.default"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_behind_a_norm_is_that_of_what_went_in(dtype: torch.dtype) -> None:
+    def f(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        out = torch.relu(norm(x))
+        return out, backward(out, g)
+
+    assert rewritten(f, X.to(dtype), G.to(dtype)) == ([CAST], 0)
+    assert rewritten(f, X.to(dtype), G.to(dtype), device="cuda") == ([RELU], 0)
+
+
+def test_relu_and_its_input_have_one_mask() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = SPECIAL.to(dtype)
+        assert torch.equal(torch.relu(x) <= 0, x <= 0)
+
+
+def plain(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """No norm: the input is not read otherwise."""
+    out = torch.relu(x * 2)
+    return out, backward(out, g)
+
+
+def branches(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Two tensors would have to be read for it."""
+    out = torch.relu(norm(x) + g)
+    return out, backward(out, g)
+
+
+def behind(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """A norm, then something that is no affine map."""
+    out = torch.relu(torch.sin(norm(x)))
+    return out, backward(out, g)
+
+
+def threshold(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Another limit: relu(x) <= 1 where x <= 1, but it is no ReLU's mask."""
+    out = torch.relu(norm(x))
+    return out, aten.where.self(aten.le.Scalar(out, 1), torch.zeros(()), g)
+
+
+@pytest.mark.parametrize("f", [plain, branches, behind, threshold])
+def test_masks_that_stay(f: Callable[..., Any]) -> None:
+    assert rewritten(f, X, G) == ([RELU], 0)
+
+
+def summed(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    masked = backward(torch.relu(x), g + h)
+    return masked.sum((0, 2, 3)), masked * 2
+
+
+def once(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    return (backward(torch.relu(x), g + h) * 2,)
+
+
+def single(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    masked = backward(torch.relu(x), g + h[:1, :, :1, :1])
+    return masked.sum((0, 2, 3)), masked * 2
+
+
+@pytest.mark.parametrize(("f", "expected"), [(summed, 1), (once, 0), (single, 0)])
+def test_a_sum_of_two_branches_that_is_used_twice_is_written(f: Callable[..., Any], expected: int) -> None:
+    assert rewritten(f, X, G, torch.randn_like(X)) == ([RELU], expected)
+
+
+def test_torchs_cache_tells_passes_apart() -> None:
+    assert Masks("cuda").uuid() == pickle.loads(pickle.dumps(Masks("cuda").uuid()))
+    assert Masks("cuda").uuid() != Masks("cpu").uuid()
+
+
+def network(*, normed: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4) if normed else nn.Identity()
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        assert normalizes(graph) == normed
+        seen.append(_rewriting(graph, "cuda", True))
+        with inductor.patch(joint_custom_post_pass=lambda graph: None):
+            assert set(_rewriting(graph, "cuda", True)) == {"post_grad_custom_pre_pass"}
+        return graph
+
+    torch.compile(network(normed=normed), backend=look)(X)
+    assert isinstance(seen[0].get("joint_custom_post_pass"), Masks) == normed
+    assert seen[0].get("realize_reads_threshold") == (READS if normed else None)
+
+
+class Block(nn.Module):
+    """Two branches that end in a ReLU, twice: a gradient with two sources and three users."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 2):
+            inner = F.relu(self.norms[i](self.convs[i](x)))
+            x = F.relu(self.norms[i + 1](self.convs[i + 1](inner)) + x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generated_code_has_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real compiler, with the CPU as the device: the pass reaches the graph of both, masks and sums are found."""
+    found: list[tuple[int, int]] = []
+    rewrite = Masks.__call__
+
+    def spied(self: Masks, graph: Any) -> None:
+        rewrite(self, graph)
+        masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
+        written = sum(bool(node.meta.get("inductor_realize_to_strides")) for node in graph.nodes)
+        found.append((sum(node.args[0].target is not aten.relu.default for node in masks), written))
+
+    monkeypatch.setattr(Masks, "__call__", spied)
+
+    def run(chip: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = Block().to(dtype)
+        compiled = torch.compile(
+            lambda x: net(x).float().square().mean(), dynamic=False,
+            backend=partial(generate, low=dtype != torch.float32, chip=chip),
+        )  # fmt: skip
+        value = compiled(X.to(dtype))
+        value.backward()
+        return [value.detach(), *[p.grad for p in net.parameters() if p.grad is not None]]
+
+    with fresh_cache():  # a program from torch's cache is not rewritten again
+        before, after = run(None), run("cpu")
+    assert len(after) == 13
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert found == [(2, 1)]

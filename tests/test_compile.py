@@ -464,6 +464,7 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(torch.__version__ < "2.12", reason="vector code of torch 2.11 does not round between", strict=True)
 def test_generated_code_overflows_where_half_does() -> None:
     """1.3e5 is inf in float16; fused vector code computes in float32, and would bring it back unseen."""
     net, x, y = Scaled(64, 32), torch.randn(64, 64), torch.arange(64) % 32

@@ -78,6 +78,12 @@ def branches(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return out, backward(out, g)
 
 
+def both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Two again, and both come from a norm."""
+    out = torch.relu(norm(x) + norm(g))
+    return out, backward(out, g)
+
+
 def behind(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """A norm, then something that is no affine map."""
     out = torch.relu(torch.sin(norm(x)))
@@ -90,7 +96,7 @@ def threshold(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return out, aten.where.self(aten.le.Scalar(out, 1), torch.zeros(()), g)
 
 
-@pytest.mark.parametrize("f", [plain, branches, behind, threshold])
+@pytest.mark.parametrize("f", [plain, branches, both, behind, threshold])
 def test_masks_that_stay(f: Callable[..., Any]) -> None:
     assert rewritten(f, X, G) == ([RELU], 0)
 

@@ -1,6 +1,5 @@
-"""Casts joined and ReLU inside its product: which ones, the same bits, and what is left alone."""
+"""Casts joined: which ones, the same bits, and what is left alone."""
 
-import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,13 +45,12 @@ def count(names: list[str], word: str) -> int:
 X, W, B = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
 
 
-def test_casts_of_inputs_are_one_and_relu_is_in_the_product() -> None:
+def test_casts_of_inputs_are_one() -> None:
     def f(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor]:
         return (torch.relu(aten.addmm(low(b), low(x), low(w).t())),)
 
     names = rewritten(f, X, W, B)
-    assert (count(names, "convert"), count(names, "casts")) == (0, 1)
-    assert (count(names, "addmm.default"), count(names, "relu"), count(names, "_addmm_activation")) == (0, 0, 1)
+    assert (count(names, "convert"), count(names, "casts"), count(names, "relu")) == (0, 1, 1)
 
 
 def test_a_view_that_comes_later_is_made_earlier() -> None:
@@ -81,38 +79,6 @@ def test_the_results_of_a_convolutions_backward_too() -> None:
     shapes = (2, 4, 6, 6), (2, 3, 6, 6), (4, 3, 3, 3), (5, 5)
     names = rewritten(f, *[torch.randn(s).to(LOW) for s in shapes])
     assert (count(names, "convert"), count(names, "casts")) == (0, 1)
-
-
-def two(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    """relu, and what it was taken of."""
-    product = aten.addmm(b, x, w.t())
-    return torch.relu(product), product
-
-
-def other(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return (F.gelu(aten.addmm(b, x, w.t())),)
-
-
-def table(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return (torch.relu(aten.addmm(b.expand(8, 32).contiguous(), x, w.t())),)
-
-
-def scaled(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    return (torch.relu(aten.addmm(b, x, w.t(), beta=2)),)
-
-
-@pytest.mark.parametrize("f", [two, other, table, scaled])
-def test_products_that_stay(f: Callable[..., Any]) -> None:
-    assert count(rewritten(f, X.to(LOW), W.to(LOW), B.to(LOW)), "_addmm_activation") == 0
-
-
-def test_float32_and_vectors_stay() -> None:
-    def f(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        return (torch.relu(aten.addmm(b, x, w.t())),)
-
-    assert count(rewritten(f, X, W, B), "_addmm_activation") == 0
-    assert count(rewritten(f, X[:1].to(LOW), W.to(LOW), B.to(LOW)), "_addmm_activation") == 0
-    assert count(rewritten(f, X.to(LOW), W.to(LOW), B.to(LOW)), "_addmm_activation") == 1
 
 
 def pointwise(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
@@ -167,7 +133,7 @@ def test_other_devices_and_open_shapes_are_left_alone() -> None:
 
 
 def test_torchs_cache_tells_passes_apart() -> None:
-    assert Fewer("cuda").uuid() == pickle.loads(pickle.dumps(Fewer("cuda").uuid()))
+    assert Fewer("cuda").uuid() == Fewer("cuda").uuid()
     assert Fewer("cuda").uuid() != Fewer("cpu").uuid()
 
 
@@ -197,4 +163,3 @@ def test_generated_code_has_them_forward_and_backward() -> None:
     (plain, before), (joined, after) = run(None), run("cpu")
     assert all(torch.equal(a, b) for a, b in zip(plain, joined, strict=True))
     assert (before.count("halfstep::casts"), after.count("halfstep::casts")) == (0, 2)
-    assert after.count("aten::_addmm_activation") == 1

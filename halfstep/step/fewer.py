@@ -1,4 +1,4 @@
-"""Low precision in fewer kernels: casts of parameters by one, casts of their gradients by one, ReLU inside its product.
+"""Low precision in fewer kernels: casts of parameters by one, casts of their gradients by one.
 
 A small network's step is as long as its chain of kernels, and each of these would be one. Bits are those of what is
 replaced. Imported when a program is compiled, not before: torch's compiler is a heavy import.
@@ -19,8 +19,7 @@ from halfstep.precision.lowcopy import widen
 MOST = 1 << 26  # bytes that are cast at once: where there are more, kernels are long, and memory counts
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default,
-             _aten._addmm_activation.default}  # fmt: skip
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.convolution.default}
 _BACKWARD = _aten.convolution_backward.default  # several results, each behind a getitem
 _VIEWS = {_aten.reshape.default, _aten.view.default, _aten.permute.default, _aten.t.default}
 _LOW = (torch.float16, torch.bfloat16)
@@ -44,8 +43,6 @@ class Fewer(CustomGraphPass):
         self.device = device
 
     def __call__(self, graph: Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=_aten.relu.default):
-            _activate(node, self.device)
         casts = [n for n in graph.find_nodes(op="call_function", target=_cast) if _fixed(n, self.device)]
         enter, leave = [n for n in casts if _enters(n)], [n for n in casts if _leaves(n)]
         _join(graph, enter, lambda: next(node for node in graph.nodes if node.op != "placeholder"))
@@ -54,18 +51,6 @@ class Fewer(CustomGraphPass):
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
         return get_hash_for_files((__file__,), self.device)
-
-
-def _activate(relu: Node, device: str) -> None:
-    """relu(bias + A·B) of low numbers as one product: both are applied to its float32 sums, which are rounded once."""
-    product: Any = relu.args[0]
-    if product.target is not _aten.addmm.default or len(product.users) > 1 or product.kwargs:
-        return
-    bias, a, b = (arg.meta["val"] for arg in product.args)
-    plain = bias.dim() == 1 and min(*a.shape, *b.shape) > 1  # what cuBLASLt takes
-    if plain and a.device.type == device and {bias.dtype, a.dtype, b.dtype} <= set(_LOW):
-        relu.target, relu.args = _aten._addmm_activation.default, product.args
-        relu.graph.erase_node(product)
 
 
 def _fixed(cast: Node, device: str) -> bool:

@@ -19,7 +19,7 @@ def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
 
 
 def _rewriting(graph: Any, chip: str | None, low: bool) -> dict[str, Any]:
-    """The settings that have torch rewrite graphs; a pass that the user has set stays instead.
+    """The settings that have torch rewrite graphs; what the user has set stays instead.
 
     Low casts are joined; float32 products, which have no tensor cores, are cut along K; a norm's backward pass reads
     less.
@@ -29,12 +29,14 @@ def _rewriting(graph: Any, chip: str | None, low: bool) -> dict[str, Any]:
     if chip is None:
         return {}
     from halfstep.step.fewer import Fewer
-    from halfstep.step.masks import READS, Masks, normalizes
+    from halfstep.step.masks import READS, TORCHS, Masks, normalizes
     from halfstep.step.products import Cut
 
     mine: dict[str, Any] = {}
     if config.post_grad_custom_pre_pass is None:
         mine["post_grad_custom_pre_pass"] = Fewer(chip) if low else Cut(chip)
     if config.joint_custom_post_pass is None and normalizes(graph):
-        mine |= {"joint_custom_post_pass": Masks(chip), "realize_reads_threshold": READS}
+        mine["joint_custom_post_pass"] = Masks(chip)
+        if config.realize_reads_threshold == TORCHS:
+            mine["realize_reads_threshold"] = READS
     return mine

@@ -1,4 +1,4 @@
-"""Norms, ReLUs and sums of branches in a backward pass that reads less: the same bits from fewer bytes.
+"""Norms, ReLUs and sums of branches in a backward pass that reads less: the same masks and sums from fewer bytes.
 
 A norm's backward pass reads the norm's input twice, to sum over it and to use the sums. The mask of a ReLU behind it
 follows from that input; torch reads it from the ReLU's output, one more tensor each time. And a gradient that is the
@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule, Node
 
 READS = 6  # a value used twice is made twice from as many: a gradient, a norm's input and four small ones
+TORCHS = 4  # the limit that torch has set
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _AFFINE = {_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _cast}

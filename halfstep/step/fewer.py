@@ -15,6 +15,7 @@ from torch.fx import Graph, Node
 from torch.library import Library
 
 from halfstep.precision.lowcopy import widen
+from halfstep.step import leaves
 
 MOST = 1 << 26  # bytes that are cast at once: where there are more, kernels are long, and memory counts
 
@@ -43,6 +44,7 @@ class Fewer(CustomGraphPass):
         self.device = device
 
     def __call__(self, graph: Graph) -> None:
+        leaves.rewrite(graph, self.device)
         casts = [n for n in graph.find_nodes(op="call_function", target=_cast) if _fixed(n, self.device)]
         enter, leave = [n for n in casts if _enters(n)], [n for n in casts if _leaves(n)]
         _join(graph, enter, lambda: next(node for node in graph.nodes if node.op != "placeholder"))
@@ -50,7 +52,7 @@ class Fewer(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files((__file__,), self.device)
+        return get_hash_for_files((__file__, leaves.__file__), self.device)
 
 
 def _fixed(cast: Node, device: str) -> bool:

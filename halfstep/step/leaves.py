@@ -1,0 +1,97 @@
+"""The gradients of several weights by one kernel: products that nothing waits for but the update.
+
+A small batch's weight gradients, A·B with a short K, are a few microseconds each, one after the other, on a part of the
+chip. Together they are one kernel, and a cast of the results is part of it. Imported when a program is compiled, not
+before.
+"""
+
+from math import ceil
+from operator import getitem as _getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.library import Library
+
+from halfstep.step.launching import launch
+from halfstep.step.nodes import call
+
+LONGEST = 256  # of K: beyond, a tile's program is longer than a product of torch's
+TILES = 1024  # in all: beyond, each product fills the chip by itself
+MOST = 16  # products of one kernel
+ROWS, COLUMNS, STEP = 32, 64, 64  # of a tile; of K at a time
+
+_aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_library = Library("halfstep", "FRAGMENT")
+_library.define("leaves(Tensor[] lefts, Tensor[] rights, ScalarType dtype) -> Tensor[]")
+
+
+def rewrite(graph: Graph, device: str) -> None:
+    """Products of fixed shape on `device` whose result, or one cast of it, is returned and nothing else."""
+    found: dict[Any, list[tuple[Node, Node]]] = {}
+    for product in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        last = _last(product)
+        if last is not None and _fits(product, device):
+            kind = product.meta["val"].dtype, last.meta["val"].dtype
+            found.setdefault(kind, []).append((product, last))
+    for (_, dtype), pairs in found.items():
+        if 1 < len(pairs) <= MOST and sum(_tiles(*_sizes(p)[:2]) for p, _ in pairs) <= TILES:
+            _replace(graph, pairs, dtype)
+
+
+def _last(product: Node) -> Node | None:
+    """The product, or the cast that alone uses it, where only the caller gets it."""
+    (user, *others) = product.users
+    last = user if user.target is _cast and not others else product
+    return last if last.users and all(user.op == "output" for user in last.users) else None
+
+
+def _fits(product: Node, device: str) -> bool:
+    a, b = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
+    known = all(isinstance(n, int) for n in (*a.shape, *b.shape, *a.stride(), *b.stride()))
+    return known and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST
+
+
+def _sizes(product: Node) -> tuple[int, int, int]:
+    a, b = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
+    return a.shape[0], b.shape[1], a.shape[1]
+
+
+def _tiles(m: int, n: int) -> int:
+    return ceil(m / ROWS) * ceil(n / COLUMNS)
+
+
+def _replace(graph: Graph, pairs: list[tuple[Node, Node]], dtype: torch.dtype) -> None:
+    lefts, rights = zip(*(product.args for product, _ in pairs), strict=True)
+    with graph.inserting_before(graph.output_node()):
+        made = graph.call_function(torch.ops.halfstep.leaves.default, (list(lefts), list(rights), dtype))
+        made.meta["val"] = [last.meta["val"] for _, last in pairs]
+        parts = [call(graph, _getitem, made, i) for i in range(len(pairs))]
+    for (product, last), part in zip(pairs, parts, strict=True):
+        last.replace_all_uses_with(part)
+        for node in dict.fromkeys((last, product)):
+            graph.erase_node(node)
+
+
+def _plain(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """By torch's own operations, where there is no Triton."""
+    return [torch.mm(a, b).to(dtype, copy=True).contiguous() for a, b in zip(lefts, rights, strict=True)]
+
+
+def leaves(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each A·B in float32, rounded to the dtype of A and then to `dtype`."""
+    from halfstep.step.leaves_kernel import tiles
+
+    shapes = [(a.shape[0], b.shape[1], a.shape[1]) for a, b in zip(lefts, rights, strict=True)]
+    outs = [a.new_empty(m, n, dtype=dtype) for a, (m, n, _) in zip(lefts, shapes, strict=True)]
+    sizes = [n for s, a, b in zip(shapes, lefts, rights, strict=True) for n in (*s, *a.stride(), *b.stride())]
+    programs = sum(_tiles(m, n) for m, n, _ in shapes)
+    arguments = tuple(lefts), tuple(rights), tuple(outs), tuple(sizes), len(outs), ROWS, COLUMNS, STEP
+    launch(lefts[0].device, [(tiles, programs, arguments, 4)])
+    return outs
+
+
+_library.impl("leaves", _plain, "CompositeExplicitAutograd")
+_library.impl("leaves", leaves, "CUDA")

@@ -1,0 +1,134 @@
+"""Weight gradients by one kernel: which products, their sums, and what is left alone."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from halfstep.step import leaves
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+aten = torch.ops.aten
+SHAPES = [(512, 784, 64), (10, 512, 64), (33, 65, 7), (1, 1, 1), (64, 64, 200)]  # M, N, K
+KINDS = [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)]
+
+
+def operands(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Whole numbers, whose sums are exact in every order; gradients come transposed."""
+    g = torch.Generator().manual_seed(0)
+    lefts = [torch.randint(-4, 5, (k, m), generator=g).to(dtype).t() for m, _, k in SHAPES]
+    return lefts, [torch.randint(-4, 5, (k, n), generator=g).to(dtype) for _, n, k in SHAPES]
+
+
+def right(found: list[Tensor], lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> bool:
+    wanted = [(a.double() @ b.double()).to(a.dtype).to(dtype) for a, b in zip(lefts, rights, strict=True)]
+    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "out"), KINDS)
+def test_the_operation(dtype: torch.dtype, out: torch.dtype) -> None:
+    lefts, rights = operands(dtype)
+    assert right(torch.ops.halfstep.leaves(lefts, rights, out), lefts, rights, out)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+@pytest.mark.parametrize(("dtype", "out"), KINDS)
+def test_the_kernel(dtype: torch.dtype, out: torch.dtype) -> None:
+    lefts, rights = operands(dtype)
+    assert right(leaves.leaves(lefts, rights, out), lefts, rights, out)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
+def test_the_kernel_keeps_what_is_not_finite() -> None:
+    lefts, rights = operands(torch.float32)
+    lefts[0][3, 5], rights[1][2, 7] = float("nan"), float("inf")
+    found = leaves.leaves(lefts, rights, torch.float32)
+    for got, a, b in zip(found, lefts, rights, strict=True):
+        assert torch.equal(got.isfinite(), (a @ b).isfinite())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_the_interpreted_kernel() -> None:
+    """In a process of its own: Triton decides at import whether it interprets."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_the_kernel", __file__]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout
+    assert f"{len(KINDS) + 1} passed" in done.stdout, done.stdout
+
+
+def low(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast as torch's compiler writes it."""
+    return torch.ops.prims.convert_element_type(x, dtype)  # type: ignore[no-any-return]
+
+
+def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake") -> list[str]:
+    """The operations after the rewriting; what they compute is what f did."""
+    graph = make_fx(f, tracing_mode=mode)(*inputs)
+    leaves.rewrite(graph.graph, device)
+    graph.graph.lint()
+    for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+G, H, X = (torch.randint(-4, 5, (8, n)).float() for n in (16, 4, 12))
+
+
+def two(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return aten.mm(g.t(), x), aten.mm(h.t(), x)
+
+
+def test_those_that_are_returned_are_one() -> None:
+    names = rewritten(two, G, H, X)
+    assert names.count("halfstep.leaves.default") == 1
+    assert "aten.mm.default" not in names
+
+
+def test_a_cast_is_part_of_it() -> None:
+    def f(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(low(t, torch.float32) for t in two(g, h, x))
+
+    names = rewritten(f, *[t.bfloat16() for t in (G, H, X)])
+    assert names.count("halfstep.leaves.default") == 1
+    assert not {"aten.mm.default", "prims.convert_element_type.default"} & set(names)
+
+
+def used(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    """One goes on into another product."""
+    first = aten.mm(g.t(), x)
+    return aten.mm(h.t(), x), aten.relu(first), first
+
+
+def one(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return (aten.mm(g.t(), x),)
+
+
+def kinds(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return aten.mm(g.t(), x), aten.mm(h.t().bfloat16(), x.bfloat16())
+
+
+@pytest.mark.parametrize("f", [used, one, kinds])
+def test_others_stay(f: Callable[..., Any]) -> None:
+    assert "halfstep.leaves.default" not in rewritten(f, G, H, X)
+
+
+def test_large_and_unknown_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "halfstep.leaves.default" not in rewritten(two, G, H, X, device="cuda")
+    assert "halfstep.leaves.default" not in rewritten(two, G, H, X, mode="symbolic")
+    assert "halfstep.leaves.default" not in rewritten(two, *[t.double() for t in (G, H, X)])
+    for name, limit in (("LONGEST", 7), ("TILES", 1), ("MOST", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(leaves, name, limit)
+            assert "halfstep.leaves.default" not in rewritten(two, G, H, X)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+
+from halfstep.step.nodes import call
 
 TILE = 64  # rows and columns of the output that one block of a float32 kernel computes
 BLOCKS = 132  # multiprocessors of an H100 or H200: more blocks would wait for each other
@@ -77,20 +78,11 @@ def _replace(graph: Graph, node: Node, parts: int) -> None:
     *bias, a, b = node.args
     m, n, k = _sizes(node)
     with graph.inserting_before(node):
-        rows = _call(graph, _aten.reshape.default, a, [m, parts, k // parts])
-        left = _call(graph, _aten.permute.default, rows, [1, 0, 2])
-        right = _call(graph, _aten.reshape.default, b, [parts, k // parts, n])
-        total = _call(graph, _aten.sum.dim_IntList, _call(graph, _aten.bmm.default, left, right), [0])
+        rows = call(graph, _aten.reshape.default, a, [m, parts, k // parts])
+        left = call(graph, _aten.permute.default, rows, [1, 0, 2])
+        right = call(graph, _aten.reshape.default, b, [parts, k // parts, n])
+        total = call(graph, _aten.sum.dim_IntList, call(graph, _aten.bmm.default, left, right), [0])
         for term in bias:
-            total = _call(graph, _aten.add.Tensor, total, term)
+            total = call(graph, _aten.add.Tensor, total, term)
     node.replace_all_uses_with(total)
     graph.erase_node(node)
-
-
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A new node with the shape, strides and dtype of its result, which later passes read."""
-    node = graph.call_function(target, args)
-    known: Any = map_arg(args, lambda arg: arg.meta["val"])
-    with torch.no_grad(), known[0].fake_mode:
-        node.meta["val"] = target(*known)
-    return node

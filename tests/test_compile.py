@@ -504,11 +504,11 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
 
     graph = torch.fx.symbolic_trace(nn.Identity())
     for low, kind in ((False, "Cut"), (True, "Fewer")):
-        (made,) = _rewriting(graph, "cuda", low).values()
+        (made,) = _rewriting(graph, "cuda", low)[0].values()
         assert (type(made).__name__, made.device) == (kind, "cuda")
         with config.patch(post_grad_custom_pre_pass=lambda graph: None):
-            assert _rewriting(graph, "cuda", low) == {}
-        assert _rewriting(graph, None, low) == {}
+            assert _rewriting(graph, "cuda", low) == ({}, {})
+        assert _rewriting(graph, None, low) == ({}, {})
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:

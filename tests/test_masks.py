@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.step.generate import _rewriting, generate
-from halfstep.step.masks import READS, Masks, normalizes
+from halfstep.step import masks
+from halfstep.step.generate import generate
 
 aten = torch.ops.aten
 X, G = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
@@ -36,7 +35,7 @@ def backward(out: Tensor, grad: Tensor) -> Tensor:
 def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> tuple[list[str], int]:
     """What each mask is taken of, and how many results are to be written; bits as without the pass."""
     graph: GraphModule = make_fx(f, tracing_mode="fake")(*inputs)
-    Masks(device)(graph.graph)
+    masks.rewrite(graph.graph, device)
     graph.graph.lint()
     for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
         assert torch.equal(a, b)
@@ -119,43 +118,6 @@ def test_a_sum_of_two_branches_that_is_used_twice_is_written(f: Callable[..., An
     assert rewritten(f, X, G, torch.randn_like(X)) == ([RELU], expected)
 
 
-def test_torchs_cache_tells_passes_apart() -> None:
-    assert Masks("cuda").uuid() == Masks("cuda").uuid()
-    assert Masks("cuda").uuid() != Masks("cpu").uuid()
-
-
-def network(*, normed: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    norm = nn.BatchNorm2d(4) if normed else nn.Identity()
-    return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
-    seen: list[dict[str, Any]] = []
-
-    def look(graph: Any, inputs: Any) -> Any:
-        assert normalizes(graph) == normed
-        seen.append(_rewriting(graph, "cuda", True))
-        with inductor.patch(joint_custom_post_pass=lambda graph: None):
-            assert set(_rewriting(graph, "cuda", True)) == {"post_grad_custom_pre_pass"}
-        return graph
-
-    torch.compile(network(normed=normed), backend=look)(X)
-    assert isinstance(seen[0].get("joint_custom_post_pass"), Masks) == normed
-    assert seen[0].get("realize_reads_threshold") == (READS if normed else None)
-
-
-def test_a_limit_of_the_users_own_stays() -> None:
-    def look(graph: Any, inputs: Any) -> Any:
-        assert _rewriting(graph, "cuda", True)["realize_reads_threshold"] == READS
-        with inductor.patch(realize_reads_threshold=2):
-            assert "realize_reads_threshold" not in _rewriting(graph, "cuda", True)
-        return graph
-
-    torch.compile(network(), backend=look)(X)
-
-
 class Block(nn.Module):
     """Two branches that end in a ReLU, twice: a gradient with two sources and three users."""
 
@@ -176,15 +138,15 @@ class Block(nn.Module):
 def test_generated_code_has_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real compiler, with the CPU as the device: the pass reaches the graph of both, masks and sums are found."""
     found: list[tuple[int, int]] = []
-    rewrite = Masks.__call__
+    rewrite = masks.rewrite
 
-    def spied(self: Masks, graph: Any) -> None:
-        rewrite(self, graph)
-        masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
+    def spied(graph: Any, device: str) -> None:
+        rewrite(graph, device)
+        found_masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
         written = sum(bool(node.meta.get("inductor_realize_to_strides")) for node in graph.nodes)
-        found.append((sum(node.args[0].target is not aten.relu.default for node in masks), written))
+        found.append((sum(node.args[0].target is not aten.relu.default for node in found_masks), written))
 
-    monkeypatch.setattr(Masks, "__call__", spied)
+    monkeypatch.setattr(masks, "rewrite", spied)
 
     def run(chip: str | None) -> list[Tensor]:
         torch.manual_seed(0)

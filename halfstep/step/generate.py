@@ -15,28 +15,27 @@ def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
 
     with config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"):
         patches: dict[str, Any] = {"emulate_precision_casts": True} if low else {}
-        return compile_fx(graph, inputs, config_patches={**patches, **_rewriting(graph, chip, low)} or None)
+        mine, more = _rewriting(graph, chip, low)
+        return compile_fx(graph, inputs, config_patches={**patches, **mine} or None, **more)
 
 
-def _rewriting(graph: Any, chip: str | None, low: bool) -> dict[str, Any]:
-    """The settings that have torch rewrite graphs; what the user has set stays instead.
+def _rewriting(graph: Any, chip: str | None, low: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings that have torch rewrite graphs, and more for compile_fx; what the user has set stays instead.
 
-    Low casts are joined; float32 products, which have no tensor cores, are cut along K; a norm's backward pass reads
-    less.
+    Low casts are joined; float32 products, which have no tensor cores, are cut along K; networks with batch norms get
+    more, and settings of torch's compiler that suit them.
     """
     import torch._inductor.config as config
 
     if chip is None:
-        return {}
+        return {}, {}
     from halfstep.step.fewer import Fewer
-    from halfstep.step.masks import READS, TORCHS, Masks, normalizes
+    from halfstep.step.joint import Joint, decompositions, normalizes, settings
     from halfstep.step.products import Cut
 
     mine: dict[str, Any] = {}
     if config.post_grad_custom_pre_pass is None:
         mine["post_grad_custom_pre_pass"] = Fewer(chip) if low else Cut(chip)
-    if config.joint_custom_post_pass is None and normalizes(graph):
-        mine["joint_custom_post_pass"] = Masks(chip)
-        if config.realize_reads_threshold == TORCHS:
-            mine["realize_reads_threshold"] = READS
-    return mine
+    if config.joint_custom_post_pass is not None or not normalizes(graph):
+        return mine, {}
+    return {**mine, "joint_custom_post_pass": Joint(chip), **settings()}, {"decompositions": decompositions()}

@@ -3,47 +3,28 @@
 A norm's backward pass reads the norm's input twice, to sum over it and to use the sums. The mask of a ReLU behind it
 follows from that input; torch reads it from the ReLU's output, one more tensor each time. And a gradient that is the
 sum of two branches would be added anew, from both, wherever it is used. ResNet-50 O2, batch 256, moves 59.2 GB a step
-in generated kernels in place of 66.8. Imported when a program is compiled, not before: torch's compiler is a heavy
-import.
+in generated kernels in place of 66.8.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch.fx import Graph, GraphModule, Node
-
-READS = 6  # a value used twice is made twice from as many: a gradient, a norm's input and four small ones
-TORCHS = 4  # the limit that torch has set
+from torch.fx import Graph, Node
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _AFFINE = {_aten.mul.Tensor, _aten.add.Tensor, _aten.sub.Tensor, _cast}
 
 
-class Masks(CustomGraphPass):
-    """Rewrites the graph of forward and backward together, before torch decides what is saved between them."""
-
-    def __init__(self, device: str = "cuda") -> None:
-        self.device = device
-
-    def __call__(self, graph: Graph) -> None:
-        for mask in graph.find_nodes(op="call_function", target=_aten.le.Scalar):
-            if _shape(mask.args[0], self.device) and _behind_norm(*mask.args):
-                relu = mask.args[0]
-                mask.replace_input_with(relu, relu.args[0])  # relu(x) <= 0 where x <= 0, NaN too
-        for masked in graph.find_nodes(op="call_function", target=_aten.where.self):
-            if len(_users(masked)) > 1 and _shape(masked, self.device) and _sum(masked.args[2]):
-                masked.meta["inductor_realize_to_strides"] = True  # torch's word for: written, not made anew
-
-    def uuid(self) -> bytes:
-        """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files((__file__,), self.device)
-
-
-def normalizes(graph: GraphModule) -> bool:
-    """Whether a network's graph has batch norms; where it has none, torch's own limit of reads stays."""
-    return any(getattr(node.target, "__name__", "") == "batch_norm" for node in graph.graph.nodes)
+def rewrite(graph: Graph, device: str) -> None:
+    """In the graph of forward and backward together, before torch decides what is saved between them."""
+    for mask in graph.find_nodes(op="call_function", target=_aten.le.Scalar):
+        if _shape(mask.args[0], device) and _behind_norm(*mask.args):
+            relu = mask.args[0]
+            mask.replace_input_with(relu, relu.args[0])  # relu(x) <= 0 where x <= 0, NaN too
+    for masked in graph.find_nodes(op="call_function", target=_aten.where.self):
+        if len(_users(masked)) > 1 and _shape(masked, device) and _sum(masked.args[2]):
+            masked.meta["inductor_realize_to_strides"] = True  # torch's word for: written, not made anew
 
 
 def _shape(node: Any, device: str | None = None) -> torch.Size | None:

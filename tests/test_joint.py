@@ -1,0 +1,48 @@
+"""What is rewritten in networks with batch norms: when, and one program that has it all."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch import nn
+
+from halfstep.step.generate import _rewriting
+from halfstep.step.joint import SETTINGS, Joint, normalizes, settings
+
+X = torch.randn(4, 3, 5, 5)
+
+
+def test_torchs_cache_tells_passes_apart() -> None:
+    assert Joint("cuda").uuid() == Joint("cuda").uuid()
+    assert Joint("cuda").uuid() != Joint("cpu").uuid()
+
+
+def network(*, normed: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(4) if normed else nn.Identity()
+    return nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Flatten(), nn.Linear(36, 2))
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        assert normalizes(graph) == normed
+        mine, more = _rewriting(graph, "cuda", True)
+        seen.append(mine)
+        assert set(more) == ({"decompositions"} if normed else set())
+        with inductor.patch(joint_custom_post_pass=lambda graph: None):
+            assert set(_rewriting(graph, "cuda", True)[0]) == {"post_grad_custom_pre_pass"}
+        return graph
+
+    torch.compile(network(normed=normed), backend=look)(X)
+    assert isinstance(seen[0].get("joint_custom_post_pass"), Joint) == normed
+    assert set(SETTINGS) <= set(seen[0]) if normed else not set(SETTINGS) & set(seen[0])
+
+
+def test_a_setting_of_the_users_own_stays() -> None:
+    assert settings() == {"realize_reads_threshold": 6, "max_autotune_pointwise": True}
+    with inductor.patch(realize_reads_threshold=2):
+        assert settings() == {"max_autotune_pointwise": True}

@@ -119,7 +119,11 @@ def kinds(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     return aten.mm(g.t(), x), aten.mm(h.t().bfloat16(), x.bfloat16())
 
 
-@pytest.mark.parametrize("f", [used, one, kinds])
+def whole(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(low(t, torch.int64) for t in two(g, h, x))
+
+
+@pytest.mark.parametrize("f", [used, one, kinds, whole])
 def test_others_stay(f: Callable[..., Any]) -> None:
     assert "halfstep.leaves.default" not in rewritten(f, G, H, X)
 

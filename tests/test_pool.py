@@ -104,6 +104,7 @@ def test_which_are_replaced() -> None:
     x, grad = last(2, 4, 8, 8), last(2, 4, 4, 4)
     assert rewritten(x, grad)
     assert not rewritten(x, grad, "cuda")
+    assert not rewritten(x.double(), grad.double())
     assert not rewritten(x.contiguous(), grad.contiguous())
     assert not rewritten(x, grad.contiguous())
     assert not rewritten(x, last(2, 4, 3, 3), dilation=2)

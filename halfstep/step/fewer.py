@@ -1,7 +1,7 @@
 """Low precision in fewer kernels: casts of parameters by one, casts of their gradients by one.
 
-A small network's step is as long as its chain of kernels, and each of these would be one. Bits are those of what is
-replaced. Imported when a program is compiled, not before: torch's compiler is a heavy import.
+A small network's step is as long as its chain of kernels, and each of these would be one. Bits of casts are
+those of what is replaced. Imported when a program is compiled, not before: torch's compiler is a heavy import.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.library import Library
 
 from halfstep.precision.lowcopy import widen
-from halfstep.step import leaves
+from halfstep.step import leaves, nodes
 
 MOST = 1 << 26  # bytes that are cast at once: where there are more, kernels are long, and memory counts
 
@@ -52,7 +52,7 @@ class Fewer(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files((__file__, leaves.__file__), self.device)
+        return get_hash_for_files((__file__, leaves.__file__, nodes.__file__), self.device)
 
 
 def _fixed(cast: Node, device: str) -> bool:

@@ -11,7 +11,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
-from halfstep.step import masks, moments, pool
+from halfstep.step import masks, moments, nodes, pool
 
 # Settings of torch's compiler: its own value, which a user may have changed, and ours.
 SETTINGS: dict[str, tuple[Any, Any]] = {
@@ -35,7 +35,9 @@ class Joint(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files((__file__, masks.__file__, moments.__file__, pool.__file__), self.device)
+        return get_hash_for_files(
+            (__file__, masks.__file__, moments.__file__, pool.__file__, nodes.__file__), self.device
+        )
 
 
 def normalizes(graph: GraphModule) -> bool:

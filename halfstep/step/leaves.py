@@ -20,7 +20,8 @@ from halfstep.step.nodes import call
 LONGEST = 256  # of K: beyond, a tile's program is longer than a product of torch's
 TILES = 1024  # in all: beyond, each product fills the chip by itself
 MOST = 16  # products of one kernel
-ROWS, COLUMNS, STEP = 32, 64, 64  # of a tile; of K at a time
+ROWS, COLUMNS = 32, 64  # of a tile
+STEP, WIDE_STEP = 64, 16  # of K at a time; in float32, which would not fit into registers
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,24 +35,30 @@ def rewrite(graph: Graph, device: str) -> None:
     for product in graph.find_nodes(op="call_function", target=_aten.mm.default):
         last = _last(product)
         if last is not None and _fits(product, device):
-            kind = product.meta["val"].dtype, last.meta["val"].dtype
+            value = product.meta["val"]
+            kind = value.device, value.dtype, last.meta["val"].dtype
             found.setdefault(kind, []).append((product, last))
-    for (_, dtype), pairs in found.items():
+    for (*_, dtype), pairs in found.items():
         if 1 < len(pairs) <= MOST and sum(_tiles(*_sizes(p)[:2]) for p, _ in pairs) <= TILES:
             _replace(graph, pairs, dtype)
 
 
 def _last(product: Node) -> Node | None:
     """The product, or the cast that alone uses it, where only the caller gets it."""
-    (user, *others) = product.users
-    last = user if user.target is _cast and not others else product
-    return last if last.users and all(user.op == "output" for user in last.users) else None
+    users = list(product.users)
+    last = users[0] if len(users) == 1 and users[0].target is _cast else product
+    return (
+        last
+        if last.users and last.meta["val"].dtype in _FLOATS and all(user.op == "output" for user in last.users)
+        else None
+    )
 
 
 def _fits(product: Node, device: str) -> bool:
     a, b = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
     known = all(isinstance(n, int) for n in (*a.shape, *b.shape, *a.stride(), *b.stride()))
-    return known and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST
+    near = known and max(*a.stride(), *b.stride()) < 2**22  # a tile's places are 32-bit numbers
+    return near and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST
 
 
 def _sizes(product: Node) -> tuple[int, int, int]:
@@ -87,8 +94,9 @@ def leaves(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> lis
     shapes = [(a.shape[0], b.shape[1], a.shape[1]) for a, b in zip(lefts, rights, strict=True)]
     outs = [a.new_empty(m, n, dtype=dtype) for a, (m, n, _) in zip(lefts, shapes, strict=True)]
     sizes = [n for s, a, b in zip(shapes, lefts, rights, strict=True) for n in (*s, *a.stride(), *b.stride())]
+    step = WIDE_STEP if lefts[0].dtype == torch.float32 else STEP
     programs = sum(_tiles(m, n) for m, n, _ in shapes)
-    arguments = tuple(lefts), tuple(rights), tuple(outs), tuple(sizes), len(outs), ROWS, COLUMNS, STEP
+    arguments = tuple(lefts), tuple(rights), tuple(outs), tuple(sizes), len(outs), ROWS, COLUMNS, step
     launch(lefts[0].device, [(tiles, programs, arguments, 4)])
     return outs
 

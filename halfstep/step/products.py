@@ -10,7 +10,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from halfstep.step import leaves
+from halfstep.step import leaves, nodes
 from halfstep.step.nodes import call
 
 TILE = 64  # rows and columns of the output that one block of a float32 kernel computes
@@ -54,7 +54,7 @@ class Cut(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files((__file__, leaves.__file__), self.device)
+        return get_hash_for_files((__file__, leaves.__file__, nodes.__file__), self.device)
 
     def _parts(self, node: Node) -> int:
         scaled = any(factor != 1 for factor in node.kwargs.values())  # addmm's alpha and beta

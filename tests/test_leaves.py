@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from halfstep.errors import Notice
 from halfstep.step import leaves
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -65,6 +66,23 @@ def test_the_interpreted_kernel() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{len(KINDS) + 1} passed" in done.stdout, done.stdout
+
+
+def fails(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that cannot be compiled is tried once, with a notice; one that ran and fails is an error."""
+    lefts, rights = operands(torch.float32)
+    monkeypatch.setattr(leaves, "_WORKS", {})
+    monkeypatch.setattr(leaves, "launch", fails)
+    with pytest.warns(Notice, match="more kernels: Triton failed .*last digits"):
+        assert right(leaves.leaves(lefts, rights, torch.float32), lefts, rights, torch.float32)
+    assert right(leaves.leaves(lefts, rights, torch.float32), lefts, rights, torch.float32)
+    monkeypatch.setattr(leaves, "_WORKS", dict.fromkeys(leaves._WORKS, True))
+    with pytest.raises((OSError, ImportError)):
+        leaves.leaves(lefts, rights, torch.float32)
 
 
 def low(x: Tensor, dtype: torch.dtype) -> Tensor:

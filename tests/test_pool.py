@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from halfstep.errors import Notice
 from halfstep.step import pool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -76,6 +77,19 @@ def test_the_interpreted_kernel() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{len(CASES) * 2} passed" in done.stdout, done.stdout
+
+
+def fails(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_WORKS", {})
+    monkeypatch.setattr(pool, "launch", fails)
+    x, grad, offsets = made(CASES[0], torch.float32)
+    with pytest.warns(Notice, match="more kernels: Triton failed"):
+        assert torch.equal(pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad))
+    assert list(pool._WORKS.values()) == [False]
 
 
 def backward(x: Tensor, grad: Tensor, dilation: int = 1, stride: int = 2) -> tuple[Tensor]:

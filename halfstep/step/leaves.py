@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.library import Library
 
-from halfstep.step.launching import launch
+from halfstep.step.launching import INSTEAD, attempt, launch
 from halfstep.step.nodes import call
 
 LONGEST = 256  # of K: beyond, a tile's program is longer than a product of torch's
@@ -25,6 +25,7 @@ STEP, WIDE_STEP = 64, 16  # of K at a time; in float32, which would not fit into
 
 _aten, _cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_WORKS: dict[Any, bool] = {}  # whether the kernel could be compiled, by what it is compiled for
 _library = Library("halfstep", "FRAGMENT")
 _library.define("leaves(Tensor[] lefts, Tensor[] rights, ScalarType dtype) -> Tensor[]")
 
@@ -83,22 +84,27 @@ def _replace(graph: Graph, pairs: list[tuple[Node, Node]], dtype: torch.dtype) -
 
 
 def _plain(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """By torch's own operations, where there is no Triton."""
+    """By torch's own operations."""
     return [torch.mm(a, b).to(dtype, copy=True).contiguous() for a, b in zip(lefts, rights, strict=True)]
 
 
 def leaves(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Each A·B in float32, rounded to the dtype of A and then to `dtype`."""
-    from halfstep.step.leaves_kernel import tiles
-
+    """Each A·B in float32, rounded to the dtype of A and then to `dtype`; by torch's products where Triton fails."""
     shapes = [(a.shape[0], b.shape[1], a.shape[1]) for a, b in zip(lefts, rights, strict=True)]
     outs = [a.new_empty(m, n, dtype=dtype) for a, (m, n, _) in zip(lefts, shapes, strict=True)]
     sizes = [n for s, a, b in zip(shapes, lefts, rights, strict=True) for n in (*s, *a.stride(), *b.stride())]
     step = WIDE_STEP if lefts[0].dtype == torch.float32 else STEP
     programs = sum(_tiles(m, n) for m, n, _ in shapes)
     arguments = tuple(lefts), tuple(rights), tuple(outs), tuple(sizes), len(outs), ROWS, COLUMNS, step
-    launch(lefts[0].device, [(tiles, programs, arguments, 4)])
-    return outs
+
+    def start() -> None:
+        from halfstep.step.leaves_kernel import tiles
+
+        launch(lefts[0].device, [(tiles, programs, arguments, 4)])
+
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (*lefts, *rights))  # Triton tells these apart
+    key = lefts[0].device, dtype, pointers, arguments[3]
+    return outs if attempt(_WORKS, key, start, *INSTEAD) else _plain(lefts, rights, dtype)
 
 
 _library.impl("leaves", _plain, "CompositeExplicitAutograd")

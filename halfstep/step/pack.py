@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.step.capturing import is_capturing
-from halfstep.step.launching import launch, tell
+from halfstep.step.launching import MORE, SAME, attempt, launch
 from halfstep.step.quick_plan import usable
 
 _WORKS: dict[Any, bool] = {}  # whether the kernel could be compiled, by the dtypes it is compiled for
@@ -45,21 +44,14 @@ def pack(
 
 
 def _launched(table: Tensor, at: Tensor, fields: tuple[Tensor, ...], keep_loss: bool, move: bool) -> bool:
-    """Whether the kernel ran. A first call compiles it; a capture must not."""
+    """Whether the kernel ran."""
     key = (table.device, table.shape[1], keep_loss, move, *(t.dtype for t in fields))
-    if not _WORKS.get(key, not is_capturing()):
-        return False
     lr = fields[2]
     sizes = len(table), table.stride(0), lr.stride(0) if lr.dim() else 0, lr.numel(), keep_loss, move
-    try:
+
+    def start() -> None:
         from halfstep.step.pack_kernel import record
 
         launch(table.device, [(record, 1, (table, at, *fields, *sizes), 1)])
-    except Exception as error:  # as in Quick.prepare
-        if key in _WORKS:
-            raise
-        _WORKS[key] = False
-        tell(error)
-    else:
-        _WORKS[key] = True
-    return _WORKS[key]
+
+    return attempt(_WORKS, key, start, MORE, SAME)

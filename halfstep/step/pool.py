@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.library import Library
 
-from halfstep.step.launching import launch
+from halfstep.step.launching import INSTEAD, attempt, launch
 from halfstep.step.nodes import call
 
 BLOCK = 1024  # numbers of a row of pixels that one program computes
 
 _aten, _indices = torch.ops.aten, torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
 _last = torch.channels_last
+_WORKS: dict[Any, bool] = {}  # whether the kernel could be compiled, by what it is compiled for
 _library = Library("halfstep", "FRAGMENT")
 _library.define("unpool(Tensor grad, Tensor offsets, int[] kernel, int[] stride, int[] padding, int[] size) -> Tensor")
 Ints = list[int]
@@ -54,24 +55,29 @@ def _meta(grad: Tensor, offsets: Tensor, kernel: Ints, stride: Ints, padding: In
 
 
 def _composed(grad: Tensor, offsets: Tensor, kernel: Ints, stride: Ints, padding: Ints, size: Ints) -> Tensor:
-    """By torch's own operations, where there is no Triton."""
+    """By torch's own operations."""
     indices = _indices(offsets, kernel, size, stride, padding, [1, 1]).flatten(2)
-    sums = torch.zeros(*grad.shape[:2], size[0] * size[1])
+    sums = torch.zeros(*grad.shape[:2], size[0] * size[1], device=grad.device)
     sums.scatter_add_(2, indices, grad.flatten(2).float())
     return sums.view(*grad.shape[:2], *size).to(grad.dtype, memory_format=_last)
 
 
 def unpool(grad: Tensor, offsets: Tensor, kernel: Ints, stride: Ints, padding: Ints, size: Ints) -> Tensor:
     """The gradient of a max pool's input; `offsets` say which pixel of its window each output is."""
-    from halfstep.step.pool_kernel import spread
-
     grad, offsets = (t.contiguous(memory_format=_last) for t in (grad, offsets))
     made, (images, channels, *pooled), (height, width) = _empty(grad, size), grad.shape, size
     blocks = ceil(width * channels / BLOCK)
     windows = [ceil(k / s) for k, s in zip(kernel, stride, strict=True)]
     shapes = *size, *pooled, blocks, channels, *kernel, *stride, *padding, *windows, BLOCK
-    launch(grad.device, [(spread, images * height * blocks, (grad, offsets, made, *shapes), 4)])
-    return made
+
+    def start() -> None:
+        from halfstep.step.pool_kernel import spread
+
+        launch(grad.device, [(spread, images * height * blocks, (grad, offsets, made, *shapes), 4)])
+
+    pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (grad, offsets))  # Triton tells these apart
+    key = grad.device, pointers, shapes
+    return made if attempt(_WORKS, key, start, *INSTEAD) else _composed(grad, offsets, kernel, stride, padding, size)
 
 
 _library.impl("unpool", _meta, "Meta")

@@ -13,7 +13,7 @@ from torch import Tensor
 from halfstep.precision import DynamicScale
 from halfstep.precision.lowcopy import widen
 from halfstep.step.capturing import is_capturing
-from halfstep.step.launching import Launch, launch, tell
+from halfstep.step.launching import MORE, SAME, Launch, launch, tell
 from halfstep.step.quick_plan import (
     BLOCK,
     DTYPES,
@@ -74,7 +74,7 @@ class Quick:
                 self._plans[shape] = plan(u.params, shape.live)
             except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
                 self._plans[shape] = None
-                tell(error)
+                tell(error, MORE, SAME)
         return self._plans.get(shape) is not None
 
     def _plain(self, shape: Shape) -> bool:

@@ -41,7 +41,7 @@ def test_what_a_compiled_step_calls(precision: str, expected: int) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3", "fp16", "bf16"])
 @pytest.mark.parametrize("where", ["weight", "bias"])
 def test_a_nan_before_a_relu_is_seen(precision: str, where: str) -> None:
-    """In the first layer, whose input has no gradient: cuBLASLt's products with a ReLU inside would make it a zero."""
+    """In the first layer, whose input has no gradient: a ReLU inside cuBLASLt's products is said to make it a zero."""
     step = build(precision, compile=True, nonfinite="skip")
     for _ in range(3):
         assert step(X.cuda(), Y.cuda()).updated

@@ -5,15 +5,13 @@ Rows are copied as they lie in memory, so every bit is the same.
 """
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halfstep.errors import Notice
-from halfstep.step.capturing import is_capturing
+from halfstep.step.launching import attempt
 from halfstep.step.quick_plan import usable
 
 MOST = 4  # columns: the kernel is compiled for each number and width of them
@@ -82,21 +80,12 @@ def _flat(t: Tensor, word: int) -> Tensor:
 def _launched(
     sources: list[Tensor], outs: list[Tensor], counts: tuple[int, ...], table: Tensor, at: Tensor, n: int
 ) -> bool:
-    """Whether the kernel ran. A first call compiles it; a capture must not."""
+    """Whether the kernel ran."""
     from halfstep.engine.sunk.gather_kernel import launch
 
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (*sources, *outs))  # Triton tells these apart
     key = (table.device, counts, pointers)
-    if not _WORKS.get(key, not is_capturing()):
-        return False
-    try:
-        launch(sources, outs, counts, table, at, n)
-    except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
-        if key in _WORKS:
-            raise
-        _WORKS[key] = False
-        advice = "It needs a C compiler and a folder to write to. Batches are the same."
-        warnings.warn(f"Batches take a kernel per column: Triton failed ({error}). {advice}", Notice, stacklevel=4)
-        return False
-    _WORKS[key] = True
-    return True
+    return attempt(
+        _WORKS, key, lambda: launch(sources, outs, counts, table, at, n),
+        "Batches take a kernel per column", "Batches are the same.",
+    )  # fmt: skip

@@ -11,16 +11,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule
 
-from halfstep.step import masks, moments, nodes, pool
+from halfstep.step import masks, nodes, pool
 
-# Settings of torch's compiler: its own value, which a user may have changed, and ours.
-SETTINGS: dict[str, tuple[Any, Any]] = {
-    "realize_reads_threshold": (
-        4,
-        6,
-    ),  # values used twice, made twice from: a gradient, a norm's input, four small ones
-    "max_autotune_pointwise": (False, True),  # several block sizes are tried, for sums over rows too
-}
+# How many reads a value may need before torch's compiler writes it: its own number, which a user may have changed, and
+# ours: values used twice are made twice, from a gradient, a norm's input and four small ones.
+TORCHS_READS, READS = 4, 6
 
 
 class Joint(CustomGraphPass):
@@ -30,14 +25,12 @@ class Joint(CustomGraphPass):
         self.device = device
 
     def __call__(self, graph: Graph) -> None:
-        for room in (masks, moments, pool):
+        for room in (masks, pool):
             room.rewrite(graph, self.device)
 
     def uuid(self) -> bytes:
         """What torch's cache of compiled programs knows this pass by: its text and its device."""
-        return get_hash_for_files(
-            (__file__, masks.__file__, moments.__file__, pool.__file__, nodes.__file__), self.device
-        )
+        return get_hash_for_files((__file__, masks.__file__, pool.__file__, nodes.__file__), self.device)
 
 
 def normalizes(graph: GraphModule) -> bool:
@@ -47,7 +40,7 @@ def normalizes(graph: GraphModule) -> bool:
 
 def settings() -> dict[str, Any]:
     """Ours, where the user has left torch's."""
-    return {name: ours for name, (torchs, ours) in SETTINGS.items() if getattr(config, name) == torchs}
+    return {"realize_reads_threshold": READS} if config.realize_reads_threshold == TORCHS_READS else {}
 
 
 def decompositions() -> dict[Any, Any]:

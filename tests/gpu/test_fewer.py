@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
+from halfstep.step import leaves
 
 pytestmark = pytest.mark.gpu
 X, Y = torch.randn(64, 784, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 10
@@ -23,7 +25,7 @@ def build(precision: str, act: Callable[[], nn.Module] = nn.ReLU, **options: Any
 
 
 def called(step: hs.TrainStep) -> int:
-    """Joined casts in one step."""
+    """Joined casts in one step: of the weights; gradients leave the kernel of `leaves` as they are wanted."""
     x, y = X.cuda(), Y.cuda()
     for _ in range(3):  # the program is made in the second
         step(x, y)
@@ -32,7 +34,7 @@ def called(step: hs.TrainStep) -> int:
     return [e.name for e in seen.events()].count("halfstep::casts")
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("O1", 2), ("O2", 0), ("fp16", 0), ("bf16", 0), ("tf32", 0)])
+@pytest.mark.parametrize(("precision", "expected"), [("O1", 1), ("O2", 0), ("fp16", 0), ("bf16", 0), ("tf32", 0)])
 def test_what_a_compiled_step_calls(precision: str, expected: int) -> None:
     assert called(build(precision, compile=True)) == expected
     assert called(build(precision, compile=False)) == 0
@@ -56,11 +58,14 @@ def weights(step: hs.TrainStep) -> list[Tensor]:
     return [p.detach().clone() for p in step.params]
 
 
-def test_joined_casts_change_no_bit() -> None:
-    """A pass of one's own instead of ours leaves every cast by itself."""
-    assert called(build("O1", nn.Tanh, compile=True)) == 2
-    ours = weights(build("O1", nn.Tanh, compile=True))
-    torch._dynamo.reset()
-    with inductor.patch(post_grad_custom_pre_pass=lambda graph: None):  # a bare function: nothing is cached
-        theirs = weights(build("O1", nn.Tanh, compile=True))
+def test_joined_casts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of one's own instead of ours leaves every cast by itself. Weight gradients by torch's products in both."""
+    monkeypatch.setattr(leaves, "rewrite", lambda graph, device: None)
+    with fresh_cache():
+        torch._dynamo.reset()
+        assert called(build("O1", nn.Tanh, compile=True)) == 2
+        ours = weights(build("O1", nn.Tanh, compile=True))
+        torch._dynamo.reset()
+        with inductor.patch(post_grad_custom_pre_pass=lambda graph: None):  # a bare function: nothing is cached
+            theirs = weights(build("O1", nn.Tanh, compile=True))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

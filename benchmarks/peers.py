@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 Clock = Callable[[int, int], list[float]]
 Step = Callable[[Tensor, Tensor], object]
-PENDING = 64  # replays by hand before the host waits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,17 +171,16 @@ def graphed(work: Work) -> Clock:
     step = stepper(work, net, work.sgd(net.parameters()))
     first = work.samples()
     sizes = {len(fed[0]): fed for fed in (first[0], first[-1])}  # whole batches, and the one that ends a pass
-    kept = {size: _capture(work, net, step, fed) for size, fed in sizes.items()}
+    # the step too, and with it network and optimizer: a graph does not keep what it reads and writes
+    kept = {size: (*_capture(work, net, step, fed), step) for size, fed in sizes.items()}
 
     def train(passes: int) -> None:
         for _ in range(passes):
-            for i, fed in enumerate(work.feed()):
-                graph, static = kept[len(fed[0])]
+            for fed in work.feed():
+                graph, static, _ = kept[len(fed[0])]
                 for to, part in zip(static, fed, strict=True):
                     to.copy_(part)
                 graph.replay()
-                if i % PENDING == 0:  # CUDA 13.0 crashed inside replay with an epoch of launches pending
-                    wait(work.device)
 
     train(1)
     return clocked(train, work.device)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -26,8 +27,10 @@ def of_modules(*roots: Any) -> Iterator[Any]:
         for module in root.modules():
             yield module
             yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
-            yield tuple([(k, i, v) for k, held in vars(module).items() for i, v in _items(held) if _is_plain(v)])
-            yield tuple([(k, id(v)) for k, v in vars(module).items() if isinstance(v, Tensor)])
+            inner = [(k, i, v) for k, held in vars(module).items() for i, v in _items(held)]
+            yield tuple([each for each in inner if _is_plain(each[2])])
+            yield tuple([(k, *_place(v)) for k, v in vars(module).items() if isinstance(v, Tensor)])
+            yield tuple([(k, i, *_place(v)) for k, i, v in inner if isinstance(v, Tensor)])
             yield tuple([len(getattr(module, name)) for name in _HOOKS])
             for held in (module._parameters, module._buffers):
                 tensors = [t for t in held.values() if t is not None]
@@ -65,11 +68,9 @@ def put_back(places: list[tuple[Any, Any, Any]]) -> None:
             owner[name] = value
 
 
-def still(places: list[tuple[Any, Any, Any]]) -> bool:
-    """Whether every place holds the very object that it held."""
-    with suppress(KeyError, IndexError):
-        return all(owner[name] is value for owner, name, value in places)
-    return False
+def _place(t: Tensor) -> tuple[int, int]:
+    """Which one it is, and where: one that is gone may leave either to the next."""
+    return id(t), t.data_ptr() if t.layout == torch.strided else 0
 
 
 def _is_plain(value: Any, *also: type) -> bool:

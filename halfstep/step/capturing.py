@@ -2,22 +2,41 @@
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+SHARED = torch.__version__ < "2.12"
+"""Whether all graphs are recorded on one stream: cuBLAS keeps 64 MiB for each that it has seen. From 2.12 on, torch
+frees that memory with any graph recorded there, while others may still use it (pytorch issue 193402)."""
 _LOST: dict[torch.device, int] = {}
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # one for all captures: cuBLAS keeps 64 MiB for each it has seen
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # that all share
+_FREE: dict[torch.device, list[torch.cuda.Stream]] = {}  # that no graph is recorded on any more
+
+
+class Lane:
+    """The stream that graphs are recorded on which go together. It is free again when the last of them is gone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if SHARED:
+            self.stream = _STREAMS.get(device) or torch.cuda.Stream(device)
+            _STREAMS[device] = self.stream
+        else:
+            free = _FREE.setdefault(device, [])
+            self.stream = free.pop() if free else torch.cuda.Stream(device)
+            weakref.finalize(self, free.append, self.stream).atexit = False
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any = None) -> Iterator[None]:
+def capturing(graph: torch.cuda.CUDAGraph, lane: Lane, pool: Any = None) -> Iterator[None]:
     """What is launched inside goes into `graph`. Only this thread is watched: another may be copying batches."""
-    if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
-    main, side = torch.cuda.current_stream(device), _STREAMS[device]
+    device = lane.device
+    main, side = torch.cuda.current_stream(device), lane.stream
+    graph.lane = lane  # type: ignore[attr-defined]  # as long as there is the one, there is the other
     side.wait_stream(main)
     collecting, watching = gc.isenabled(), torch.cuda.get_sync_debug_mode()
     gc.disable()  # a tensor that is collected now would be freed inside the capture

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.step.capturing import capturing
+from halfstep.step.capturing import Lane, capturing
 from halfstep.step.optim import state_tensors
 from halfstep.step.record import Outcome
 from halfstep.step.state import StepState
@@ -42,6 +42,7 @@ class Replay:
         self._seen: tuple[Any, int] = (None, 0)
         self._rows: dict[Any, Iterator[tuple[Tensor, Outcome]]] = {}  # by the dtypes that a row holds
         self._usable = update.device.type == "cuda"
+        self._lane: Lane | None = None
 
     def __call__(self, state: StepState, live: list[int]) -> Outcome:
         optimizer = self.update.commit.optimizer
@@ -74,9 +75,9 @@ class Replay:
         cycle.grads = [None if g is None else torch.empty_like(g) for g in cycle.grads]
         cycle.weight = None if cycle.weight is None else torch.empty_like(cycle.weight)
         cycle.loss = None if cycle.loss is None else torch.empty_like(cycle.loss)
-        inputs = _inputs(state)
+        inputs, self._lane = _inputs(state), self._lane or Lane(self.update.device)
         try:
-            with allowed(self.update), capturing(graph, self.update.device):
+            with allowed(self.update), capturing(graph, self._lane):
                 outcome = self.update.on_device(state, live)
                 packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
         finally:

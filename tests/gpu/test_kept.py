@@ -1,5 +1,6 @@
 """What a model keeps captured from one call to the next, and what it must notice; each against a run without graphs."""
 
+import gc
 import warnings
 from typing import Any
 
@@ -12,6 +13,7 @@ from torchmetrics.classification import MulticlassAUROC
 
 import halfstep as hs
 from halfstep.model import Model
+from halfstep.step import capturing
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -145,3 +147,32 @@ def test_verify_says_when_there_were_too_few_batches_to_compare() -> None:
     m = model(verify=50)
     with pytest.warns(hs.Notice, match="of 50 replays were compared"):
         m.fit(1, data(CUDA, samples=64))
+
+
+def wide(capture: Any) -> Model:
+    """Its products are long enough for cuBLAS to cut them, which takes memory of its own."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3)).to(CUDA)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)
+    return Model(net, nn.CrossEntropyLoss(), optimizer, "fp32", capture=capture, deterministic=True)
+
+
+@pytest.mark.parametrize("shared", sorted({capturing.SHARED, False}))  # False: what newer versions of torch need
+def test_graphs_that_are_gone_take_nothing_along(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch frees what cuBLAS uses with the graphs that were recorded on a stream; those that live go on rightly."""
+    monkeypatch.setattr(capturing, "SHARED", shared)
+    monkeypatch.setattr(capturing, "_STREAMS", {})
+    weights = []
+    for capture in ("auto", False):
+        other, m = wide(capture), wide(capture)
+        for each in (other, m):
+            torch.manual_seed(5)
+            each.fit(2, data(CUDA), valid=data(CUDA, samples=50))
+        del other, each
+        gc.collect()
+        torch.cuda.empty_cache()
+        rest = [torch.full((1 << 20,), torch.nan, device=CUDA) for _ in range(64)]
+        m.fit(3, data(CUDA), valid=data(CUDA, samples=50))
+        assert all(t.isnan().all() for t in rest)
+        weights.append([p.detach().clone() for p in m.net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

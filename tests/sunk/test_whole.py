@@ -257,26 +257,38 @@ def test_what_the_tape_does_not_see_is_found_on_the_next_batches(name: str) -> N
     assert same_rows(*outcomes) == []
 
 
+class Shifted(nn.Module):
+    """By a tensor of its own: an attribute, or one of a list or a dict."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+        self.by: Any = {"attribute": torch.zeros(16), "list": [torch.zeros(16)], "dict": {0: torch.zeros(16)}}[place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted: Tensor = x + (self.by if self.place == "attribute" else self.by[0])
+        return shifted
+
+    def replace(self) -> None:
+        if self.place == "attribute":
+            self.by = torch.ones(16)
+        else:
+            self.by[0] = torch.ones(16)
+
+
 @pytest.mark.usefixtures("taped")
-def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_the_next_step() -> None:
-    class Shifted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by = torch.zeros(16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.by
-
-    runs, losses = {c: small(Shifted(), compile=c) for c in (False, True)}, dict[bool, list[float]]()
+@pytest.mark.parametrize("place", ["attribute", "list", "dict"])
+def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_the_next_step(place: str) -> None:
+    runs, losses = {c: small(Shifted(place), compile=c) for c in (False, True)}, dict[bool, list[float]]()
     losses[False] = []
     for i, batch in enumerate(data(CPU, samples=96)):
         if i == 8:
-            runs[False].net.extra.by = torch.ones(16)  # type: ignore[union-attr]
+            runs[False].net.extra.replace()  # type: ignore[union-attr, operator]
         losses[False].append(float(runs[False](*batch).loss))
     losses[True] = []
     for records in compiled_sink(runs[True], data(CPU, samples=96), every=8):
         losses[True] += records.loss.tolist()
-        runs[True].net.extra.by = torch.ones(16)  # type: ignore[union-attr]
+        runs[True].net.extra.replace()  # type: ignore[union-attr, operator]
     assert losses[True] == losses[False]
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from halfstep.errors import Notice
-from halfstep.step.capturing import capturing
+from halfstep.step.capturing import Lane, capturing
 
 MOST = 64  # graphs held at once, and kinds of batches that are looked at: whatever comes beyond runs eagerly
 PROGRAMS, OFTEN = 6, 20  # compiled ones, each after so many batches: one takes as long as thousands of small steps
@@ -36,6 +36,8 @@ class Graphs:
         self._stopped = self._told = False
         self._held: dict[Hashable, Captured] = {}
         self._pool: Any = None
+        self._lane: Lane | None = None
+        self._spoiled: list[torch.cuda.CUDAGraph] = []  # captures that failed: torch would free memory of the others
 
     @property
     def usable(self) -> bool:
@@ -53,11 +55,6 @@ class Graphs:
     def full(self) -> bool:
         return self.compiles is not None and len(self._held) >= PROGRAMS
 
-    @property
-    def stale(self) -> bool:
-        """Whether a program reads tensors that are not the modules' any more."""
-        return any(not getattr(captured.replay, "current", True) for captured in self._held.values())
-
     def stop(self) -> None:
         """No more captures: what was tried cannot be captured."""
         self._stopped = True
@@ -71,7 +68,8 @@ class Graphs:
     def clear(self) -> None:
         """What the graphs had baked in has changed. Their memory goes with them."""
         self._held.clear()
-        self._pool = None
+        self._spoiled.clear()
+        self._pool = self._lane = None
 
     def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
         """Records what `body` launches, without running it. Raises what it raised."""
@@ -81,14 +79,17 @@ class Graphs:
             captured = Captured(self.compiles(body), None)
         else:
             graph = torch.cuda.CUDAGraph()
-            if self._pool is None:
+            if self._pool is None or self._lane is None:
                 torch.cuda.empty_cache()  # what the eager steps used is not needed beside the graphs' own memory
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pool, self._lane = torch.cuda.graph_pool_handle(), Lane(self.device)
             try:
-                with capturing(graph, self.device, self._pool):
+                with capturing(graph, self._lane, self._pool):
                     result = body()
             except BaseException:
-                self._pool = self._pool if self._held else None  # torch takes no pool again that no graph has any more
+                if self._held:
+                    self._spoiled.append(graph)
+                else:
+                    self._pool = self._lane = None  # torch takes no pool again that no graph has any more
                 raise
             captured = Captured(graph.replay, result)
         self.captures += 1

@@ -46,7 +46,7 @@ class Program:
         step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
         step.compiled.inside = self._compiles and not self.why and step.compiled.on
         self.static.adopt()
-        if len(self.graphs) and (baked(step) != self._held or self.graphs.stale):
+        if len(self.graphs) and baked(step) != self._held:
             self._drop()
         if self._made != (step.update, step.compiled.on):  # another precision, schedule or program: eagerly once more
             self._seen.clear()

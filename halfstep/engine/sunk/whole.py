@@ -12,7 +12,6 @@ from torch import Tensor
 from halfstep.engine import rng
 from halfstep.engine.sunk.tape import written_down
 from halfstep.step import TrainStep
-from halfstep.step.baked import put_back, slots, still
 from halfstep.step.generate import generate
 from halfstep.step.static import around
 
@@ -32,19 +31,9 @@ class Whole:
     operations as written down must give the same bits, and the compiled program the same values but for rounding."""
 
     def __init__(self, step: TrainStep, body: Callable[[], Any]) -> None:
-        self._step, self._body, places = step, body, slots(step.net, step.objective.loss)
-        self._written = written_down(body)
-        put_back(places)
+        self._step, self._body, self._written = step, body, written_down(body)
         self._inputs, self._calls = self._written.inputs, 0
         self._run: Any = self._written.module(plain=False)
-        known = {t.untyped_storage()._cdata for t in self._inputs}
-        tensors = [place for place in places if isinstance(place[2], Tensor) and place[2].layout == torch.strided]
-        self._places = [place for place in tensors if place[2].untyped_storage()._cdata in known]
-
-    @property
-    def current(self) -> bool:
-        """Whether the tensors that it reads still stand where they stood in the modules."""
-        return still(self._places)
 
     def __call__(self) -> str:
         """One step; what is wrong with the program, if it is."""

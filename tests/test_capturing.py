@@ -9,34 +9,50 @@ import torch
 from halfstep.step import capturing
 from halfstep.step.capturing import Lane
 
-DEVICE = torch.device("cuda", 0)
+DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+class Stream:
+    """As torch gives them out: one of 32, in turn. On a device see tests/gpu/test_kept.py."""
+
+    given = 0
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        assert priority < 0  # those of copies have none
+        self.cuda_stream = Stream.given % capturing.POOL
+        Stream.given += 1
 
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stream can be made without a device; on one see tests/gpu/test_kept.py."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(capturing, "_STREAMS", {})
-    monkeypatch.setattr(capturing, "_FREE", {})
+    monkeypatch.setattr(capturing, "_TAKEN", set())
 
 
 def test_what_lives_together_shares_none_and_what_is_gone_gives_its_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "SHARED", False)
-    one, two = Lane(DEVICE), Lane(DEVICE)
-    assert one.stream is not two.stream
-    first, graph = one.stream, {"lane": one}  # as a graph holds it
-    del one
-    assert Lane(DEVICE).stream is not first
-    del graph
+    first, graph = Lane(DEVICE), dict[str, Any]()
+    graph["lane"] = first  # as a graph holds it
+    place = first.stream.cuda_stream
+    for _ in range(100):
+        assert Lane(DEVICE).stream.cuda_stream != place
+    del first
+    assert len(capturing._TAKEN) == 1
+    many = [Lane(DEVICE) for _ in range(capturing.POOL - 1)]
+    assert len({lane.stream.cuda_stream for lane in many} | {place}) == capturing.POOL
+    assert Lane(DEVICE).stream is not None  # one too many: shared
+    graph.clear()
     gc.collect()
-    assert first in capturing._FREE[DEVICE]
-    assert Lane(torch.device("cuda", 1)).stream is not first
-    held: list[Any] = [Lane(DEVICE) for _ in range(3)]
-    assert len({id(lane.stream) for lane in [two, *held]}) == 4
-    assert first in [lane.stream for lane in held]
+    assert Lane(DEVICE).stream.cuda_stream == place
 
 
 def test_before_torch_2_12_all_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "SHARED", True)
     assert Lane(DEVICE).stream is Lane(DEVICE).stream
-    assert Lane(torch.device("cuda", 1)).stream is not Lane(DEVICE).stream
+    assert Lane(OTHER).stream is not Lane(DEVICE).stream
+
+
+def test_which_versions_share() -> None:
+    assert capturing.shares("2.11.0+cu130")
+    assert not any(map(capturing.shares, ("2.12.0a0+4f1b.nv26.05", "2.12.0rc1", "2.13.0+cpu")))

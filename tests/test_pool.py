@@ -101,9 +101,9 @@ def backward(x: Tensor, grad: Tensor, dilation: int = 1, stride: int = 2) -> tup
     return (aten.max_pool2d_with_indices_backward(grad, x, *window, False, indices),)
 
 
-def rewritten(x: Tensor, grad: Tensor, device: str = "cpu", **window: int) -> bool:
+def rewritten(x: Tensor, grad: Tensor, device: str = "cpu", mode: Any = "fake", **window: int) -> bool:
     """Whether it is ours now; the result is the same."""
-    graph = make_fx(lambda x, grad: backward(x, grad, **window), tracing_mode="fake")(x, grad)
+    graph = make_fx(lambda x, grad: backward(x, grad, **window), tracing_mode=mode)(x, grad)
     pool.rewrite(graph.graph, device)
     graph.graph.lint()
     assert torch.equal(Interpreter(graph).run(x, grad)[0], backward(x, grad, **window)[0])
@@ -118,6 +118,7 @@ def test_which_are_replaced() -> None:
     x, grad = last(2, 4, 8, 8), last(2, 4, 4, 4)
     assert rewritten(x, grad)
     assert not rewritten(x, grad, "cuda")
+    assert not rewritten(x, grad, mode="symbolic")
     assert not rewritten(x.double(), grad.double())
     assert not rewritten(x.contiguous(), grad.contiguous())
     assert not rewritten(x, grad.contiguous())

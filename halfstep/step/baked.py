@@ -1,7 +1,7 @@
 """Everything a captured graph holds fast: where its tensors are, and every plain value that its code has read."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -27,14 +27,33 @@ def of_modules(*roots: Any) -> Iterator[Any]:
         for module in root.modules():
             yield module
             yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
-            inner = [(k, i, v) for k, held in vars(module).items() for i, v in _items(held)]
-            yield tuple([each for each in inner if _is_plain(each[2])])
+            yield tuple([(k, i, v) for k, held in vars(module).items() for i, v in _items(held) if _is_plain(v)])
             yield tuple([(k, *_place(v)) for k, v in vars(module).items() if isinstance(v, Tensor)])
-            yield tuple([(k, i, *_place(v)) for k, i, v in inner if isinstance(v, Tensor)])
             yield tuple([len(getattr(module, name)) for name in _HOOKS])
             for held in (module._parameters, module._buffers):
                 tensors = [t for t in held.values() if t is not None]
                 yield tuple([(t.data_ptr(), t.requires_grad, len(t._backward_hooks or ())) for t in tensors])
+
+
+class Filed:
+    """Tensors in lists and dicts of modules, which a graph may read. Those that a step itself files there are others
+    after every step, and no graph reads them."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots, self._held = roots, dict[Any, tuple[int, int]]()
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A capture: what is the same after it was not filed by the step."""
+        before = _filed(self._roots)
+        yield
+        self._held = {key: place for key, place in _filed(self._roots).items() if before.get(key) == place}
+
+    @property
+    def moved(self) -> bool:
+        """Whether one is not what it was at the last capture."""
+        now = _filed(self._roots)
+        return any(now.get(key) != place for key, place in self._held.items())
 
 
 def of_optimizer(optimizer: Optimizer) -> Iterator[Any]:
@@ -66,6 +85,12 @@ def put_back(places: list[tuple[Any, Any, Any]]) -> None:
     for owner, name, value in places:
         with suppress(IndexError):  # a list that is shorter now
             owner[name] = value
+
+
+def _filed(roots: Iterable[Any]) -> dict[Any, tuple[int, int]]:
+    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    held = [(m, k, v) for m in modules for k, v in vars(m).items() if k not in ("_parameters", "_buffers")]
+    return {(id(m), k, i): _place(v) for m, k, each in held for i, v in _items(each) if isinstance(v, Tensor)}
 
 
 def _place(t: Tensor) -> tuple[int, int]:

@@ -5,16 +5,26 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
-SHARED = torch.__version__ < "2.12"
+
+def shares(version: str) -> bool:
+    """Whether this torch leaves cuBLAS its memory when a graph is dropped; 2.12.0a0 of a container does not."""
+    return TorchVersion(version) < "2.12.dev0"
+
+
+SHARED = shares(torch.__version__)
 """Whether all graphs are recorded on one stream: cuBLAS keeps 64 MiB for each that it has seen. From 2.12 on, torch
 frees that memory with any graph recorded there, while others may still use it (pytorch issue 193402)."""
+POOL = 32  # streams that torch has for a device and a priority, and gives out in turn
 _LOST: dict[torch.device, int] = {}
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # that all share
-_FREE: dict[torch.device, list[torch.cuda.Stream]] = {}  # that no graph is recorded on any more
+_TAKEN: set[tuple[torch.device, int]] = set()  # by graphs that live
+_TAKING = Lock()
 
 
 class Lane:
@@ -22,13 +32,30 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        if SHARED:
-            self.stream = _STREAMS.get(device) or torch.cuda.Stream(device)
-            _STREAMS[device] = self.stream
-        else:
-            free = _FREE.setdefault(device, [])
-            self.stream = free.pop() if free else torch.cuda.Stream(device)
-            weakref.finalize(self, free.append, self.stream).atexit = False
+        with _TAKING:
+            if not SHARED:
+                self.stream = _untaken(device)
+                place = device, self.stream.cuda_stream
+                _TAKEN.add(place)
+                weakref.finalize(self, _TAKEN.discard, place).atexit = False
+            elif device in _STREAMS:
+                self.stream = _STREAMS[device]
+            else:
+                self.stream = _STREAMS[device] = _drawn(device)
+
+
+def _untaken(device: torch.device) -> torch.cuda.Stream:
+    """One that no other lane has; with more lanes than streams, any."""
+    for _ in range(POOL):
+        stream = _drawn(device)
+        if (device, stream.cuda_stream) not in _TAKEN:
+            break
+    return stream
+
+
+def _drawn(device: torch.device) -> torch.cuda.Stream:
+    """Of another priority than the streams that batches are copied on: a capture would record their copies."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @contextmanager

@@ -58,8 +58,13 @@ def _last(product: Node) -> Node | None:
 def _fits(product: Node, device: str) -> bool:
     a, b = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
     known = all(isinstance(n, int) for n in (*a.shape, *b.shape, *a.stride(), *b.stride()))
-    near = known and max(*a.stride(), *b.stride()) < 2**22  # a tile's places are 32-bit numbers
+    near = known and max(map(_reach, (a, b))) < 2**31  # a tile's places are 32-bit numbers
     return near and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST
+
+
+def _reach(t: Tensor) -> int:
+    """How far the last tile of it goes."""
+    return sum((size + COLUMNS) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
 
 
 def _sizes(product: Node) -> tuple[int, int, int]:
@@ -85,7 +90,7 @@ def _replace(graph: Graph, pairs: list[tuple[Node, Node]], dtype: torch.dtype) -
 
 def _plain(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """By torch's own operations."""
-    return [torch.mm(a, b).to(dtype, copy=True).contiguous() for a, b in zip(lefts, rights, strict=True)]
+    return [torch.mm(a, b).to(dtype) for a, b in zip(lefts, rights, strict=True)]
 
 
 def leaves(lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

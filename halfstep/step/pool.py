@@ -43,7 +43,8 @@ def _fits(node: Node, found: Node, device: str) -> bool:
     values = [arg.meta["val"] for arg in (*node.args[:2], found.args[0])]  # type: ignore[union-attr]
     last = all(value.dim() == 4 and value.is_contiguous(memory_format=_last) for value in values)
     plain = values[0].dtype in (torch.float32, torch.float16, torch.bfloat16) and values[0].device.type == device
-    return last and plain and list(found.args[5]) == [1, 1]  # type: ignore[arg-type]
+    known = all(isinstance(n, int) for value in values for n in value.shape)
+    return known and last and plain and list(found.args[5]) == [1, 1]  # type: ignore[arg-type]
 
 
 def _empty(grad: Tensor, size: Ints) -> Tensor:

@@ -80,6 +80,10 @@ class Replay:
             with allowed(self.update), capturing(graph, self._lane):
                 outcome = self.update.on_device(state, live)
                 packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
+        except BaseException:
+            self._graphs.clear()  # with the one that failed, torch may free what they use
+            self._lane = None
+            raise
         finally:
             cycle.grads, cycle.weight, cycle.loss = before
         return Captured(graph, inputs, packed, outcome)

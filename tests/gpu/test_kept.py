@@ -159,7 +159,10 @@ def wide(capture: Any) -> Model:
 
 @pytest.mark.parametrize("shared", sorted({capturing.SHARED, False}))  # False: what newer versions of torch need
 def test_graphs_that_are_gone_take_nothing_along(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch frees what cuBLAS uses with the graphs that were recorded on a stream; those that live go on rightly."""
+    """torch frees what cuBLAS uses with the graphs that were recorded on a stream; those that live go on rightly.
+
+    torch 2.11 frees nothing: what can go wrong there is a lane itself.
+    """
     monkeypatch.setattr(capturing, "SHARED", shared)
     monkeypatch.setattr(capturing, "_STREAMS", {})
     weights = []

@@ -110,6 +110,44 @@ def test_a_tensor_attribute_that_is_replaced_between_visits_is_read_from_its_new
     assert sink.captures == 2
 
 
+class Filing(Plain):
+    """Reads a tensor from a list; files its activations in a dict, and a buffer of its own under another object."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by, self.seen = [torch.ones(16)], dict[str, Tensor]()
+        self.register_buffer("kept", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.act(self.body(x)) * self.by[0]
+        self.seen["hidden"] = hidden.detach()
+        self.kept.copy_(hidden.detach().mean(0))
+        self.kept = self.kept.detach()
+        out: Tensor = self.head(hidden)
+        return out
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_tensor_in_a_list_is_looked_at_unless_the_step_files_it_there(replaced: bool) -> None:
+    def change(step: hs.TrainStep) -> None:
+        if replaced:
+            step.net.by[0] = torch.linspace(0, 2, 16)  # type: ignore[index, operator]
+
+    a, b, given = make(Filing()), make(Filing()), batches()
+    expected = losses(a, given, change, at=15)
+    torch.manual_seed(7)
+    sink, got = sinking(b, given, every=15), list[float]()
+    for records in sink:
+        got += records.loss.tolist()
+        if len(got) == 15:
+            change(b)
+    assert got == expected
+    assert torch.equal(b.net.seen["hidden"], a.net.seen["hidden"])  # type: ignore[index]
+    assert sink.captures == 1 + replaced
+
+
 def test_an_optimizers_hook_runs_at_every_update() -> None:
     a, given, calls = make(), batches(), []
     sink = sinking(a, given, every=10)

@@ -19,7 +19,7 @@ from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.step import EvalStep
-from halfstep.step.baked import of_modules, pointers, put_back, slots
+from halfstep.step.baked import Filed, of_modules, pointers, put_back, slots
 from halfstep.step.capturing import generation
 
 
@@ -32,6 +32,7 @@ class Forward:
         self.inputs: Resident | Staged | None = None
         self._seen: set[Hashable] = set()
         self._held: tuple[Any, ...] = ()
+        self._filed = Filed(net)
 
     def start(self, feed: Feed, *baked: Any) -> Resident | Staged:
         """One pass from its start. `baked`: what graphs hold besides the network."""
@@ -39,7 +40,7 @@ class Forward:
         mine = self.inputs.data if isinstance(self.inputs, Resident) else None
         same = self.inputs is not None and (data and data.plan) is (mine and mine.plan)
         held = (*baked, generation(self.device), *of_modules(self.net))
-        if not same or held != self._held:
+        if not same or held != self._held or self._filed.moved:
             self.graphs.clear()
             self._seen.clear()
             self.inputs = Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)
@@ -66,7 +67,8 @@ class Forward:
     def _capture(self, key: Hashable, body: Callable[[], Any]) -> Any:
         places = slots(self.net)
         try:
-            return self.graphs.capture(key, body)
+            with self._filed.captured():
+                return self.graphs.capture(key, body)
         except Exception as error:
             put_back(places)
             self.graphs.clear()

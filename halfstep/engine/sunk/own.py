@@ -13,7 +13,7 @@ from halfstep.engine.sunk.inputs import LOOSE
 from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
 from halfstep.step import Record
-from halfstep.step.baked import of_modules, of_optimizer, put_back, slots
+from halfstep.step.baked import Filed, of_modules, of_optimizer, put_back, slots
 from halfstep.step.capturing import generation
 
 WARM = 3  # calls before a capture: optimizer state, autotuned kernels and gradients exist after them
@@ -31,10 +31,11 @@ class OwnProgram:
         self.why, self.replays, self._found = "", 0, ""
         self._seen: dict[Hashable, int] = {}
         self._held: tuple[Any, ...] = ()
+        self._filed = Filed(*self.state)
 
     def begin(self) -> None:
         """A visit begins: what `state` names must still be what the graphs were captured with."""
-        if len(self.graphs) and self._baked() != self._held:
+        if len(self.graphs) and (self._baked() != self._held or self._filed.moved):
             self.graphs.clear()
 
     def settle(self) -> None: ...
@@ -76,7 +77,8 @@ class OwnProgram:
     def _capture(self, key: Hashable, batches: Callable[[int], Iterator[Args]]) -> Captured | None:
         places = slots(*self.state)
         try:
-            captured = self.graphs.capture(key, lambda: self._call(batches))
+            with self._filed.captured():
+                captured = self.graphs.capture(key, lambda: self._call(batches))
             self._held = self._baked()
             return captured
         except Exception as error:

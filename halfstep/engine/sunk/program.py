@@ -12,7 +12,7 @@ from halfstep.engine.sunk.refusal import OnUncapturable, refuse
 from halfstep.engine.sunk.ring import Ring
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
-from halfstep.step.baked import hooked, put_back, slots
+from halfstep.step.baked import Filed, hooked, put_back, slots
 from halfstep.step.static import Static, Unsettled, baked
 
 Batches = Callable[[int], Iterator[Args]]  # so many from the current one on, each made when it is asked for
@@ -37,6 +37,7 @@ class Program:
         self._lives: dict[Hashable, frozenset[int]] = {}  # gradients that a cycle has after each graph
         self._made = (step.update, step.compiled.on)
         self._held: tuple[Any, ...] = ()
+        self._filed = Filed(step.net, step.objective.loss)
         self._found = ""  # what the last eager step waited for
         self._inside = self._by_hand = False  # an eager step is under way; hooks want every step
         self._compiles = graphs.compiles is not None
@@ -46,7 +47,7 @@ class Program:
         step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
         step.compiled.inside = self._compiles and not self.why and step.compiled.on
         self.static.adopt()
-        if len(self.graphs) and baked(step) != self._held:
+        if len(self.graphs) and (baked(step) != self._held or self._filed.moved):
             self._drop()
         if self._made != (step.update, step.compiled.on):  # another precision, schedule or program: eagerly once more
             self._seen.clear()
@@ -202,7 +203,8 @@ class Program:
         self.static.prepare()
         captured, failed = None, None
         try:
-            captured = self.graphs.capture(kind, body)
+            with self._filed.captured():
+                captured = self.graphs.capture(kind, body)
             self._held, self._lives[kind] = baked(step), self.static.live
         except Unsettled:  # a parameter that no update has moved yet: once more by the host
             pass

@@ -23,7 +23,7 @@ frees that memory with any graph recorded there, while others may still use it (
 POOL = 32  # streams that torch has for a device and a priority, and gives out in turn
 _LOST: dict[torch.device, int] = {}
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}  # that all share
-_TAKEN: set[tuple[torch.device, int]] = set()  # by graphs that live
+_TAKEN: set[int] = set()  # by graphs that live
 _TAKING = Lock()
 
 
@@ -35,9 +35,8 @@ class Lane:
         with _TAKING:
             if not SHARED:
                 self.stream = _untaken(device)
-                place = device, self.stream.cuda_stream
-                _TAKEN.add(place)
-                weakref.finalize(self, _TAKEN.discard, place).atexit = False
+                _TAKEN.add(self.stream.cuda_stream)
+                weakref.finalize(self, _TAKEN.discard, self.stream.cuda_stream).atexit = False
             elif device in _STREAMS:
                 self.stream = _STREAMS[device]
             else:
@@ -48,7 +47,7 @@ def _untaken(device: torch.device) -> torch.cuda.Stream:
     """One that no other lane has; with more lanes than streams, any."""
     for _ in range(POOL):
         stream = _drawn(device)
-        if (device, stream.cuda_stream) not in _TAKEN:
+        if stream.cuda_stream not in _TAKEN:
             break
     return stream
 

@@ -363,6 +363,11 @@ STEPS = {
         ("expected an optimizer with [2]", "received [1, 1]", "Nothing was loaded"),
         lambda: step(make=grouped).load_state_dict(step(make=grouped).state_dict()),
     ),
+    "saved kind": Case(
+        lambda: step(make=torch.optim.AdamW).load_state_dict(step().state_dict()),
+        ("expected the state of AdamW", "without betas, eps, amsgrad", "with momentum", "Nothing was loaded"),
+        lambda: step(make=torch.optim.AdamW).load_state_dict(step(make=torch.optim.Adam).state_dict()),
+    ),
     "in averaged": Case(
         lambda: averaged(train=True, ema=0.9), ("to evaluate", "leave the block"), lambda: runs(step(ema=0.9))
     ),

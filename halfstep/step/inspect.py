@@ -18,6 +18,8 @@ from halfstep.step.state import load, save
 if TYPE_CHECKING:
     from halfstep.step.train import TrainStep
 
+_SCHEDULERS = ("initial_", "max_", "min_", "base_")  # settings that torch's schedulers leave in groups
+
 
 def save_step(step: "TrainStep") -> dict[str, Any]:
     """What decides the next step: network, optimizer, counters, scale, averages, the open cycle; not torch's RNG."""
@@ -90,6 +92,20 @@ def _check_same(step: "TrainStep", saved: dict[str, Any]) -> None:
             f"TrainStep.load_state_dict: expected an optimizer with {sizes[0]} parameters in its groups, received "
             f"{sizes[1]}; build the optimizer as it was when it was saved. Nothing was loaded"
         )
+    _check_kind(step.optimizer, groups[1])
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Another kind of optimizer has settings that this one lacks, and lacks some; another version only one of both."""
+    for mine, group in zip(optimizer.param_groups, groups, strict=True):
+        lacks = [name for name in optimizer.defaults if name not in group]
+        foreign = [name for name in group if name not in mine and not name.startswith(_SCHEDULERS)]
+        if lacks and foreign:
+            raise ValueError(
+                f"TrainStep.load_state_dict: expected the state of {type(optimizer).__name__}, received one without "
+                f"{', '.join(lacks)} and with {', '.join(foreign)}; build the optimizer that it was saved with. "
+                "Nothing was loaded"
+            )
 
 
 def _shape(value: Any) -> str:

@@ -69,7 +69,8 @@ class Program:
 
     def run(self, key: Hashable, batches: Batches, alike: int = 1) -> int:
         """One batch, or `alike` ones of the same kind as one graph; their records in the ring. How many it was."""
-        self._refuse_found()
+        if self._found:
+            self._refuse(self._found)
         first, last = self.static.place
         kind = (key, first, last, frozenset() if first else self.static.live)
         if alike > 1 and self.polished and first and self._known(kind):
@@ -222,15 +223,10 @@ class Program:
             return None
         return captured
 
-    def _refuse_found(self) -> None:
-        if self._found:
-            found, self._found = self._found, ""
-            self._refuse(found)
-
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self._seen.clear()
-        self.why, self.step.compiled.inside = reason, False
+        self.why, self._found, self.step.compiled.inside = reason, "", False
         refuse(reason, "parts" if self._compiles else self.on_uncapturable, cause)
 
     def _drop(self) -> None:

@@ -154,3 +154,17 @@ def test_large_and_unknown_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(leaves, name, limit)
             assert "halfstep.leaves.default" not in rewritten(two, G, H, X)
+
+
+def test_operands_are_read_before_they_are_overwritten() -> None:
+    """torch writes mutations of inputs at the end of a graph."""
+
+    def f(g: Tensor, h: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        made = two(g, h, x)
+        g.copy_(aten.mul(g, 2))
+        return made
+
+    graph = make_fx(f, tracing_mode="fake")(G, H, X)
+    leaves.rewrite(graph.graph, "cpu")
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.index("halfstep.leaves.default") < names.index("aten.copy_.default")

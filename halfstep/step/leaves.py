@@ -59,7 +59,7 @@ def _fits(product: Node, device: str) -> bool:
     a, b = (arg.meta["val"] for arg in product.args)  # type: ignore[union-attr]
     known = all(isinstance(n, int) for n in (*a.shape, *b.shape, *a.stride(), *b.stride()))
     near = known and max(map(_reach, (a, b))) < 2**31  # a tile's places are 32-bit numbers
-    return near and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST
+    return near and a.device.type == device and a.dtype in _FLOATS and 0 < a.shape[1] <= LONGEST and b.shape[1] > 0
 
 
 def _reach(t: Tensor) -> int:
@@ -78,7 +78,9 @@ def _tiles(m: int, n: int) -> int:
 
 def _replace(graph: Graph, pairs: list[tuple[Node, Node]], dtype: torch.dtype) -> None:
     lefts, rights = zip(*(product.args for product, _ in pairs), strict=True)
-    with graph.inserting_before(graph.output_node()):
+    ours = {last for _, last in pairs}
+    end = next(node for node in reversed(graph.nodes) if node in ours)  # not later: there, inputs may be overwritten
+    with graph.inserting_before(end.next):
         made = graph.call_function(torch.ops.halfstep.leaves.default, (list(lefts), list(rights), dtype))
         made.meta["val"] = [last.meta["val"] for _, last in pairs]
         parts = [call(graph, _getitem, made, i) for i in range(len(pairs))]

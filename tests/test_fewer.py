@@ -164,8 +164,5 @@ def test_generated_code_has_them_forward_and_backward() -> None:
 
     (plain, before), (joined, after) = run(None), run("cpu")
     assert all(torch.equal(a, b) for a, b in zip(plain, joined, strict=True))
-    assert (before.count("halfstep::casts"), after.count("halfstep::casts"), after.count("halfstep::leaves")) == (
-        0,
-        1,
-        1,
-    )
+    assert (before.count("halfstep::casts"), after.count("halfstep::casts")) == (0, 1)
+    assert after.count("halfstep::leaves") == 1

@@ -1,14 +1,11 @@
 """Weight gradients by one kernel: which products, their sums, and what is left alone."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interpreted import inside, interpret, outside
 from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from halfstep.errors import Notice
 from halfstep.step import leaves
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 aten = torch.ops.aten
 SHAPES = [(512, 784, 64), (10, 512, 64), (33, 65, 7), (1, 1, 1), (64, 64, 200)]  # M, N, K
 KINDS = [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)]
@@ -40,14 +36,14 @@ def test_the_operation(dtype: torch.dtype, out: torch.dtype) -> None:
     assert right(torch.ops.halfstep.leaves(lefts, rights, out), lefts, rights, out)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+@inside
 @pytest.mark.parametrize(("dtype", "out"), KINDS)
 def test_the_kernel(dtype: torch.dtype, out: torch.dtype) -> None:
     lefts, rights = operands(dtype)
     assert right(leaves.leaves(lefts, rights, out), lefts, rights, out)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+@inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 def test_the_kernel_keeps_what_is_not_finite() -> None:
     lefts, rights = operands(torch.float32)
@@ -57,15 +53,9 @@ def test_the_kernel_keeps_what_is_not_finite() -> None:
         assert torch.equal(got.isfinite(), (a @ b).isfinite())
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@outside
 def test_the_interpreted_kernel() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_the_kernel", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(KINDS) + 1} passed" in done.stdout, done.stdout
+    interpret(__file__, len(KINDS) + 1)
 
 
 def fails(*_: Any) -> None:

@@ -1,14 +1,11 @@
 """Max pooling's backward pass: by one kernel where channels come last, with the sums of torch's float32 one."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import inside, interpret, outside
 from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from halfstep.errors import Notice
 from halfstep.step import pool
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 aten, prims = torch.ops.aten, torch.ops.prims
 # Shape, kernel, stride, padding, ceil_mode: overlapping, apart, with gaps between, uneven, beyond the edge.
 CASES: list[Any] = [
@@ -59,7 +55,7 @@ def test_the_operation(case: Any, dtype: torch.dtype) -> None:
     assert got.stride() == x.stride()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+@inside
 @pytest.mark.parametrize("dtype", DTYPES[:2])  # the interpreter cuts off where a bfloat16 is to be rounded
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel(case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,15 +64,9 @@ def test_the_kernel(case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
     assert torch.equal(pool.unpool(grad, offsets, *options(case)), wanted(case, x, grad))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@outside
 def test_the_interpreted_kernel() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_the_kernel", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) * 2} passed" in done.stdout, done.stdout
+    interpret(__file__, len(CASES) * 2)
 
 
 def fails(*_: Any) -> None:

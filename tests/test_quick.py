@@ -1,15 +1,12 @@
 """An update in few kernels equals Update.on_device. Without a GPU, Triton interprets the kernels on the CPU."""
 
-import importlib.util
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, inside, interpret, outside
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -17,9 +14,7 @@ from halfstep.step.gradients import clip_norm_
 from halfstep.step.pack import pack
 from halfstep.step.record import Outcome
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernels in a process of its own")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf and NaN
 TABLE = [0.1, 0.07, 0.03]
 SCALE = hs.DynamicScale(init=2.0**10, growth=2.1, backoff=0.3, interval=2, floor=200.0, cap=2100.0)
@@ -166,13 +161,13 @@ def equal_in_everything(case: str, make: Callable[..., Any] = torch.optim.SGD) -
     assert None not in quick.update._quick._plans.values()
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("case", CASES)
 def test_equal_in_everything(case: str) -> None:
     equal_in_everything(case)
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("case", HALVES)
 def test_half_parameters(case: str) -> None:
     """With AdamW: torch's fused SGD leaves half parameters on a CPU where they were."""
@@ -290,7 +285,7 @@ def refused() -> None:
 RESTS = [half_norms_are_float32, gradients_round_as_torch_does, scales_round_once, rows_are_packed, refused]
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("check", RESTS)
 def test_the_rest(check: Callable[[], None]) -> None:
     check()
@@ -301,12 +296,6 @@ def test_rows_are_packed_without_triton() -> None:
     rows_are_packed()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@outside
 def test_the_interpreted_kernels() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + len(HALVES) + len(RESTS)} passed" in done.stdout, done.stdout
+    interpret(__file__, len(CASES) + len(HALVES) + len(RESTS), "")

@@ -1,14 +1,11 @@
 """A resident batch by one kernel: the bits of torch's indexing. Without a GPU, Triton interprets it on the CPU."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interpreted import INTERPRETED, inside, interpret, outside
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -18,9 +15,7 @@ from halfstep.engine.sunk.gather import gather, width
 from halfstep.engine.sunk.inputs import Resident
 from halfstep.engine.sunk.ring import Ring
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
 SAMPLES, STEPS, SIZE = 40, 5, 13
 
 # Shapes of a row and dtypes; rows of 784 and 6 bytes, 1 and more than 256 words, words of each width
@@ -72,7 +67,7 @@ def equal_to_indexing(case: str) -> None:
         assert [r.tolist() for r in rows] == [t[3, :n].tolist() for t in told]
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_indexing(case: str) -> None:
     equal_to_indexing(case)
@@ -191,7 +186,7 @@ def resident_batches_are_the_datasets() -> None:
 RESTS = [many_blocks, several_rows, views_are_read_where_they_begin, refused, resident_batches_are_the_datasets]
 
 
-@interpreted
+@inside
 @pytest.mark.parametrize("check", RESTS)
 def test_the_rest(check: Callable[[], None]) -> None:
     check()
@@ -227,12 +222,6 @@ def test_a_word_begins_where_the_column_does() -> None:
     assert [width(held[k : k + 16].view(2, 8)) for k in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreted run")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@outside
 def test_the_interpreted_kernel() -> None:
-    """In a process of its own: Triton decides at import whether it interprets."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "equal or rest"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout
-    assert f"{len(CASES) + len(RESTS)} passed" in done.stdout, done.stdout
+    interpret(__file__, len(CASES) + len(RESTS), "equal or rest")

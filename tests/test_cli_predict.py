@@ -100,7 +100,8 @@ def chances(model: Any, x: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("name", WAYS)
 def test_gray_images_and_bytes_are_prepared_as_in_training(name: str) -> None:
-    expected = chances(train(name), WAYS[name](TEST))
+    model = train(name)
+    expected = chances(model, WAYS[name](TEST))
     for source in ("u8.npy", "photos"):
         found = [row["probability"] for row in told("predict", "r", source)]
         assert found == pytest.approx(expected, abs=2e-6)  # one in the sixth place: Normalize is one product here
@@ -108,9 +109,12 @@ def test_gray_images_and_bytes_are_prepared_as_in_training(name: str) -> None:
     np.save("one.npy", TEST[1].numpy())
     np.save("last.npy", TEST[..., None].numpy())
     np.save("chw.npy", TEST[:, None].numpy())
-    rows = told("predict", "r", "u8.npy")
-    for source, part in (("one.npy", rows[1:2]), ("last.npy", rows), ("chw.npy", rows)):
-        assert [row["probability"] for row in told("predict", "r", source)] == [row["probability"] for row in part]
+    rows, [one] = told("predict", "r", "u8.npy"), told("predict", "r", "one.npy")
+    for source in ("last.npy", "chw.npy"):
+        assert [row["probability"] for row in told("predict", "r", source)] == [row["probability"] for row in rows]
+    alone = chances(model, WAYS[name](TEST[1:2]))  # one row by itself: products may round in another order
+    assert [one["probability"]] == pytest.approx(alone, abs=2e-6)
+    assert name == "normal" or [one["probability"]] == alone
 
 
 def test_a_run_that_resizes_does_so_here() -> None:

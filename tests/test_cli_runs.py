@@ -73,7 +73,7 @@ def by_hand() -> nn.Module:
     images, labels = hs.data.sample()
     torch.manual_seed(5)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     order = hs.data.Dataset({"i": torch.arange(320)}).shuffle(seed=5).batch(64)
     step = 0
     for _ in range(2):

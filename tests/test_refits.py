@@ -15,7 +15,7 @@ from halfstep.model import Model
 
 X = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (30,), generator=torch.Generator().manual_seed(2))
-BATCHES = [(X[i : i + 6], Y[i : i + 6]) for i in range(0, 30, 6)]  # five a pass
+BATCHES = [(X[i : i + 6].clone(), Y[i : i + 6]) for i in range(0, 30, 6)]  # five a pass, where memory begins: MKL asks
 DATA = hs.data.Dataset((X, Y)).batch(6)  # the same
 Make = Callable[[torch.optim.Optimizer], Any]
 

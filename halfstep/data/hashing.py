@@ -9,8 +9,8 @@ from torch import Tensor
 WORD = 0xFFFFFFFF
 _MASK = 0xFFFFFFFFFFFFFFFF
 # SplitMix64's finaliser; its increments here are one odd constant per thing that is counted
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SAMPLE, _EPOCH, _DRAW = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xDA942042E4DD58B5
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SAMPLE, EPOCH, _DRAW = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95, 0xDA942042E4DD58B5
 
 
 def signed(value: int) -> int:
@@ -22,15 +22,15 @@ def signed(value: int) -> int:
 def mix(value: int) -> int:
     """A bijection of 64 bits in which every input bit turns about half of the output bits; unsigned."""
     value &= _MASK
-    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
-    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    value = ((value ^ (value >> 30)) * FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * SECOND) & _MASK
     return value ^ (value >> 31)
 
 
 def mixed(values: Tensor) -> Tensor:
     """`mix` of each int64, read as unsigned."""
-    values = (values ^ _shifted(values, 30)) * signed(_FIRST)
-    values = (values ^ _shifted(values, 27)) * signed(_SECOND)
+    values = (values ^ _shifted(values, 30)) * signed(FIRST)
+    values = (values ^ _shifted(values, 27)) * signed(SECOND)
     return values ^ _shifted(values, 31)
 
 
@@ -38,14 +38,14 @@ def key(*parts: int) -> int:
     """One 64-bit key of several integers, in order."""
     value = 0
     for part in parts:
-        value = mix(value + _SAMPLE + mix(part))
+        value = mix(value + SAMPLE + mix(part))
     return value
 
 
 def words(seed: int, epochs: Tensor, samples: Tensor, draws: Tensor) -> Tensor:
     """Uniform words [len(draws), B] for B pairs of epoch and sample, each a function of its own (seed, epoch, sample,
     draw) and of nothing else in the batch. `draws` holds the `draw_key` of each draw, int64, on the same device."""
-    each = epochs * signed(_EPOCH) + samples * signed(_SAMPLE) + signed(key(seed))
+    each = epochs * signed(EPOCH) + samples * signed(SAMPLE) + signed(key(seed))
     return _shifted(mixed(draws.unsqueeze(1) + each), 32)
 
 

@@ -104,8 +104,3 @@ def sync_mode(mode: int | str) -> None:
     """What happens when the host waits for the device, without torch's remark that this is a prototype."""
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode(mode)
-
-
-def is_capturing() -> bool:
-    """Whether a graph is being recorded; torch without CUDA cannot even be asked."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

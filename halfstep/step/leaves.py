@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.library import Library
 
-from halfstep.step.launching import INSTEAD, attempt, launch
+from halfstep.launching import INSTEAD, attempt, launch
 from halfstep.step.nodes import call
 
 LONGEST = 256  # of K: beyond, a tile's program is longer than a product of torch's

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.step.launching import MORE, SAME, attempt, launch
-from halfstep.step.quick_plan import usable
+from halfstep.launching import MORE, SAME, attempt, launch, usable
 
 _WORKS: dict[Any, bool] = {}  # whether the kernel could be compiled, by the dtypes it is compiled for
 

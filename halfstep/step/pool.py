@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.library import Library
 
-from halfstep.step.launching import INSTEAD, attempt, launch
+from halfstep.launching import INSTEAD, attempt, launch
 from halfstep.step.nodes import call
 
 BLOCK = 1024  # numbers of a row of pixels that one program computes

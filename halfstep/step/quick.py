@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep.launching import MORE, SAME, Launch, is_capturing, launch, tell, usable
 from halfstep.precision import DynamicScale
 from halfstep.precision.lowcopy import widen
-from halfstep.step.capturing import is_capturing
-from halfstep.step.launching import MORE, SAME, Launch, launch, tell
 from halfstep.step.quick_plan import (
     BLOCK,
     DTYPES,
@@ -22,10 +21,8 @@ from halfstep.step.quick_plan import (
     Shape,
     cut,
     idle,
-    kernels,
     plan,
     readable,
-    usable,
 )
 from halfstep.step.record import Journal, Outcome
 from halfstep.step.state import StepState
@@ -117,7 +114,9 @@ class Quick:
         self, state: StepState, grads: list[Tensor], made: Plan, out: Outputs, rates: Rated, tries: Tensor, row: Line
     ) -> Iterator[Launch]:
         """Measure, decide, and clip where asked."""
-        u, found = self.update, kernels()
+        from halfstep.step import quick_kernels as found
+
+        u = self.update
         sums = torch.empty(len(made.rows), device=u.device)
         flags = torch.empty_like(sums, dtype=torch.int32)
         factors = state.scale if u.scaled else None, state.cycle.weight if u.averages else None

@@ -223,6 +223,3 @@ def _tell(floats, truths, norm, used, skipped, updated, LIMIT: tl.constexpr):
     tl.store(truths, skipped)
     tl.store(truths + 1, updated)
     tl.store(truths + 2, updated == 0)
-
-
-INTERPRETED = not isinstance(measure, triton.runtime.JITFunction)

@@ -1,7 +1,6 @@
 """How the programs of `quick`'s kernels share the gradients, and which gradients they can take."""
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -102,19 +101,3 @@ def _send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """To the device without waiting for it."""
     here = torch.tensor(values, dtype=dtype)
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def kernels() -> Any:
-    """None without Triton, which comes with torch's builds for CUDA on Linux."""
-    try:
-        from halfstep.step import quick_kernels
-    except ImportError:
-        return None
-    return quick_kernels
-
-
-def usable(device: torch.device) -> bool:
-    """On CUDA; on a CPU where Triton interprets (TRITON_INTERPRET=1)."""
-    found = kernels()
-    return found is not None and (device.type == "cuda" or (device.type == "cpu" and found.INTERPRETED))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.step.capturing import is_capturing
+from halfstep.launching import is_capturing
 from halfstep.step.host import Host
 
 

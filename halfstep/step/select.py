@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep.step.capturing import is_capturing
+from halfstep.launching import is_capturing
 
 
 class Snapshot(NamedTuple):

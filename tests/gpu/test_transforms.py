@@ -12,6 +12,7 @@ from gpu.waits import no_sync
 from torch import Tensor
 
 import halfstep
+from halfstep import launching
 from halfstep.data.transforms import (
     Cast,
     Cutout,
@@ -148,6 +149,54 @@ def test_constants_first_met_in_a_capture_belong_to_the_graph() -> None:
     assert torch.equal(out, eager)
 
 
+# --- PadCrop, Flip and Cutout in one kernel
+
+
+def kernels(chain: list[Transform], given: tuple[Tensor, Tensor, Tensor]) -> list[str]:
+    """What runs on the device."""
+    run(chain, given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run(chain, given)
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_one_kernel_makes_them(layout: str) -> None:
+    given = on_device(inputs(SHAPES[layout]))
+    assert kernels(AUGMENT, given) == ["_window"]
+    assert kernels(AUGMENT[:1], given) == ["_window"]
+    assert kernels([*AUGMENT, Resize(64), Rescale(1 / 255), ToCHW()], given) == ["_window", "_bilinear"]
+
+
+def test_epochs_and_samples_of_any_size() -> None:
+    batch, *_ = inputs(SHAPES["HWC"])
+    g = torch.Generator().manual_seed(3)
+    epochs, samples = (torch.randint(0, 2**62, (64,), generator=g) for _ in range(2))
+    for seed in (0, 1, 2**31, 2**64 - 1, 10**30):
+        got, expected = (
+            apply(AUGMENT, batch.to(device), seed=seed, epochs=epochs.to(device), samples=samples.to(device)).cpu()
+            for device in ("cuda", "cpu")
+        )
+        assert torch.equal(got, expected)
+
+
+def test_a_window_first_met_in_a_capture_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = on_device(inputs(SHAPES["HWC"]))
+    expected = run(AUGMENT, given)
+    works: dict[object, bool] = {}
+    monkeypatch.setattr(sys.modules["halfstep.data.transforms.window"], "_WORKS", works)
+    with monkeypatch.context() as without:
+        without.setattr(launching, "usable", lambda device: False)
+        run(AUGMENT, given)  # torch's kernels are loaded, and the draws' numbers are there
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(AUGMENT, given)
+    graph.replay()
+    assert not works
+    assert torch.equal(out, expected)
+
+
 # --- Resize and its tail in one kernel
 
 MEAN, STD = [0.49, 0.48, 0.45], [0.2, 0.2, 0.21]
@@ -267,13 +316,14 @@ def test_gradients_go_through_torch() -> None:
 
 def test_without_triton_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given, resize = on_device(inputs(SHAPES["HWC"])), Resize((99, 90))
+    pixels = run(AUGMENT, given)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "halfstep.data.transforms.bilinear", raising=False)
-    fused._launch.cache_clear()
+    launching._devices.cache_clear()
     try:
         assert torch.equal(run([resize], given), resize(given[0], given[1]))
+        assert torch.equal(run(AUGMENT, given), pixels)
     finally:
-        fused._launch.cache_clear()
+        launching._devices.cache_clear()
 
 
 NO_COMPILER = """

@@ -366,6 +366,20 @@ def test_an_evaluation_sees_what_changed_in_the_loss_and_the_counters() -> None:
     assert scores(Feed(given), lambda: False) == expected
 
 
+def test_an_evaluation_of_one_batch_is_captured_anew_when_a_list_has_another_tensor() -> None:
+    """Nothing is captured in the pass that finds it; the one after it captures."""
+    cell, given = hs.EvalStep(Filing(), nn.CrossEntropyLoss()), batches()[:1]
+    scores = Scores(cell, Metrics({}), lambda batch: batch[1])
+    scores.forward.graphs = Emulated(CPU)
+    counts = []
+    for i in range(6):
+        if i == 3:
+            cell.net.by[0] = torch.linspace(0, 2, 16)  # type: ignore[index, operator]
+        assert scores(Feed(given), lambda: False) == evaluate(cell, Feed(given), Metrics({}), lambda batch: batch[1])
+        counts.append(len(scores.forward.graphs))
+    assert counts == [0, 1, 1, 0, 1, 1]
+
+
 def test_passes_go_on_where_the_data_stands() -> None:
     """A sink made anew for every epoch shuffles anew, as a plain loop over the data does."""
     seen = list[list[float]]()

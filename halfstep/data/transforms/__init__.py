@@ -16,6 +16,7 @@ from halfstep.data.transforms.affine import affine, linear
 from halfstep.data.transforms.fused import resize
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale, constant
+from halfstep.data.transforms.window import window
 
 __all__ = [
     "Cast",
@@ -55,11 +56,12 @@ def apply(transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: 
         if given.dtype != torch.int64 or given.shape != batch.shape[:1] or given.device != batch.device:
             came = f"{given.dtype} {list(given.shape)} on {given.device}"
             raise ValueError(f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}")
-    words = _words(transforms, seed, epochs, samples)
+    words = Words(transforms, seed, epochs, samples)
     place = 0
     while place < len(transforms):
         rest = transforms[place:]
-        if (done := resize(rest, batch)) is not None:
+        done = window(rest, batch, words.keys[place:], seed, epochs, samples) or resize(rest, batch)
+        if done:
             batch, count = done
         elif (count := linear(rest)) > 1:
             batch = affine(rest[:count], batch)  # type: ignore[arg-type]
@@ -90,18 +92,24 @@ def spec(
     return tuple(batch.shape), batch.dtype
 
 
-def _words(transforms: Sequence[Transform], seed: int, epochs: Tensor, samples: Tensor) -> Sequence[Tensor]:
-    """Each transform's words, all of them from one hash."""
-    counts = [_draws(place, transform) for place, transform in enumerate(transforms)]
-    numbers = tuple(
-        hashing.draw_key(place * DRAWS + draw) for place, count in enumerate(counts) for draw in range(count)
-    )
-    if not numbers:
-        return [samples.new_empty((0, len(samples)))] * len(counts)
-    seed = index(seed)  # also makes it a constant to torch.compile, which cannot hash a symbolic integer
-    words = hashing.words(seed, epochs, samples, constant(numbers, torch.int64, samples.device))
-    rows: tuple[Tensor, ...] = words.split(counts)
-    return rows
+class Words:
+    """Each transform's words, all of them from one hash, made when the first of them are asked for."""
+
+    def __init__(self, transforms: Sequence[Transform], seed: int, epochs: Tensor, samples: Tensor) -> None:
+        # index() also makes the seed a constant to torch.compile, which cannot hash a symbolic integer
+        self.seed, self.epochs, self.samples = index(seed), epochs, samples
+        counts = [_draws(place, transform) for place, transform in enumerate(transforms)]
+        self.keys = [[hashing.draw_key(place * DRAWS + i) for i in range(count)] for place, count in enumerate(counts)]
+        self._rows: tuple[Tensor, ...] | None = None
+
+    def __getitem__(self, place: int) -> Tensor:
+        if not self.keys[place]:
+            return self.samples.new_empty((0, len(self.samples)))
+        if self._rows is None:
+            numbers = constant(tuple(key for keys in self.keys for key in keys), torch.int64, self.samples.device)
+            words = hashing.words(self.seed, self.epochs, self.samples, numbers)
+            self._rows = words.split([len(keys) for keys in self.keys])
+        return self._rows[place]
 
 
 def _draws(place: int, transform: Any) -> int:

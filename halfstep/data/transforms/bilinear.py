@@ -15,7 +15,7 @@ ROWS, BLOCK, WARPS = 16, 256, 2  # an H200 makes 256 float32 images of 224² in 
 def launch(
     batch: Tensor,
     out: Tensor,
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, ...],
     reads: tuple[int, int, int, int],
     channels: tuple[int, int],
     mode: int,

@@ -1,9 +1,8 @@
 """Resize and what follows it as one kernel on CUDA: torch makes four passes over the floats of the larger image."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ from halfstep.data.transforms.affine import linear, terms
 from halfstep.data.transforms.images import Resize, ToCHW
 from halfstep.data.transforms.layout import axes
 from halfstep.data.transforms.values import Cast, Normalize
-from halfstep.errors import Notice
+from halfstep.launching import attempt, readable
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+READ = (torch.uint8, *FLOATS)
 FEWEST_PIXELS = 4096  # of an image that comes out: for less, a compilation of a second is not worth it
+INSTEAD = "Resize uses torch's slower kernels", "The pixels are the same to within a level."
 AS_IS, TIMES_PLUS, MINUS_OVER = 0, 1, 2
 
 _WORKS: dict[tuple[Any, ...], bool] = {}  # whether a kernel could be compiled, by what it is compiled for
@@ -43,33 +44,21 @@ def resize(rest: Sequence[Any], batch: Tensor) -> tuple[Tensor, int] | None:
     Weights are rounded once, then each product and sum: off by at most 8 · 2^-24 of the largest pixel. All that follows
     the interpolation has the bits of one transform after the other.
     """
-    if torch.compiler.is_compiling() or type(rest[0]) is not Resize or not _readable(batch):
+    if torch.compiler.is_compiling() or type(rest[0]) is not Resize or not (batch.is_cuda and readable(batch)):
         return None
     parts = tuple(rest[: _reach(rest)])
-    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype)
-    if plan is None or (launch := _launch()) is None:
-        return None
-    key = (batch.device, batch.dtype, plan.dtype, plan.sizes, plan.reads, plan.channels, plan.mode)
-    if not _WORKS.get(key, not torch.cuda.is_current_stream_capturing()):  # a capture must not load code
+    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if batch.dtype in READ else None
+    if plan is None:
         return None
     out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=batch.device)
-    try:
+
+    def start() -> None:
+        from halfstep.data.transforms.bilinear import launch
+
         launch(batch, out, plan.sizes, plan.reads, plan.channels, plan.mode, plan.first, plan.second)
-    except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
-        if key in _WORKS:
-            raise
-        _WORKS[key] = False
-        advice = "It needs a C compiler and a folder to write to. The pixels are the same to within a level."
-        warnings.warn(f"Resize uses torch's slower kernels: Triton failed ({error}). {advice}", Notice, stacklevel=3)
-        return None
-    _WORKS[key] = True
-    return out, len(parts)
 
-
-def _readable(batch: Tensor) -> bool:
-    """What a kernel may read past torch: no subclass, and nothing that gradients go back to."""
-    known = type(batch) is Tensor and batch.is_cuda and batch.dtype in (torch.uint8, *FLOATS) and len(batch) > 0
-    return known and not (batch.requires_grad and torch.is_grad_enabled())
+    key = (batch.device, batch.dtype, plan.dtype, plan.sizes, plan.reads, plan.channels, plan.mode)
+    return (out, len(parts)) if attempt(_WORKS, key, start, *INSTEAD) else None
 
 
 def _reach(rest: Sequence[Any]) -> int:
@@ -125,13 +114,3 @@ def _epilogue(parts: Sequence[Any], count: int) -> tuple[int, tuple[float, ...],
     else:
         mode, (first, second) = TIMES_PLUS, terms(found, max(part.channels for part in found))
     return mode, first * (count // len(first)), second * (count // len(second))
-
-
-@cache
-def _launch() -> Any:
-    """None without Triton, which comes with torch's builds for CUDA on Linux."""
-    try:
-        from halfstep.data.transforms.bilinear import launch
-    except ImportError:
-        return None
-    return launch

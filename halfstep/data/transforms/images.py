@@ -67,9 +67,14 @@ class Flip:
             raise ValueError(f"Flip: expected a probability p in 0..1, got {self.p!r}")
         check_layout("Flip", self.layout)
 
+    @property
+    def below(self) -> int:
+        """Words below it turn an image."""
+        return round(self.p * 2**32)
+
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         at = axes("Flip", batch, self.layout)
-        flipped = words[0] < round(self.p * 2**32)
+        flipped = words[0] < self.below
         return torch.where(flipped.view(-1, *[1] * (batch.dim() - 1)), batch.flip(at.column), batch)
 
 

@@ -40,7 +40,7 @@ class Forward:
         mine = self.inputs.data if isinstance(self.inputs, Resident) else None
         same = self.inputs is not None and (data and data.plan) is (mine and mine.plan)
         held = (*baked, generation(self.device), *of_modules(self.net))
-        if not same or held != self._held or self._filed.moved:
+        if not same or held != self._held or (len(self.graphs) and self._filed.moved):
             self.graphs.clear()
             self._seen.clear()
             self.inputs = Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)

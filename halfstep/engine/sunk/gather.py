@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.step.launching import attempt
-from halfstep.step.quick_plan import usable
+from halfstep.launching import attempt, usable
 
 MOST = 4  # columns: the kernel is compiled for each number and width of them
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes: what rows are copied in

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 from halfstep.engine import rng
 from halfstep.engine.feed import Args
 from halfstep.engine.sunk.blame import here
+from halfstep.launching import is_capturing
 from halfstep.step import TrainStep
-from halfstep.step.capturing import is_capturing
 from halfstep.step.fingerprint import fingerprint
 
 Prints = list[dict[str, int]]

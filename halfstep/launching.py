@@ -3,16 +3,43 @@
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from halfstep.errors import Notice
-from halfstep.step.capturing import is_capturing
 
 Launch: TypeAlias = tuple[Any, int, tuple[Any, ...], int]  # kernel, programs, arguments, warps
 MORE, SAME = "Updates take more kernels", "Results are the same."
 INSTEAD = "Compiled steps take more kernels", "Sums may differ in their last digits."
+
+
+def is_capturing() -> bool:
+    """Whether a graph is being recorded; torch without CUDA cannot even be asked."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def usable(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type in _devices()
+
+
+def readable(t: Tensor) -> bool:
+    """Whether a kernel may read it past torch: no subclass, not empty, and nothing that gradients go back to."""
+    plain = type(t) is Tensor and t.numel() > 0 and usable(t.device)
+    return plain and not (t.requires_grad and torch.is_grad_enabled())
+
+
+@cache
+def _devices() -> tuple[str, ...]:
+    """Triton comes with torch's builds for CUDA on Linux; with TRITON_INTERPRET=1 it interprets on a CPU."""
+    try:
+        from triton import knobs  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError:
+        return ()
+    return ("cuda", "cpu") if knobs.runtime.interpret else ("cuda",)
 
 
 def launch(device: torch.device, launches: Iterable[Launch]) -> None:

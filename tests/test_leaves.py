@@ -16,41 +16,76 @@ from halfstep.step import leaves
 aten = torch.ops.aten
 SHAPES = [(512, 784, 64), (10, 512, 64), (33, 65, 7), (1, 1, 1), (64, 64, 200)]  # M, N, K
 KINDS = [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)]
+Given = tuple[list[Tensor], list[Tensor], list[Tensor | None], list[bool]]
 
 
-def operands(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Whole numbers, whose sums are exact in every order; gradients come transposed."""
+def operands(dtype: torch.dtype) -> Given:
+    """Whole numbers, whose sums are exact in every order; gradients come transposed, masks in any layout."""
     g = torch.Generator().manual_seed(0)
     lefts = [torch.randint(-4, 5, (k, m), generator=g).to(dtype).t() for m, _, k in SHAPES]
-    return lefts, [torch.randint(-4, 5, (k, n), generator=g).to(dtype) for _, n, k in SHAPES]
+    rights = [torch.randint(-4, 5, (k, n), generator=g).to(dtype) for _, n, k in SHAPES]
+    lefts[4][0] = torch.tensor([2048, *[1] * 199])  # 2247, which is 2248 in float16 and 2048 if it were summed there
+    masks = [torch.randint(-1, 2, a.shape, generator=g).to(dtype) for a in lefts]
+    return (
+        lefts,
+        rights,
+        [masks[0].t().contiguous().t(), None, masks[2] > 0, masks[3], None],
+        [True] * 2 + [False, True, True],
+    )
 
 
-def right(found: list[Tensor], lefts: list[Tensor], rights: list[Tensor], dtype: torch.dtype) -> bool:
-    wanted = [(a.double() @ b.double()).to(a.dtype).to(dtype) for a, b in zip(lefts, rights, strict=True)]
-    return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True))
+def exact(given: Given, dtype: torch.dtype) -> list[Tensor]:
+    """By float64, rounded twice."""
+    low, wide = given[0][0].dtype, [a.double() for a in given[0]]
+    for a, h in zip(wide, given[2], strict=True):
+        if h is not None:
+            a.masked_fill_(h if h.dtype == torch.bool else h <= 0, 0)
+    made = [a @ b.double() for a, b in zip(wide, given[1], strict=True)]
+    sums = [a.sum(1) for a, too in zip(wide, given[3], strict=True) if too]
+    return [t.to(low).to(dtype) for t in (*made, *sums)]
+
+
+def right(found: list[Tensor], given: Given, dtype: torch.dtype) -> bool:
+    pairs = zip(found, exact(given, dtype), strict=True)
+    return all(torch.equal(a, b) and a.dtype == dtype and a.is_contiguous() for a, b in pairs)
 
 
 @pytest.mark.parametrize(("dtype", "out"), KINDS)
 def test_the_operation(dtype: torch.dtype, out: torch.dtype) -> None:
-    lefts, rights = operands(dtype)
-    assert right(torch.ops.halfstep.leaves(lefts, rights, out), lefts, rights, out)
+    given = operands(dtype)
+    assert right(torch.ops.halfstep.leaves(*given, out), given, out)
 
 
 @inside
 @pytest.mark.parametrize(("dtype", "out"), KINDS)
 def test_the_kernel(dtype: torch.dtype, out: torch.dtype) -> None:
-    lefts, rights = operands(dtype)
-    assert right(leaves.leaves(lefts, rights, out), lefts, rights, out)
+    given = operands(dtype)
+    assert right(leaves.leaves(*given, out), given, out)
+
+
+def not_finite(op: Callable[..., list[Tensor]]) -> None:
+    """A NaN or inf that is masked out is a 0; one behind a mask that is NaN passes, as it does in torch's ReLU."""
+    nan, inf, f32 = float("nan"), float("inf"), torch.float32
+    g, h = torch.ones(3, 4), torch.ones(3, 4)
+    g[0, 0], h[0, 0], g[1, 1], h[1, 1], g[2, 2], h[0, 3] = nan, 0.0, nan, -1.0, inf, nan
+    g[0, 3], x = 7.0, torch.eye(3)
+    product, plain, total, rest = op([g.t(), g.t()], [x, x], [h.t(), None], [True, True], f32)
+    clean = torch.where(h <= 0, 0, g)
+    assert torch.equal(product.isfinite(), (clean.t() @ x).isfinite())
+    assert torch.equal(plain.isfinite(), (g.t() @ x).isfinite())
+    assert torch.equal(total, clean.sum(0))
+    assert total.tolist() == [2, 2, inf, 9]
+    assert torch.equal(rest.isnan(), g.isnan().any(0))
+
+
+def test_the_operation_keeps_what_is_not_finite() -> None:
+    not_finite(torch.ops.halfstep.leaves)
 
 
 @inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 def test_the_kernel_keeps_what_is_not_finite() -> None:
-    lefts, rights = operands(torch.float32)
-    lefts[0][3, 5], rights[1][2, 7] = float("nan"), float("inf")
-    found = leaves.leaves(lefts, rights, torch.float32)
-    for got, a, b in zip(found, lefts, rights, strict=True):
-        assert torch.equal(got.isfinite(), (a @ b).isfinite())
+    not_finite(leaves.leaves)
 
 
 @outside
@@ -64,15 +99,15 @@ def fails(*_: Any) -> None:
 
 def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot be compiled is tried once, with a notice; one that ran and fails is an error."""
-    lefts, rights = operands(torch.float32)
+    given = operands(torch.float32)
     monkeypatch.setattr(leaves, "_WORKS", {})
     monkeypatch.setattr(leaves, "launch", fails)
     with pytest.warns(Notice, match="more kernels: Triton failed .*last digits"):
-        assert right(leaves.leaves(lefts, rights, torch.float32), lefts, rights, torch.float32)
-    assert right(leaves.leaves(lefts, rights, torch.float32), lefts, rights, torch.float32)
+        assert right(leaves.leaves(*given, torch.float32), given, torch.float32)
+    assert right(leaves.leaves(*given, torch.float32), given, torch.float32)
     monkeypatch.setattr(leaves, "_WORKS", dict.fromkeys(leaves._WORKS, True))
     with pytest.raises((OSError, ImportError)):
-        leaves.leaves(lefts, rights, torch.float32)
+        leaves.leaves(*given, torch.float32)
 
 
 def low(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,10 +115,12 @@ def low(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.prims.convert_element_type(x, dtype)  # type: ignore[no-any-return]
 
 
-def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake") -> list[str]:
+def rewritten(
+    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake", cut: bool = False
+) -> list[str]:
     """The operations after the rewriting; what they compute is what f did."""
     graph = make_fx(f, tracing_mode=mode)(*inputs)
-    leaves.rewrite(graph.graph, device)
+    leaves.rewrite(graph.graph, device, lambda product: cut)
     graph.graph.lint()
     for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
         assert torch.equal(a, b)

@@ -45,7 +45,7 @@ class Cut(CustomGraphPass):
         self.device = device
 
     def __call__(self, graph: Graph) -> None:
-        leaves.rewrite(graph, self.device)
+        leaves.rewrite(graph, self.device, cut=lambda product: self._parts(product) > 1)
         for target in _PRODUCTS:
             for node in graph.find_nodes(op="call_function", target=target):
                 parts = self._parts(node)

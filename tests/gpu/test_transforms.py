@@ -155,7 +155,7 @@ def test_constants_first_met_in_a_capture_belong_to_the_graph() -> None:
 def kernels(chain: list[Transform], given: tuple[Tensor, Tensor, Tensor]) -> list[str]:
     """What runs on the device."""
     run(chain, given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
         run(chain, given)
         torch.cuda.synchronize()
     return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]

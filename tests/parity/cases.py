@@ -145,11 +145,12 @@ def run(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
 
 
 def both(net: nn.Module, make: Make, precision: str, batches: Batches, **options: Any) -> tuple[hs.TrainStep, Loop]:
-    """Runs halfstep and plain torch from the same start and asserts that nothing differs."""
+    """Runs halfstep and plain torch from the same start and asserts that nothing differs. `given` is for halfstep."""
+    given = options.pop("given", {})
     ours, spec = {**PRECISIONS, **SCALED, **ROUNDED}[precision]
     loss = options.pop("loss", nn.CrossEntropyLoss())
     loop = Loop(copy.deepcopy(net), make, spec, loss=loss, **options)
-    step = hs.TrainStep(net, loss, make(list(net.parameters())), precision=ours, **options)
+    step = hs.TrainStep(net, loss, make(list(net.parameters())), precision=ours, **options, **given)
     records, rows = run(step, batches), loop.run(batches)
     same_records(records, rows)
     same_state(step, loop)

@@ -45,11 +45,11 @@ def window(
 
     `numbers` holds the `draw_key`s of each of `rest`.
     """
-    parts = tuple(rest[: _reach(rest)])
-    if not parts or torch.compiler.is_compiling() or not readable(batch):
+    if torch.compiler.is_compiling() or not readable(batch):
         return None
-    told = epochs.is_contiguous() and samples.is_contiguous() and batch.dtype in DTYPES
-    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if told else None
+    parts = tuple(rest[: _reach(rest)])
+    fits = parts and batch.dtype in DTYPES and epochs.is_contiguous() and samples.is_contiguous()
+    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if fits else None
     if plan is None:
         return None
     out = torch.empty_strided(plan.shape, plan.strides, dtype=batch.dtype, device=batch.device)

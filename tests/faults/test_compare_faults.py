@@ -47,7 +47,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(compare)
 app()
 """
-SMALL = {"net": "mine:Net", "samples": 160, "test_samples": 100, "epochs": 3, "batch": 32, "seeds": (0,)}
+SMALL = {"net": "mine:Net", "samples": 160, "test_samples": 100, "epochs": 3, "batch": 32, "seeds": (0,), "device": "cpu"}
 
 
 def settings(**changes: Any) -> Settings:
@@ -60,10 +60,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(out: str, end: str) -> subprocess.Popen[str]:
-    flags = "--net mine:Net --samples 160 --test-samples 100 --epochs 3 --batch 32 --seeds 1 --precisions fp32,O2"
+    flags = "--net mine:Net --samples 160 --test-samples 100 --epochs 3 --batch 32 --seeds 1 --precisions fp32,O2 --device cpu"
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *flags.split(), "--out", out], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "END": end, "CUDA_VISIBLE_DEVICES": ""},
+        stderr=subprocess.PIPE, env={**os.environ, "END": end},
     )  # fmt: skip
 
 

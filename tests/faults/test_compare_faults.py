@@ -47,7 +47,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(compare)
 app()
 """
-SMALL = {"net": "mine:Net", "samples": 160, "test_samples": 100, "epochs": 3, "batch": 32, "seeds": (0,), "device": "cpu"}
+SIZES = {"samples": 160, "test_samples": 100, "epochs": 3, "batch": 32}
+SMALL = {**SIZES, "net": "mine:Net", "seeds": (0,), "device": "cpu"}
 
 
 def settings(**changes: Any) -> Settings:
@@ -60,9 +61,10 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(out: str, end: str) -> subprocess.Popen[str]:
-    flags = "--net mine:Net --samples 160 --test-samples 100 --epochs 3 --batch 32 --seeds 1 --precisions fp32,O2 --device cpu"
+    sizes = [word for name, n in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(n))]
+    flags = ["--net", "mine:Net", "--seeds", "1", "--precisions", "fp32,O2", "--device", "cpu"]
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *flags.split(), "--out", out], text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-c", PROGRAM, *sizes, *flags, "--out", out], text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, env={**os.environ, "END": end},
     )  # fmt: skip
 

@@ -8,9 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from halfstep.errors import Notice
 
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: what is moved as it lies
 Launch: TypeAlias = tuple[Any, int, tuple[Any, ...], int]  # kernel, programs, arguments, warps
 MORE, SAME = "Updates take more kernels", "Results are the same."
 INSTEAD = "Compiled steps take more kernels", "Sums may differ in their last digits."
@@ -26,10 +28,15 @@ def usable(device: torch.device) -> bool:
     return device.type in _devices()
 
 
-def readable(t: Tensor) -> bool:
-    """Whether a kernel may read it past torch: no subclass, not empty, and nothing that gradients go back to."""
-    plain = type(t) is Tensor and t.numel() > 0 and usable(t.device)
-    return plain and not (t.requires_grad and torch.is_grad_enabled())
+def may_read(t: Tensor) -> bool:
+    """Whether a kernel may read it past torch: memory as it lies, not empty, and no derivative goes through it."""
+    plain = type(t) is Tensor and t.layout == torch.strided and not t.is_neg() and t.numel() > 0 and usable(t.device)
+    return plain and not (t.requires_grad and torch.is_grad_enabled()) and not _transformed()
+
+
+def _transformed() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode AD is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 @cache
@@ -56,7 +63,7 @@ def attempt(works: dict[Any, bool], key: Any, start: Callable[[], None], instead
     try:
         start()
     except Exception as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
-        if key in works:
+        if works.get(key):
             raise
         works[key] = False
         tell(error, instead, same)

@@ -3,13 +3,15 @@
 import importlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interpreted import INTERPRETED, inside, interpret, outside
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.transforms import DRAWS, Cutout, Flip, PadCrop, Rescale, Transform, apply
+from halfstep.data.transforms import Cutout, Flip, PadCrop, Rescale, Transform, apply
+from halfstep.data.transforms.words import DRAWS
 from halfstep.errors import Notice
 
 room: Any = importlib.import_module("halfstep.data.transforms.window")  # the package's name is the function
@@ -48,11 +50,13 @@ def in_turn(chain: list[Transform], batch: Tensor, epochs: Tensor, samples: Tens
 
 
 def alike(got: Tensor, expected: Tensor) -> bool:
-    """Shape, strides, dtype and bits: −0.0 is not 0.0."""
-    as_bytes = [t.contiguous().view(-1).view(torch.uint8) for t in (got, expected)]
-    return (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype) and torch.equal(
-        *as_bytes
-    )
+    """Shape, strides of what is longer than 1, dtype and bits: −0.0 is not 0.0."""
+    kinds = [
+        (t.dtype, [(n, step if n > 1 else 0) for n, step in zip(t.shape, t.stride(), strict=True)])
+        for t in (got, expected)
+    ]
+    bits = [t.contiguous().view(-1).view(torch.uint8) for t in (got, expected)]
+    return kinds[0] == kinds[1] and torch.equal(*bits)
 
 
 def as_in_turn(chain: list[Transform], told: tuple[Tensor, Tensor, Tensor], seed: int = 5) -> bool:
@@ -113,6 +117,42 @@ def test_the_kernel_is_left_out_where_it_cannot_be(monkeypatch: pytest.MonkeyPat
 
 
 @inside
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func's own
+def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_WORKS", {})
+    batch, epochs, samples = given((4, 12, 10, 3), torch.float32)
+    chain: list[Transform] = [PadCrop(12, 4), Flip()]
+    turned = in_turn(chain, batch, epochs, samples)
+
+    def run(x: Tensor) -> Tensor:
+        return apply(chain, x, seed=5, epochs=epochs, samples=samples)
+
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(batch, 2 * batch)
+        made, tangent = torch.autograd.forward_ad.unpack_dual(run(dual))
+    assert torch.equal(made, turned)
+    assert torch.equal(tangent, 2 * turned)
+    made, tangent = torch.func.jvp(run, (batch,), (2 * batch,))
+    assert torch.equal(tangent, 2 * turned)
+    both = torch.vmap(lambda x: apply([Flip()], x, seed=5, epochs=epochs, samples=samples))(torch.stack([batch, batch]))
+    assert torch.equal(both[1], in_turn([Flip()], batch, epochs, samples))
+    assert not room._WORKS
+    negative = torch.complex(batch, batch).conj().imag  # torch negates it when it is read
+    assert negative.is_neg()
+    assert torch.equal(run(negative), -turned)
+
+
+@inside
+def test_the_kernel_takes_any_number_as_a_fill() -> None:
+    told = given(SHAPES["HWC"], torch.float32)
+    expected = in_turn([PadCrop(12, 4, 0.5), Cutout(4, 0.25)], *told)
+    for kind in (np.float64, np.float32, np.float16, torch.tensor):
+        chain: list[Transform] = [PadCrop(12, 4, kind(0.5)), Cutout(4, kind(0.25))]
+        assert torch.equal(apply(chain, told[0], seed=5, epochs=told[1], samples=told[2]), expected)
+        assert torch.equal(in_turn(chain, *told), expected)
+
+
+@inside
 def test_the_kernel_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.data.transforms import window_kernel
 
@@ -128,7 +168,7 @@ def test_the_kernel_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @outside
 def test_the_interpreted_kernel() -> None:
-    interpret(__file__, 3 * len(CHAINS) + len(DTYPES) + 4)
+    interpret(__file__, 3 * len(CHAINS) + len(DTYPES) + 6)
 
 
 def test_words_are_made_for_those_that_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +201,21 @@ def test_a_plan_by_the_parts_themselves() -> None:
     )
     assert plan[:5] == ((5, 3, 8, 9), (216, 72, 9, 1), (360, 120, 10, 1), (216, 72, 9, 1), (12, 10))
     assert plan[5:] == ((3, 8, 9, 1), (1, 4, 7, 8), 2**31, (2, 3))
-    far = room._plan((Flip(layout="HWC"),), (2, 2, 2, 3), (2**33, 2**31, 3, 1), torch.uint8)
-    assert far is None  # rows that a 32-bit number does not reach
     with pytest.raises(ValueError, match="fits into"):
         room._plan((PadCrop(20),), (5, 12, 10, 3), (360, 30, 3, 1), torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("part", "shape", "strides"),
+    [
+        (Flip(layout="HWC"), (2, 2, 2, 3), (2**33, 2**31, 3, 1)),  # rows far apart
+        (Flip(layout="CHW"), (4, 1, 12, 10), (120, 2**31, 10, 1)),  # a channel of its own, from planes of many images
+        (Flip(), (4, 2, 10), (10, 1_500_000_000, 1)),
+        (Cutout(2**31), (4, 12, 10), (120, 10, 1)),
+        (PadCrop(12, (0, 2**31, 0, 0)), (4, 12, 12), (144, 12, 1)),
+    ],
+)
+def test_what_32_bits_do_not_reach_is_left_to_torch(
+    part: Transform, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    assert room._plan((part,), shape, strides, torch.uint8) is None

@@ -5,18 +5,17 @@ batch, worker or device it came through.
 """
 
 from collections.abc import Sequence
-from operator import index
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from halfstep.data import hashing
 from halfstep.data.transforms.affine import affine, linear
 from halfstep.data.transforms.fused import resize
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
-from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale, constant
+from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 from halfstep.data.transforms.window import window
+from halfstep.data.transforms.words import Words, draws_of
 
 __all__ = [
     "Cast",
@@ -33,8 +32,6 @@ __all__ = [
     "apply",
     "spec",
 ]
-
-DRAWS = 256  # draw numbers that each place in a chain owns
 
 
 class Transform(Protocol):
@@ -60,7 +57,7 @@ def apply(transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: 
     place = 0
     while place < len(transforms):
         rest = transforms[place:]
-        done = window(rest, batch, words.keys[place:], seed, epochs, samples) or resize(rest, batch)
+        done = window(rest, batch, words, place) or resize(rest, batch)
         if done:
             batch, count = done
         elif (count := linear(rest)) > 1:
@@ -79,7 +76,7 @@ def spec(
         raise ValueError("spec: expected the shape of a batch, samples first, got ()")
     batch = torch.empty(tuple(shape), dtype=dtype, device="meta")
     for place, transform in enumerate(transforms):
-        words = torch.empty((_draws(place, transform), len(batch)), dtype=torch.int64, device="meta")
+        words = torch.empty((draws_of(place, transform), len(batch)), dtype=torch.int64, device="meta")
         try:
             out = transform(batch, words)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -90,31 +87,3 @@ def spec(
             raise ValueError(f"transform {place}, {transform!r}: expected as many samples as before, got {came}")
         batch = out
     return tuple(batch.shape), batch.dtype
-
-
-class Words:
-    """Each transform's words, all of them from one hash, made when the first of them are asked for."""
-
-    def __init__(self, transforms: Sequence[Transform], seed: int, epochs: Tensor, samples: Tensor) -> None:
-        # index() also makes the seed a constant to torch.compile, which cannot hash a symbolic integer
-        self.seed, self.epochs, self.samples = index(seed), epochs, samples
-        counts = [_draws(place, transform) for place, transform in enumerate(transforms)]
-        self.keys = [[hashing.draw_key(place * DRAWS + i) for i in range(count)] for place, count in enumerate(counts)]
-        self._rows: tuple[Tensor, ...] | None = None
-
-    def __getitem__(self, place: int) -> Tensor:
-        if not self.keys[place]:
-            return self.samples.new_empty((0, len(self.samples)))
-        if self._rows is None:
-            numbers = constant(tuple(key for keys in self.keys for key in keys), torch.int64, self.samples.device)
-            words = hashing.words(self.seed, self.epochs, self.samples, numbers)
-            self._rows = words.split([len(keys) for keys in self.keys])
-        return self._rows[place]
-
-
-def _draws(place: int, transform: Any) -> int:
-    draws = getattr(transform, "draws", None)
-    if not callable(transform) or not isinstance(draws, int) or not 0 <= draws <= DRAWS:
-        wanted = f"a transform: callable(batch, words), with draws in 0..{DRAWS}"
-        raise TypeError(f"transform {place}: expected {wanted}, got {transform!r}")
-    return draws

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from halfstep.data.transforms.affine import linear, terms
 from halfstep.data.transforms.images import Resize, ToCHW
-from halfstep.data.transforms.layout import axes
+from halfstep.data.transforms.layout import axes, to_chw
 from halfstep.data.transforms.values import Cast, Normalize
-from halfstep.launching import attempt, readable
+from halfstep.launching import attempt, may_read
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 READ = (torch.uint8, *FLOATS)
@@ -44,7 +44,7 @@ def resize(rest: Sequence[Any], batch: Tensor) -> tuple[Tensor, int] | None:
     Weights are rounded once, then each product and sum: off by at most 8 · 2^-24 of the largest pixel. All that follows
     the interpolation has the bits of one transform after the other.
     """
-    if torch.compiler.is_compiling() or type(rest[0]) is not Resize or not (batch.is_cuda and readable(batch)):
+    if torch.compiler.is_compiling() or type(rest[0]) is not Resize or not (batch.is_cuda and may_read(batch)):
         return None
     parts = tuple(rest[: _reach(rest)])
     plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if batch.dtype in READ else None
@@ -88,7 +88,7 @@ def _plan(parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ..
             return None  # another dimension is to be taken for the channels
         out = part(out, torch.empty((0, len(out)), dtype=torch.int64, device="meta"))
         channel = 1 if type(part) is ToCHW else channel
-    source, made = _to_chw(batch, start), _to_chw(out, channel)
+    source, made = to_chw(batch, start), to_chw(out, channel)
     count, *sizes = *source.shape[1:], *made.shape[2:]
     sample, side, row, column = source.stride()
     planes, beside = made.is_contiguous(), made.is_contiguous(memory_format=torch.channels_last)
@@ -98,10 +98,6 @@ def _plan(parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ..
         return None
     channels, reads = (count, 1) if planes else (1, count), (sample, row, column, side)
     return Plan(tuple(out.shape), out.stride(), out.dtype, tuple(sizes), reads, channels, *_epilogue(parts, count))
-
-
-def _to_chw(batch: Tensor, channel: int | None) -> Tensor:
-    return batch.unsqueeze(1) if channel is None else batch.movedim(channel, 1)
 
 
 def _epilogue(parts: Sequence[Any], count: int) -> tuple[int, tuple[float, ...], tuple[float, ...]]:

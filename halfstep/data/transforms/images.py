@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.data.hashing import below
-from halfstep.data.transforms.layout import Axes, Layout, axes, borders, check_fill, check_layout, pair
+from halfstep.data.transforms.layout import Axes, Layout, axes, borders, check_fill, check_layout, pair, plain, to_chw
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class PadCrop:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", pair("PadCrop", self.size))
         object.__setattr__(self, "padding", borders("PadCrop", self.padding))
+        object.__setattr__(self, "fill", plain(self.fill))
         check_layout("PadCrop", self.layout)
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
@@ -92,6 +93,7 @@ class Cutout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", pair("Cutout", self.size))
+        object.__setattr__(self, "fill", plain(self.fill))
         check_layout("Cutout", self.layout)
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Resize:
         at = axes("Resize", batch, self.layout)
         if not (batch.is_floating_point() or batch.dtype == torch.uint8):
             raise TypeError(f"Resize: expected a uint8 or floating batch, got {batch.dtype}. Put a Cast before it.")
-        images = _to_chw(batch, at).to(torch.promote_types(batch.dtype, torch.float32))
+        images = to_chw(batch, at.channel).to(torch.promote_types(batch.dtype, torch.float32))
         if batch.dtype == torch.uint8:
             images = (
                 images + 0.5
@@ -161,12 +163,8 @@ class ToCHW:
         check_layout("ToCHW", self.layout)
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
-        images = _to_chw(batch, axes("ToCHW", batch, self.layout))
+        images = to_chw(batch, axes("ToCHW", batch, self.layout).channel)
         return images.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
-
-
-def _to_chw(batch: Tensor, at: Axes) -> Tensor:
-    return batch.unsqueeze(1) if at.channel is None else batch.movedim(at.channel, 1)
 
 
 def _span(word: Tensor, extent: int, length: int) -> Tensor:

@@ -33,6 +33,11 @@ def axes(name: str, batch: Tensor, layout: Layout | None) -> Axes:
     return TABLE[layout or _found(name, batch)]
 
 
+def to_chw(batch: Tensor, channel: int | None) -> Tensor:
+    """[B, C, H, W] where it lies; gray has one channel."""
+    return batch.unsqueeze(1) if channel is None else batch.movedim(channel, 1)
+
+
 def check_layout(name: str, layout: Any) -> None:
     if layout is not None and layout not in TABLE:
         raise ValueError(f"{name}: expected layout {', '.join(map(repr, TABLE))} or None, got {layout!r}")
@@ -53,6 +58,11 @@ def borders(name: str, padding: Any) -> tuple[int, int, int, int]:
         wanted = "an integer of at least 0 or (left, top, right, bottom)"
         raise ValueError(f"{name}: expected padding as {wanted}, got {padding!r}")
     return given[0], given[1], given[2], given[3]
+
+
+def plain(value: Any) -> Any:
+    """numpy's and torch's numbers and vectors as Python's; each float32 is exact in them."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_fill(name: str, fill: float, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.layout import Layout, axes, check_layout
+from halfstep.data.transforms.layout import Layout, axes, check_layout, plain
 
 Value = int | float
 
@@ -44,8 +44,8 @@ class Rescale:
     channels: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "scale", _plain(self.scale))
-        object.__setattr__(self, "shift", _plain(self.shift))
+        object.__setattr__(self, "scale", plain(self.scale))
+        object.__setattr__(self, "shift", plain(self.shift))
         if not (math.isfinite(self.scale) and math.isfinite(self.shift)):
             raise ValueError(f"Rescale: expected finite scale and shift, got {self.scale!r} and {self.shift!r}")
 
@@ -181,16 +181,11 @@ def _floating(batch: Tensor) -> Tensor:
 
 
 def _vector(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
-    value = _plain(value)
-    values = tuple(map(_plain, value)) if isinstance(value, Sequence) else (value,)
+    value = plain(value)
+    values = tuple(map(plain, value)) if isinstance(value, Sequence) else (value,)
     if not values or not all(isinstance(v, Value) and math.isfinite(v) for v in values):
         raise ValueError(f"Normalize: expected {name} as a finite number or one per channel, got {value!r}")
     return values
-
-
-def _plain(value: Any) -> Any:
-    """numpy's and torch's numbers and vectors as Python's; each float32 is exact in them."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _dtype(name: str, dtype: Any) -> torch.dtype:

@@ -1,10 +1,8 @@
 """PadCrop, Flip and Cutout with their random numbers as one kernel on CUDA: torch takes some thirty small ones."""
 
 import ast
-import math
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +10,13 @@ from torch import Tensor
 
 from halfstep.data import hashing
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop
-from halfstep.data.transforms.layout import axes, borders, pair
-from halfstep.launching import attempt, readable
+from halfstep.data.transforms.layout import axes, borders, pair, to_chw
+from halfstep.data.transforms.words import Words
+from halfstep.launching import WORDS, attempt, may_read
 
 KINDS = (PadCrop, Flip, Cutout)  # each at most once, in this order
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: what pixels are moved as
+DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, *FLOATS)  # torch rounds an int64's fill to a float64
 INSTEAD = "PadCrop, Flip and Cutout take more kernels", "Images are the same."
 
 _WORKS: dict[tuple[Any, ...], bool] = {}  # whether the kernel could be compiled, by what it is compiled for
@@ -38,28 +36,26 @@ class Plan(NamedTuple):
     hole: tuple[int, int]  # rows and columns
 
 
-def window(
-    rest: Sequence[Any], batch: Tensor, numbers: Sequence[Sequence[int]], seed: int, epochs: Tensor, samples: Tensor
-) -> tuple[Tensor, int] | None:
+def window(rest: Sequence[Any], batch: Tensor, words: Words, place: int) -> tuple[Tensor, int] | None:
     """The batch after the first few of `rest`, and how many; None: torch's kernels must do it. The bits are the same.
 
-    `numbers` holds the `draw_key`s of each of `rest`.
+    `rest` is the chain from `place` on.
     """
-    if torch.compiler.is_compiling() or not readable(batch):
+    parts = () if torch.compiler.is_compiling() else tuple(rest[: _reach(rest)])
+    told = words.epochs, words.samples
+    if not parts or batch.dtype not in DTYPES or not all(t.is_contiguous() for t in told) or not may_read(batch):
         return None
-    parts = tuple(rest[: _reach(rest)])
-    fits = parts and batch.dtype in DTYPES and epochs.is_contiguous() and samples.is_contiguous()
-    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if fits else None
+    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype)
     if plan is None:
         return None
     out = torch.empty_strided(plan.shape, plan.strides, dtype=batch.dtype, device=batch.device)
-    word, keys = WORDS[batch.element_size()], (hashing.signed(hashing.key(index(seed))), *_keys(parts, numbers))
+    word, keys = WORDS[batch.element_size()], _keys(parts, words, place)
     fills = [_bits(repr(part.fill), batch.dtype) for part in parts if type(part) is not Flip] or [0]
 
     def start() -> None:
         from halfstep.data.transforms.window_kernel import launch
 
-        launch(batch.view(word), out.view(word), (epochs, samples), keys, (fills[0], fills[-1]), plan)
+        launch(batch.view(word), out.view(word), told, keys, (fills[0], fills[-1]), plan)
 
     pointers = batch.device, word, batch.data_ptr() % 16 == 0  # Triton tells these apart
     return (out, len(parts)) if attempt(_WORKS, pointers, start, *INSTEAD) else None
@@ -73,10 +69,11 @@ def _reach(rest: Sequence[Any]) -> int:
     return count
 
 
-def _keys(parts: Sequence[Any], numbers: Sequence[Sequence[int]]) -> list[int]:
-    """Of each draw of each kind; any number for a part that is not there."""
-    given = {type(part): keys for part, keys in zip(parts, numbers, strict=False)}
-    return [key for kind in KINDS for key in given.get(kind, (0,) * kind.draws)]
+def _keys(parts: Sequence[Any], words: Words, place: int) -> list[int]:
+    """Of the seed, then of each draw of each kind: any number for a part that is not there."""
+    given = {type(part): words.keys[place + i] for i, part in enumerate(parts)}
+    draws = [key for kind in KINDS for key in given.get(kind, (0,) * kind.draws)]
+    return [hashing.signed(hashing.key(words.seed)), *draws]
 
 
 @lru_cache(256)
@@ -94,19 +91,25 @@ def _plan(parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ..
         if axes(type(part).__name__, out, part.layout) != at:
             return None  # another dimension is to be taken for the channels
         out = part(out, torch.empty((part.draws, len(out)), dtype=torch.int64, device="meta"))
-    source, made = (t.unsqueeze(1) if at.channel is None else t.movedim(at.channel, 1) for t in (batch, out))
-    if max(map(_span, (source, made))) >= 2**31:  # places within an image are int32
-        return None
+    source, made = (to_chw(t, at.channel) for t in (batch, out))
     given, (count, rows, columns), beside = source.shape[2:], made.shape[1:], at.channel == 3
     size = (1, rows, columns, count) if beside else (count, rows, columns, 1)
-    numbers = _crop(parts, given, made.shape[2:]), *_turns(parts)
-    return Plan(tuple(out.shape), out.stride(), source.stride(), made.stride(), tuple(given), size, *numbers)
+    numbers = tuple(given), size, _crop(parts, given, made.shape[2:]), _flip(parts), _hole(parts)
+    plan = Plan(tuple(out.shape), out.stride(), source.stride(), made.stride(), *numbers)
+    return plan if _near(plan) else None
 
 
-def _span(images: Tensor) -> int:
-    """How far an image reaches in memory."""
-    steps = ((n - 1) * step for n, step in zip(images.shape[1:], images.stride()[1:], strict=True))
-    return max(sum(steps) + 1, math.prod(images.shape[1:]))
+def _near(plan: Plan) -> bool:
+    """Whether all numbers and places within an image are of 32 bits, padding included."""
+    (height, width), (planes, rows, columns, beside) = plan.given, plan.made
+    top, left, tops, lefts = plan.crop
+    channels = planes * beside
+    ends = (
+        channels * plan.reads[1] + height * plan.reads[2] + width * plan.reads[3],
+        channels * plan.writes[1] + rows * plan.writes[2] + columns * plan.writes[3],
+        channels * rows * columns, rows + tops + top + plan.hole[0], columns + lefts + left + plan.hole[1],
+    )  # fmt: skip
+    return max(ends) < 2**31
 
 
 def _crop(parts: Sequence[Any], given: Sequence[int], made: Sequence[int]) -> tuple[int, int, int, int]:
@@ -116,7 +119,9 @@ def _crop(parts: Sequence[Any], given: Sequence[int], made: Sequence[int]) -> tu
     return top, left, given[0] + top + bottom - made[0] + 1, given[1] + left + right - made[1] + 1
 
 
-def _turns(parts: Sequence[Any]) -> tuple[int, tuple[int, int]]:
-    """Of Flip and of Cutout."""
-    flip = next((part.below for part in parts if type(part) is Flip), 0)
-    return flip, pair("Cutout", parts[-1].size) if type(parts[-1]) is Cutout else (0, 0)
+def _flip(parts: Sequence[Any]) -> int:
+    return next((part.below for part in parts if type(part) is Flip), 0)
+
+
+def _hole(parts: Sequence[Any]) -> tuple[int, int]:
+    return pair("Cutout", parts[-1].size) if type(parts[-1]) is Cutout else (0, 0)

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.launching import attempt, usable
+from halfstep.launching import WORDS, attempt, usable
 
 MOST = 4  # columns: the kernel is compiled for each number and width of them
-WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by bytes: what rows are copied in
 
 _WORKS: dict[tuple[Any, ...], bool] = {}  # whether the kernel could be compiled, by what it is compiled for
 

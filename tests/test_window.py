@@ -194,6 +194,14 @@ def test_which_go_together() -> None:
     assert [room._reach(chain) for chain in chains] == [3, 2, 1, 1, 0, 0, 0]
 
 
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64, torch.tensor])
+def test_fills_are_pythons_numbers(kind: Any) -> None:
+    """A kernel is given their bits by their text, which numpy and torch write in their own ways."""
+    crop, hole = PadCrop(12, 4, kind(3)), Cutout(4, kind(3))
+    assert {type(crop.fill), type(hole.fill)} <= {int, float}
+    assert (crop, hole) == (PadCrop(12, 4, 3), Cutout(4, 3))
+
+
 def test_a_plan_by_the_parts_themselves() -> None:
     """A crop of 8 × 9 from 14 × 16 padded: 7 places down and 8 across; half of the words turn an image."""
     plan = room._plan(

@@ -13,17 +13,7 @@ from torch import Tensor
 from halfstep.launching import MORE, SAME, Launch, is_capturing, launch, tell, usable
 from halfstep.precision import DynamicScale
 from halfstep.precision.lowcopy import widen
-from halfstep.step.quick_plan import (
-    BLOCK,
-    DTYPES,
-    WARPS,
-    Plan,
-    Shape,
-    cut,
-    idle,
-    plan,
-    readable,
-)
+from halfstep.step.quick_plan import BLOCK, DTYPES, WARPS, Plan, Shape, cut, idle, plan, readable
 from halfstep.step.record import Journal, Outcome
 from halfstep.step.state import StepState
 

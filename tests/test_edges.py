@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
-from halfstep.step.gradients import norms
+from halfstep.step.gradients import grad_norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 X, Y = torch.ones(4, 3, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
@@ -250,4 +250,4 @@ def test_momentum_that_is_switched_on_later_starts_from_nothing_after_a_skip_too
 def test_the_norm_of_float16_gradients_beside_kept_ones_is_computed_in_float32() -> None:
     wide, low = torch.ones(3, device=DEVICE), torch.full((8,), 40000.0, dtype=torch.float16, device=DEVICE)
     for order in ([wide, low], [low, wide]):
-        assert sorted(norms(order).tolist()) == [g.double().norm().float().item() for g in (wide, low)]
+        assert sorted(grad_norms(order).tolist()) == [g.double().norm().float().item() for g in (wide, low)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.step.gradients import clip_norm_
 from halfstep.step.pack import pack
-from halfstep.step.record import Outcome
+from halfstep.step.record import UpdateResult
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, on inf and NaN
@@ -67,16 +67,16 @@ def build(
     opt = make(groups if several else net.parameters(), lr=0.05, fused=True, **momentum)
     loss = nn.CrossEntropyLoss() if masked else nn.MSELoss()
     step = hs.TrainStep(net, loss, opt, decide="device", **options)
-    assert step.update.masked is masked
+    assert step.update.ignores_targets is masked
     for p in step.params:
         p.grad = torch.zeros_like(p)
     opt.step()
     opt.zero_grad()
-    step.update.quick = step.update.commit.spread = quick
+    step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 
 
-def run(step: Any, event: str, at: int) -> Outcome:
+def run(step: Any, event: str, at: int) -> UpdateResult:
     """One end of a cycle by hand: gradients of ±2^k · scale, one of them spoilt by the event."""
     state, (kind, _, weight) = step.state, event.partition(":")
     g = torch.Generator().manual_seed(at)
@@ -84,7 +84,7 @@ def run(step: Any, event: str, at: int) -> Outcome:
     signs = [torch.randint(0, 2, p.shape, generator=g) * 2 - 1 for p in step.params]
     factor = float(state.scale) * (float(weight or 1) or 1)
     many = step.options.accumulate > 1
-    dtypes = step.update.wide if many else [p.dtype for p in step.params]
+    dtypes = step.update.wide_dtypes if many else [p.dtype for p in step.params]
     grads = [(s * size * factor).to(DEVICE, d) for s, d in zip(signs, dtypes, strict=True)]
     grads = [torch.empty_like(p, dtype=g.dtype).copy_(g) for p, g in zip(step.params, grads, strict=True)]
     if kind in ("inf", "nan"):
@@ -113,7 +113,7 @@ def contents(step: Any) -> Iterator[tuple[str, Tensor]]:
     names = ("updates", "skips", "streak", "scale", "growth", "halted", "bad")
     yield from ((name, getattr(state, name)) for name in names)
     yield from ((f"average {i}", a) for i, a in enumerate(state.ema))
-    yield "tries", step.update.tries
+    yield "tries", step.update.cycles_ended
 
 
 def same(name: str, a: Tensor, b: Tensor) -> None:
@@ -129,10 +129,10 @@ class Journal:
         self.at, self.taken = torch.ones(1, dtype=torch.int64, device=DEVICE), False
 
 
-def journalled(step: Any, event: str, at: int) -> Outcome:
+def journalled(step: Any, event: str, at: int) -> UpdateResult:
     """As `run`; the record of a cycle of one batch is then in the journal, as `pack` would have put it there."""
     journal, before = Journal(len(step.optimizer.param_groups)), Journal(len(step.optimizer.param_groups))
-    step.update.journal = journal
+    step.update.record_target = journal
     outcome = run(step, event, at)
     assert journal.taken is (step.options.accumulate == 1)
     told = outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated
@@ -143,7 +143,7 @@ def journalled(step: Any, event: str, at: int) -> Outcome:
     run(step, event, at)
     same(f"{event} {at}: a row that is not there", journal.table, before.table)
     assert journal.at.item() == (3 if journal.taken else 1)
-    step.update.journal = None
+    step.update.record_target = None
     return outcome
 
 
@@ -157,8 +157,8 @@ def equal_in_everything(case: str, make: Callable[..., Any] = torch.optim.SGD) -
             same(f"{event} {at}: {field}", a, b)
         for (name, a), (_, b) in zip(contents(quick), contents(plain), strict=True):
             same(f"{event} {at}: {name}", a, b)
-    assert len(quick.update._quick._plans) == 1, "the kernels did not run"
-    assert None not in quick.update._quick._plans.values()
+    assert len(quick.update._fused_update._plans) == 1, "the kernels did not run"
+    assert None not in quick.update._fused_update._plans.values()
 
 
 @inside
@@ -191,7 +191,7 @@ def half_norms_are_float32() -> None:
         exact = torch.cat([t.double().flatten() for t in given]).norm()
         assert abs(outcome.norm.double() / exact - 1) <= (12 + 7 + 3 + 4) / 2 * 2.0**-24  # as for float32, below
         assert all(torch.equal(a, b) for a, b in zip(given, state.cycle.grads, strict=True))
-        assert step.update._quick._plans
+        assert step.update._fused_update._plans
 
 
 def gradients_round_as_torch_does() -> None:
@@ -211,7 +211,7 @@ def gradients_round_as_torch_does() -> None:
     clip_norm_(expected, outcome.norm, 0.1)
     for k, (got, wanted) in enumerate(zip(state.cycle.grads, expected, strict=True)):
         same(str(k), got, wanted)
-    assert step.update._quick._plans
+    assert step.update._fused_update._plans
 
 
 def scales_round_once() -> None:
@@ -222,7 +222,7 @@ def scales_round_once() -> None:
     for at, event in enumerate(["good", "good", "inf", "good", "inf", "inf", "good"]):
         same("used", run(step, event, at).scale, now.to(DEVICE))
         now = torch.tensor(now.item() * (1.7 if event == "good" else 0.55), dtype=torch.float64).float()
-    assert step.update._quick._plans
+    assert step.update._fused_update._plans
 
 
 def rows_are_packed() -> None:
@@ -248,7 +248,7 @@ def rows_are_packed() -> None:
 def refused() -> None:
     """What the kernels cannot do is left to torch."""
     step = build(quick=True, nonfinite="skip")
-    live, cycle, quick = [0, 2], step.state.cycle, step.update._quick
+    live, cycle, quick = [0, 2], step.state.cycle, step.update._fused_update
     cycle.loss = torch.zeros((), device=DEVICE)
 
     def fits(*grads: Tensor) -> bool:
@@ -272,14 +272,14 @@ def refused() -> None:
     assert fits(small, large)
     by_value = build(quick=True, clip_value=1.0)
     by_value.state.cycle.grads, by_value.state.cycle.loss = cycle.grads, cycle.loss
-    assert not by_value.update._quick.fits(by_value.state, live)
+    assert not by_value.update._fused_update.fits(by_value.state, live)
     kept = hs.Precision("fp16", keep={"1": "fp32"})
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE)
     mixed = hs.TrainStep(net, nn.MSELoss(), torch.optim.AdamW(net.parameters(), eps=1e-3, fused=True), precision=kept)
     mixed.state.cycle.grads, mixed.state.cycle.loss = [torch.zeros_like(p) for p in mixed.params], cycle.loss
     assert len({p.dtype for p in mixed.params}) == 2
-    assert not mixed.update._quick.fits(mixed.state, [0, 1, 2, 3])  # of two dtypes
-    assert mixed.update._quick.fits(mixed.state, [0, 1])
+    assert not mixed.update._fused_update.fits(mixed.state, [0, 1, 2, 3])  # of two dtypes
+    assert mixed.update._fused_update.fits(mixed.state, [0, 1])
 
 
 RESTS = [half_norms_are_float32, gradients_round_as_torch_does, scales_round_once, rows_are_packed, refused]

@@ -207,5 +207,5 @@ def train(*, spread: bool) -> Any:
     torch.manual_seed(0)
     net = nn.Linear(100, 90).to(DEVICE)
     step = hs.TrainStep(net, nn.MSELoss(), AdamW(net.parameters(), fused=True), decide="device", nonfinite="skip")
-    step.update.commit.spread = spread
+    step.update.commit.step_in_pieces = spread
     return step

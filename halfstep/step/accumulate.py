@@ -1,4 +1,13 @@
-"""One micro-batch: forward, loss, backward, and its place in the open update cycle."""
+"""One micro-batch: forward, loss, scaled backward, and its sums in the open cycle.
+
+A cycle is the `accumulate` micro-batches that end in one update. Where a loss is the mean of n
+terms, a micro-batch adds its gradients G and its weight N:
+
+    G += gradient of (loss · n / nominal · scale)        N += n / nominal
+
+`nominal` is the n of the cycle's first micro-batch with terms. At the end of the cycle, in
+update.py, G / N / scale is the gradient of the mean over all terms: what one large batch gives.
+"""
 
 from typing import Any
 
@@ -8,123 +17,180 @@ from torch import Tensor
 from halfstep.precision import Applied, NoScale
 from halfstep.precision.lowcopy import widen
 from halfstep.step.count import Number
-from halfstep.step.gradients import add_
+from halfstep.step.gradients import add_gradients_
 from halfstep.step.objective import Batch, Objective, rows
 from halfstep.step.options import StepOptions
 from halfstep.step.select import Buffers
 from halfstep.step.state import Cycle, StepState
 
 
-def _where(flag: Tensor, g: Tensor) -> Tensor:
-    """g where the flag is set, else 0; a sparse gradient keeps its indices."""
-    if not g.is_sparse:
-        return torch.where(flag, g, 0)
-    g._values().copy_(torch.where(flag, g._values(), 0))
-    return g
-
-
 class Accumulate:
-    """Adds a batch to the cycle: G += grad(loss · n/nominal · scale), N += n/nominal."""
+    """Adds micro-batches to the open cycle of a StepState."""
 
     def __init__(
-        self, objective: Objective, applied: Applied, params: list[Tensor], options: StepOptions, buffers: Buffers
+        self,
+        objective: Objective,
+        applied: Applied,
+        params: list[Tensor],
+        options: StepOptions,
+        buffers: Buffers,
     ) -> None:
-        self.objective, self.applied, self.params, self.options = objective, applied, params, options
+        self.objective = objective
+        self.applied = applied
+        self.params = params
+        self.options = options
         self.buffers = buffers
-        self.many = options.accumulate > 1
-        self.scaled = not isinstance(applied.precision.loss_scale, NoScale)
-        self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
-        sens = options.sens
-        self.sens = sens.to(applied.device) if isinstance(sens, Tensor) else sens
-        self.one = torch.ones((), dtype=applied.precision.output, device=applied.device)
-        self.zero = torch.zeros((), dtype=applied.precision.output, device=applied.device)
+
+        self.accumulates = options.accumulate > 1
+        self.scales_loss = not isinstance(applied.precision.loss_scale, NoScale)
+        self.sum_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
+        self.sens = options.sens
+        if isinstance(self.sens, Tensor):
+            self.sens = self.sens.to(applied.device)
+
+        loss_dtype = applied.precision.output
+        self.zero_loss = torch.zeros((), dtype=loss_dtype, device=applied.device)
+        self.unit_seed = torch.ones((), dtype=loss_dtype, device=applied.device)
 
     def __call__(self, state: StepState, batch: Batch) -> Tensor:
-        """The batch's own loss (0 when it holds no terms); its gradients are in the cycle, rightly weighted."""
+        """Adds one micro-batch to the open cycle. Returns its own loss, 0 if it has no terms."""
         cycle = state.cycle
         if cycle.micro == 0:
-            self._open(cycle)
-        if rows(batch) == 0:
-            loss = self.zero
-            cycle.weight = self._none() if cycle.weight is None else cycle.weight
-            cycle.loss = loss if cycle.loss is None else cycle.loss
-        else:
-            mean, n = self.objective.run(self.applied, batch, weighted=self.many)
-            loss = self._many(state, mean, n) if self.many else self._single(state, mean, n)
-        cycle.micro += 1
-        return loss
+            self._open_cycle(cycle)
 
-    def _open(self, cycle: Cycle) -> None:
+        if rows(batch) == 0:
+            loss_value = self._add_empty_batch(cycle)
+        else:
+            # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
+            loss, count = self.objective.run(self.applied, batch, weighted=self.accumulates)
+            if not self.accumulates:
+                loss_value = self._add_only_batch(state, loss, count)
+            elif self.objective.is_sum:
+                loss_value = self._add_sum(state, loss)
+            else:
+                loss_value = self._add_mean(state, loss, count)
+
+        cycle.micro += 1
+        return loss_value
+
+    def _open_cycle(self, cycle: Cycle) -> None:
+        """Starts from nothing, with a copy of the buffers to roll back to."""
+        zero = self._float64_zero() if self.accumulates else None
         cycle.grads = [None] * len(self.params)
-        cycle.weight = cycle.nominal = cycle.loss = self._none() if self.many else None
+        cycle.weight = zero
+        cycle.nominal = zero
+        cycle.loss = zero
         if self.buffers and self.options.nonfinite != "ignore":
             cycle.buffers = self.buffers.copy(cycle.buffers)
 
-    def _none(self) -> Tensor:
-        return torch.zeros_like(self.zero, dtype=torch.float64)
+    def _add_empty_batch(self, cycle: Cycle) -> Tensor:
+        """A batch of 0 rows: no forward pass, no gradients, weight 0."""
+        if cycle.weight is None:
+            cycle.weight = self._float64_zero()
+        if cycle.loss is None:
+            cycle.loss = self.zero_loss
+        return self.zero_loss
 
-    def _single(self, state: StepState, loss: Tensor, n: Number | None) -> Tensor:
-        """The only micro-batch of its cycle has weight exactly 1; its n matters only when it is 0."""
+    def _add_only_batch(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+        """The only micro-batch of its cycle: weight 1, so G and the loss are taken as they are."""
         cycle = state.cycle
         cycle.loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
-        cycle.grads = self._backward(state, loss, None)
-        if isinstance(n, Tensor):
-            cycle.weight = n.double()
-        elif n == 0:
-            cycle.weight = self._none()
+        cycle.grads = self._backward(state, loss, weight=None)
+
+        # The weight only has to say whether there were terms: 0 if not.
+        if isinstance(count, Tensor):
+            cycle.weight = count.double()
+        elif count == 0:
+            cycle.weight = self._float64_zero()
         return cycle.loss
 
-    def _many(self, state: StepState, loss: Tensor, n: Number | None) -> Tensor:
+    def _add_sum(self, state: StepState, loss: Tensor) -> Tensor:
+        """A loss that is a sum: micro-batches add up as they are, and N stays 1."""
         cycle = state.cycle
+        assert cycle.weight is not None
+        assert cycle.loss is not None
+        grads = self._backward(state, loss, weight=None)
+        loss_value = loss.detach().sum().double()
+
+        add_gradients_(cycle.grads, widen(grads, self.sum_dtypes))
+        cycle.weight = torch.ones_like(cycle.weight)
+        cycle.loss = cycle.loss + loss_value
+        return loss_value.to(loss.dtype)
+
+    def _add_mean(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+        """A loss that is a mean over n terms: weight n / nominal."""
+        cycle = state.cycle
+        assert count is not None
         assert cycle.weight is not None
         assert cycle.nominal is not None
         assert cycle.loss is not None
-        value = loss.detach().sum().double()
-        if self.objective.sums:
-            grads, cycle.weight, cycle.loss = (
-                self._backward(state, loss, None),
-                torch.ones_like(cycle.weight),
-                cycle.loss + value,
-            )
-        else:
-            assert n is not None
-            count = n.double() if isinstance(n, Tensor) else torch.full_like(cycle.weight, n)
-            cycle.nominal = torch.where(
-                cycle.nominal > 0, cycle.nominal, count
-            )  # the first n that is not 0, so that N >= 1
-            weight = count / torch.where(cycle.nominal > 0, cycle.nominal, 1)
-            grads = self._backward(state, loss, weight)
-            if not self.objective.masked:  # a mean over no terms is 0/0
-                grads = [None if g is None else _where(count > 0, g) for g in grads]
-            value = torch.where(count > 0, value, 0)
-            cycle.weight, cycle.loss = cycle.weight + weight, cycle.loss + value * weight
-        add_(cycle.grads, widen(grads, self.wide))
-        return value.to(loss.dtype)
 
-    def _backward(self, state: StepState, loss: Tensor, weight: Tensor | None) -> list[Tensor | None]:
-        """The gradient of loss · weight · sens · scale by each trained parameter; p.grad is left empty."""
+        # Weights are relative to the first n that is not 0, so that N is at least 1.
+        if not isinstance(count, Tensor):
+            count = torch.full_like(cycle.weight, count)
+        n = count.double()
+        has_terms = n > 0
+        cycle.nominal = torch.where(cycle.nominal > 0, cycle.nominal, n)
+        weight = n / torch.where(cycle.nominal > 0, cycle.nominal, 1)
+
+        grads = self._backward(state, loss, weight)
+
+        # A mean over no terms is 0/0 and must not reach the sums. torch's losses with ignored
+        # targets are 0 here already: the objective divides their sum by at least 1.
+        if not self.objective.ignores_targets:
+            grads = [None if grad is None else _zero_unless(has_terms, grad) for grad in grads]
+        loss_value = torch.where(has_terms, loss.detach().sum().double(), 0)
+
+        add_gradients_(cycle.grads, widen(grads, self.sum_dtypes))
+        cycle.weight = cycle.weight + weight
+        cycle.loss = cycle.loss + loss_value * weight
+        return loss_value.to(loss.dtype)
+
+    def _backward(
+        self, state: StepState, loss: Tensor, weight: Tensor | None
+    ) -> list[Tensor | None]:
+        """The gradient of loss · weight · sens · scale by each parameter; p.grad is left empty."""
         if not loss.requires_grad:
-            advice = "check requires_grad, and that forward is not under no_grad"
-            raise ValueError(f"the loss depends on no trainable parameter: {advice}")
-        leaves = [p for p in self.params if p.requires_grad]
-        for p in leaves:
+            raise ValueError(
+                "the loss depends on no trainable parameter: "
+                "check requires_grad, and that forward is not under no_grad"
+            )
+        trainable = [p for p in self.params if p.requires_grad]
+        for p in trainable:
             p.grad = None
-        seed = self._seed(state, loss, weight)
+
+        # `again`: activation checkpointing repeats parts of forward, and must find its precision.
+        seed = self._backward_seed(state.scale, loss, weight)
         with self.applied.again():
-            torch.autograd.backward(loss, seed, inputs=leaves)
+            torch.autograd.backward(loss, seed, inputs=trainable)
+
         grads = [p.grad if p.requires_grad else None for p in self.params]
-        for p in leaves:
+        for p in trainable:
             p.grad = None
         return grads
 
-    def _seed(self, state: StepState, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """What backward starts from. Seeding with the scale is what multiplying the loss by it would do."""
+    def _backward_seed(self, scale: Tensor, loss: Tensor, weight: Tensor | None) -> Tensor:
+        """scale · weight · sens: starting backward from it is the same as scaling the loss."""
         seed: Any = self.sens
         if weight is not None:
             seed = weight * seed
-        if self.scaled:
-            seed = state.scale * seed
-        if not isinstance(seed, Tensor):
-            one = seed == 1.0 and loss.dim() == 0 and loss.dtype == self.one.dtype
-            return self.one if one else torch.full_like(loss, seed)
-        return seed.to(loss.device, loss.dtype).expand_as(loss)
+        if self.scales_loss:
+            seed = scale * seed
+
+        if isinstance(seed, Tensor):
+            return seed.to(loss.device, loss.dtype).expand_as(loss)
+        if seed == 1.0 and loss.dim() == 0 and loss.dtype == self.unit_seed.dtype:
+            return self.unit_seed
+        return torch.full_like(loss, seed)
+
+    def _float64_zero(self) -> Tensor:
+        return torch.zeros_like(self.zero_loss, dtype=torch.float64)
+
+
+def _zero_unless(flag: Tensor, grad: Tensor) -> Tensor:
+    """The gradient if the flag is set, else zeros. A sparse gradient keeps its indices."""
+    if not grad.is_sparse:
+        return torch.where(flag, grad, 0)
+    values = grad._values()
+    values.copy_(torch.where(flag, values, 0))
+    return grad

@@ -86,7 +86,7 @@ class EvalStep:
             taken = arguments(out, least)
             loss, n, out = wide(o.loss(*taken), least), o.number(batch, taken), taken[0]
         if n is None:  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
-            n = 1 if o.sums else rows(batch)
+            n = 1 if o.is_sum else rows(batch)
         count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)
         return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)
 

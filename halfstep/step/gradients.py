@@ -1,72 +1,119 @@
-"""Gradients between backward and update: unscale, check, measure, clip. In that order, always."""
+"""Pure arithmetic on gradients between backward and optimizer step: add, unscale, average, clip.
+
+Names that end in _ change their tensors in place, with torch's foreach kernels: a network's worth
+of small tensors costs a few launches. Except where sparse gradients are named, all are dense.
+"""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-EPS = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-LARGE = 1 << 16  # elements: below, torch's kernel is as fast
+CLIP_EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+BLAS_MIN_ELEMENTS = 1 << 16  # below this size torch's norm kernel is as fast as BLAS
 
 
-def dense(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The values behind each gradient, to work on in place: a coalesced sparse gradient's values, or itself."""
-    return [g._values() if g.is_sparse else g for g in grads]
+def add_gradients_(totals: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
+    """totals += grads, in the dtype of totals. Single gradients may be None or sparse."""
+    dense_totals = []
+    dense_grads = []
+    for i, (total, grad) in enumerate(zip(totals, grads, strict=True)):
+        if grad is None:
+            continue
+        if total is not None and not grad.is_sparse:
+            dense_totals.append(total)
+            dense_grads.append(grad)
+        elif total is not None:
+            totals[i] = total + grad
+        elif grad.is_sparse:
+            # The indices of an embedding's gradient are the batch itself, which may be overwritten.
+            totals[i] = grad.clone()
+        else:
+            totals[i] = grad
+    if dense_totals:
+        torch._foreach_add_(dense_totals, dense_grads)
 
 
-def unscale_(grads: list[Tensor], inverse: Tensor) -> Tensor:
-    """Multiplies in place and returns 1.0 if anything was non-finite, else 0.0, on the device; torch's own kernel."""
-    found = torch.zeros((), device=inverse.device)
-    for dtype in {g.dtype for g in grads}:
-        torch._amp_foreach_non_finite_check_and_unscale_([g for g in grads if g.dtype == dtype], found, inverse)
-    return found
+def coalesce(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, with the duplicate indices of sparse ones summed."""
+    return [grad.coalesce() if grad.is_sparse else grad for grad in grads]
 
 
-def norms(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of each gradient, as torch's clip_grad_norm_ computes them; of low gradients in float32."""
-    low = any(g.dtype.itemsize == 2 for g in grads)  # fp16 beside modules that are kept in fp32
-    each = torch._foreach_norm(grads, 2, torch.float32) if low else torch._foreach_norm(grads)
-    mixed = any(n.dtype != each[0].dtype for n in each)
-    return torch.stack([n.to(each[0].dtype) for n in each] if mixed else each)
+def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient."""
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
-def quick_norms(grads: list[Tensor]) -> Tensor:
-    """norms() at memory speed on a CPU: a large gradient by BLAS, which rounds in another order (a few ulp)."""
-    large = [i for i, g in enumerate(grads) if g.numel() >= LARGE and g.dtype == torch.float32 and g.is_contiguous()]
-    if not large:
-        return norms(grads)
-    squares = {i: torch.dot(flat, flat) for i in large for flat in (grads[i].view(-1),)}
-    rest = norms([g for i, g in enumerate(grads) if i not in squares]).unbind() if len(large) < len(grads) else ()
-    small = iter(rest)
-    each = torch.stack([squares[i].sqrt() if i in squares else next(small) for i in range(len(grads))])
-    sure = bool(torch.isfinite(each).all()) and bool((each > 0).all())
-    return each if sure else norms(grads)  # squares beyond the range of float32
+def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
+    """Multiplies by 1/scale. Returns 1.0 if an element was inf or NaN, else 0.0, on the device."""
+    overflow = torch.zeros((), device=inverse_scale.device)
+    # GradScaler's kernel: it multiplies and checks in one pass, for one dtype at a time.
+    for dtype in {grad.dtype for grad in grads}:
+        same_dtype = [grad for grad in grads if grad.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, overflow, inverse_scale)
+    return overflow
 
 
-def total(each: Tensor) -> Tensor:
-    """The norm of all gradients together."""
-    norm: Tensor = torch.linalg.vector_norm(each)
+def average_(grads: list[Tensor], weight: Tensor) -> None:
+    """Divides by N, the summed weight of a cycle's micro-batches."""
+    # N is 0 for a cycle without terms. Its update does not happen, so any divisor will do.
+    divisor = torch.where(weight > 0, weight, 1)
+    torch._foreach_div_(grads, divisor.to(grads[0].dtype))
+
+
+def grad_norms(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of each gradient as torch's clip_grad_norm_ computes it, all in one dtype."""
+    # A 16-bit sum of squares would overflow. The rest may be fp32: modules that are kept so.
+    if any(grad.dtype.itemsize == 2 for grad in grads):
+        norms = torch._foreach_norm(grads, 2, torch.float32)
+    else:
+        norms = torch._foreach_norm(grads)
+    dtype = norms[0].dtype
+    if any(norm.dtype != dtype for norm in norms):
+        norms = tuple(norm.to(dtype) for norm in norms)
+    return torch.stack(norms)
+
+
+def grad_norms_by_blas(grads: list[Tensor]) -> Tensor:
+    """grad_norms() on a CPU, large gradients at memory speed. Differs from it by a few ulp."""
+    norms: dict[int, Tensor] = {}
+    for i, grad in enumerate(grads):
+        if _is_large_dense_fp32(grad):
+            flat = grad.view(-1)
+            norms[i] = torch.dot(flat, flat).sqrt()
+    if not norms:
+        return grad_norms(grads)
+
+    # One foreach call for the small ones.
+    small = [i for i in range(len(grads)) if i not in norms]
+    if small:
+        small_norms = grad_norms([grads[i] for i in small])
+        norms.update(zip(small, small_norms.unbind(), strict=True))
+    result = torch.stack([norms[i] for i in range(len(grads))])
+
+    # The dot product may leave the range of float32 where torch's kernel does not.
+    in_range = bool(torch.isfinite(result).all()) and bool((result > 0).all())
+    return result if in_range else grad_norms(grads)
+
+
+def _is_large_dense_fp32(grad: Tensor) -> bool:
+    is_large = grad.numel() >= BLAS_MIN_ELEMENTS
+    return is_large and grad.dtype == torch.float32 and grad.is_contiguous()
+
+
+def total_norm(norms: Tensor) -> Tensor:
+    """The 2-norm of all gradients together, from the norm of each."""
+    norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
 
-def clip_norm_(grads: list[Tensor], norm: Tensor, limit: float) -> None:
-    """torch's clip: × min(1, limit / (norm + 1e-6))."""
-    torch._foreach_mul_(grads, torch.clamp(limit / (norm + EPS), max=1.0))
+def clip_value_(grads: list[Tensor], max_value: float) -> None:
+    """Clamps every element to [-max_value, max_value]."""
+    torch._foreach_clamp_min_(grads, -max_value)
+    torch._foreach_clamp_max_(grads, max_value)
 
 
-def clip_value_(grads: list[Tensor], limit: float) -> None:
-    torch._foreach_clamp_min_(grads, -limit)
-    torch._foreach_clamp_max_(grads, limit)
-
-
-def add_(into: list[Tensor | None], grads: Sequence[Tensor | None]) -> None:
-    """into += grads, where either may be missing; the sum is formed in into's dtype."""
-    both = [(a, b) for a, b in zip(into, grads, strict=True) if a is not None and b is not None and not b.is_sparse]
-    if both:
-        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
-    for i, b in enumerate(grads):
-        a = into[i]
-        if a is None:
-            into[i] = b.clone() if b is not None and b.is_sparse else b  # an embedding's indices are the batch itself
-        elif b is not None and b.is_sparse:
-            into[i] = a + b
+def clip_norm_(grads: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Multiplies by min(1, max_norm / (norm + 1e-6)), as torch's clip_grad_norm_ does."""
+    factor = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
+    torch._foreach_mul_(grads, factor)

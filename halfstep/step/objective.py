@@ -35,19 +35,19 @@ class Objective:
         return self.terms.known or self.given is not None or self.labels is not None
 
     @property
-    def sums(self) -> bool:
+    def is_sum(self) -> bool:
         """The loss is a sum, not a mean: micro-batches add up as they are."""
         return self.given is None and self.terms.known and self.terms.count is None
 
     @property
-    def masked(self) -> bool:
+    def ignores_targets(self) -> bool:
         """One of torch's losses that skip ignored targets: all ignored, its mean is 0/0 and its gradients are 0."""
         return self.given is None and self.terms.summed is not None
 
     @property
     def may_be_none(self) -> bool:
         """n may be 0 in a way that loss and gradients do not tell, so that even a cycle of one needs it."""
-        zero_weights = self.masked and self.terms.weights
+        zero_weights = self.ignores_targets and self.terms.weights
         return self.given is not None or self.labels is not None or zero_weights
 
     @property
@@ -70,7 +70,7 @@ class Objective:
         taken = () if self.loss is None else arguments(out, least)
         asked = (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
         n = self.terms.count(*taken) if asked and self.terms.count is not None else None
-        if weighted and self.masked:
+        if weighted and self.ignores_targets:
             assert self.terms.summed is not None
             above = torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
             return wide(self.terms.summed(*taken), least) / above, n

@@ -9,7 +9,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 INF = tl.constexpr(float("inf"))
-EPS = tl.constexpr(1e-6)  # gradients.EPS
+EPS = tl.constexpr(1e-6)  # gradients.CLIP_EPS
 
 
 @triton.jit(do_not_specialize_on_alignment=["plan", "sums", "flags", "scale", "weight"])

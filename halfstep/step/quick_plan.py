@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of gradients
 COUNTS = (8, 32, 128)  # gradients per launch, as many as the kernels are compiled for
 
 
-class Shape(NamedTuple):
+class UpdateSignature(NamedTuple):
     """What plans and kernels depend on, besides what an Update keeps for life."""
 
     live: tuple[int, ...]
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     weighted: bool
 
     @classmethod
-    def of(cls, cycle: Cycle, live: list[int]) -> "Shape":
+    def of(cls, cycle: Cycle, live: list[int]) -> "UpdateSignature":
         assert cycle.loss is not None
         return cls(tuple(live), cycle.loss.dtype, cycle.weight is not None)
 

@@ -41,7 +41,7 @@ class Rates:
             else:
                 group["lr"] = column[i].clone()
 
-    def show(self) -> Tensor:
+    def current(self) -> Tensor:
         """The rates in force, for the record: one number, or one per group; made anew only when one changed."""
         now = [g["lr"] for g in self.groups]
         if any(isinstance(v, Tensor) for v in now):

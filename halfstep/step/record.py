@@ -24,7 +24,7 @@ class Record(NamedTuple):
     fingerprint: Tensor
 
 
-class Journal(Protocol):
+class RecordTarget(Protocol):
     """A table of records, the next in row `at`. Who writes that of the step under way says that it is `taken`."""
 
     table: Tensor
@@ -32,7 +32,7 @@ class Journal(Protocol):
     taken: bool
 
 
-class Outcome(NamedTuple):
+class UpdateResult(NamedTuple):
     """What became of an update: the cycle's loss, what the update used, and whether it happened.
 
     Wide dtypes stand first, so that the fields can be packed into bytes without gaps.

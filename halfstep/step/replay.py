@@ -14,7 +14,7 @@ from torch import Tensor
 
 from halfstep.step.capturing import Lane, capturing
 from halfstep.step.optim import state_tensors
-from halfstep.step.record import Outcome
+from halfstep.step.record import UpdateResult
 from halfstep.step.state import StepState
 from halfstep.step.update import Update
 
@@ -30,7 +30,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[list[Tensor]]
     packed: Tensor
-    like: Outcome
+    like: UpdateResult
 
 
 class Replay:
@@ -40,11 +40,11 @@ class Replay:
         self.update, self.captures = update, 0
         self._graphs: dict[Any, Captured] = {}
         self._seen: tuple[Any, int] = (None, 0)
-        self._rows: dict[Any, Iterator[tuple[Tensor, Outcome]]] = {}  # by the dtypes that a row holds
+        self._rows: dict[Any, Iterator[tuple[Tensor, UpdateResult]]] = {}  # by the dtypes that a row holds
         self._usable = update.device.type == "cuda"
         self._lane: Lane | None = None
 
-    def __call__(self, state: StepState, live: list[int]) -> Outcome:
+    def __call__(self, state: StepState, live: list[int]) -> UpdateResult:
         optimizer = self.update.commit.optimizer
         hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # a replay runs no hook
         if not self._usable or hooked or torch.cuda.is_current_stream_capturing():
@@ -88,7 +88,7 @@ class Replay:
             cycle.grads, cycle.weight, cycle.loss = before
         return Captured(graph, inputs, packed, outcome)
 
-    def _replay(self, captured: Captured, state: StepState) -> Outcome:
+    def _replay(self, captured: Captured, state: StepState) -> UpdateResult:
         for static, now in zip(captured.inputs, _inputs(state), strict=True):
             torch._foreach_copy_(static, now)
         captured.graph.replay()
@@ -122,7 +122,7 @@ def _inputs(state: StepState) -> list[list[Tensor]]:
     return list(groups.values())
 
 
-def _rows(like: Outcome) -> Iterator[tuple[Tensor, Outcome]]:
+def _rows(like: UpdateResult) -> Iterator[tuple[Tensor, UpdateResult]]:
     """Room for the outcomes of the next updates: one allocation, cut once, instead of six views for each."""
     size = sum(t.nbytes for t in like)
     rows = torch.empty(ROWS, -(-size // 8) * 8, dtype=torch.uint8, device=like.lr.device)
@@ -131,13 +131,14 @@ def _rows(like: Outcome) -> Iterator[tuple[Tensor, Outcome]]:
         part = rows[:, start : start + t.nbytes].view(t.dtype)
         fields.append((part if t.dim() else part.squeeze(1)).unbind(0))
         start += t.nbytes
-    return ((row[:size], Outcome(*each)) for row, *each in zip(rows.unbind(0), *fields, strict=True))
+    return ((row[:size], UpdateResult(*each)) for row, *each in zip(rows.unbind(0), *fields, strict=True))
 
 
 @contextmanager
 def allowed(update: Update) -> Iterator[None]:
     """Fused optimizers keep their counters on the device and can be captured; Adam asks for the flag all the same."""
-    groups = [g for g in update.commit.optimizer.param_groups if update.commit.kind == "fused" and "capturable" in g]
+    is_fused = update.commit.optimizer_kind == "fused"
+    groups = [g for g in update.commit.optimizer.param_groups if is_fused and "capturable" in g]
     before = [g["capturable"] for g in groups]
     try:
         for g in groups:

@@ -1,4 +1,4 @@
-"""Taking things back without asking the host: snapshot, go on, then keep the new or the old by a device flag."""
+"""Roll-back: copies of tensors taken before an update, and their return if it is skipped."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -8,85 +8,107 @@ from torch import Tensor, nn
 
 from halfstep.launching import is_capturing
 
+TensorPair = tuple[Tensor, Tensor]
+
 
 class Snapshot(NamedTuple):
-    """Copies of tensors, flattened into one tensor per dtype so that hundreds cost a few kernels; one by one on a CPU,
-    where a compiled step has no need to make them."""
+    """Copies of tensors, to be written back by a device flag.
 
-    live: list[list[Tensor]]
-    old: list[Tensor]
+    On a GPU the tensors of one dtype share one flat copy: hundreds of tensors cost a few kernels.
+    On a CPU each has its own, which a compiled step need not even make.
+    """
+
+    groups: list[list[Tensor]]
+    flat_copies: list[Tensor]  # one for each group
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], old: Sequence[Tensor] | None = None) -> "Snapshot":
-        """Of the tensors as they are, or of those in `old` for each."""
-        pairs = list(zip(tensors, tensors if old is None else old, strict=True))
-        groups = [[pair] for pair in pairs] if pairs and pairs[0][0].device.type == "cpu" else alike(pairs)
-        return cls([[t for t, _ in group] for group in groups], [_flat([t for _, t in group]) for group in groups])
+    def of(cls, tensors: Sequence[Tensor], copies: Sequence[Tensor] | None = None) -> "Snapshot":
+        """Of the tensors as they are now, or as `copies` of them say."""
+        sources = tensors if copies is None else copies
+        pairs = list(zip(tensors, sources, strict=True))
+        if pairs and pairs[0][0].device.type == "cpu":
+            grouped_pairs = [[pair] for pair in pairs]
+        else:
+            grouped_pairs = group_by_dtype(pairs)
+        groups = [[tensor for tensor, _ in group] for group in grouped_pairs]
+        flat_copies = [_flatten([source for _, source in group]) for group in grouped_pairs]
+        return cls(groups, flat_copies)
 
-    def keep_old_where(self, flag: Tensor) -> None:
-        """Every tensor becomes bit for bit what it was when `flag` is set, and stays as it is otherwise."""
-        for tensors, old in zip(self.live, self.old, strict=True):
-            chosen = torch.where(flag, old, _flat(tensors))
-            parts = chosen.split([t.numel() for t in tensors])
-            torch._foreach_copy_(tensors, [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)])
+    def restore_if(self, flag: Tensor) -> None:
+        """Writes the copies back, bit for bit, if the flag is set. Does not read it on the host."""
+        for tensors, flat_copy in zip(self.groups, self.flat_copies, strict=True):
+            chosen = torch.where(flag, flat_copy, _flatten(tensors))
+            pieces = chosen.split([t.numel() for t in tensors])
+            shaped = [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+            torch._foreach_copy_(tensors, shaped)
 
 
-def alike(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[list[tuple[Tensor, Tensor]]]:
-    """In groups of the same dtypes: a foreach kernel takes those, and copies mixed ones one by one."""
-    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+def group_by_dtype(pairs: Iterable[TensorPair]) -> list[list[TensorPair]]:
+    """Pairs in groups of equal dtypes: a foreach kernel falls back to a loop for mixed ones."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[TensorPair]] = {}
     for a, b in pairs:
         groups.setdefault((a.dtype, b.dtype), []).append((a, b))
     return list(groups.values())
 
 
-def copy_alike(to: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-    """In one kernel per dtype."""
-    for group in alike(zip(to, given, strict=True)):
-        torch._foreach_copy_([mine for mine, _ in group], [theirs for _, theirs in group])
+def foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies each source into its target, in one kernel per dtype."""
+    for group in group_by_dtype(zip(targets, sources, strict=True)):
+        torch._foreach_copy_([target for target, _ in group], [source for _, source in group])
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
 class Buffers:
-    """A network's buffers at the start of a cycle, and their return when its update is skipped."""
+    """The buffers of a network and its loss: copied when a cycle begins, restored on a skip.
+
+    A forward pass may write into a buffer, or put another tensor in its place; both are undone.
+    """
 
     def __init__(self, *roots: Any) -> None:
         modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-        self._slots = [(m._buffers, k) for m in modules for k in m._buffers]
-        self._held: list[Tensor | None] = []  # what was in the slots when they were copied
+        self._slots = [(m._buffers, name) for m in modules for name in m._buffers]
+        self._tensors_at_copy: list[Tensor | None] = []  # what stood in each slot
 
     def __bool__(self) -> bool:
         return bool(self._slots)
 
     def tensors(self) -> list[Tensor]:
-        seen = {id(b): b for owner, key in self._slots if (b := owner.get(key)) is not None}
-        return list(seen.values())
+        """The buffers, a shared one once."""
+        unique = {id(b): b for owner, name in self._slots if (b := owner.get(name)) is not None}
+        return list(unique.values())
 
-    def copy(self, into: list[Tensor]) -> list[Tensor]:
-        """Copies of the buffers, in `into` when it fits."""
-        now, self._held = self.tensors(), [owner.get(key) for owner, key in self._slots]
-        if len(into) != len(now) or any(
-            a.shape != b.shape or a.dtype != b.dtype for a, b in zip(into, now, strict=True)
-        ):
-            return [b.detach().clone() for b in now]
-        copy_alike(into, now)
-        return into
+    def copy(self, storage: list[Tensor]) -> list[Tensor]:
+        """Copies of the buffers, in `storage` if it fits, else in new memory."""
+        buffers = self.tensors()
+        self._tensors_at_copy = [owner.get(name) for owner, name in self._slots]
+        shapes = [(b.shape, b.dtype) for b in buffers]
+        if [(s.shape, s.dtype) for s in storage] != shapes:
+            return [b.detach().clone() for b in buffers]
+        foreach_copy(storage, buffers)
+        return storage
 
-    def restore(self, old: Sequence[Tensor], where: Tensor | None = None) -> None:
-        """The buffers as copied: always, or where the device flag is set."""
-        if self._replaced():
-            if where is not None and (is_capturing() or not bool(where)):  # which object is there: the host decides
+    def restore(self, copies: Sequence[Tensor], only_if: Tensor | None = None) -> None:
+        """Makes the buffers what they were: always, or if the device flag `only_if` is set."""
+        if self._were_replaced():
+            # Which tensor stands in a slot is up to Python, so the host has to read the flag. In a
+            # capture it cannot.
+            if only_if is not None and (is_capturing() or not bool(only_if)):
                 return
-            for (owner, key), buffer in zip(self._slots, self._held, strict=True):
-                owner[key] = buffer
-            where = None
-        if old and where is None:
-            copy_alike(self.tensors(), old)
-        elif old and where is not None:
-            Snapshot.of(self.tensors(), old).keep_old_where(where)
+            for (owner, name), buffer in zip(self._slots, self._tensors_at_copy, strict=True):
+                owner[name] = buffer
+            only_if = None
 
-    def _replaced(self) -> bool:
-        """Whether forward has put other tensors there, perhaps the user's own, instead of writing into these."""
-        return any(owner.get(key) is not b for (owner, key), b in zip(self._slots, self._held, strict=False))
+        if not copies:
+            return
+        if only_if is None:
+            foreach_copy(self.tensors(), copies)
+        else:
+            Snapshot.of(self.tensors(), copies).restore_if(only_if)
+
+    def _were_replaced(self) -> bool:
+        """Whether a slot holds another tensor now than when it was copied."""
+        pairs = zip(self._slots, self._tensors_at_copy, strict=False)  # none before the first copy
+        return any(owner.get(name) is not tensor for (owner, name), tensor in pairs)

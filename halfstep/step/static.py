@@ -12,7 +12,7 @@ from halfstep.step.baked import of_modules, of_optimizer, pointers
 from halfstep.step.capturing import generation
 from halfstep.step.record import Record
 from halfstep.step.replay import allowed
-from halfstep.step.select import copy_alike
+from halfstep.step.select import foreach_copy
 from halfstep.step.state import Cycle
 from halfstep.step.train import TrainStep
 
@@ -48,7 +48,7 @@ class Static:
         try:
             with around(step), allow:
                 self._enter(first)
-                loss = step.accumulator.zero
+                loss = step.accumulator.zero_loss
                 if batch is not None:
                     loss = step.accumulator(step.state, step.layout.inputs(batch))
                 if not last:
@@ -119,16 +119,17 @@ class Static:
         self.live = frozenset(i for i, _, _ in pairs)
         moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
         moved += [(mine, now) for name, mine in self._sums.items() if (now := getattr(cycle, name)) is not mine]
-        copy_alike([mine for mine, _ in moved], [g for _, g in moved])
+        foreach_copy([mine for mine, _ in moved], [g for _, g in moved])
 
     def prepare(self) -> None:
         """The storage, before a capture: what is allocated inside one belongs to its graph."""
         if self._sums or not self.many:
             return
         acc = self.step.accumulator
-        wide = zip(acc.params, acc.wide, strict=True)
+        wide = zip(acc.params, acc.sum_dtypes, strict=True)
         self._grads = [torch.zeros_like(p, dtype=d, requires_grad=False) for p, d in wide]
-        self._sums = {name: torch.zeros_like(acc.zero, dtype=torch.float64) for name in ("weight", "nominal", "loss")}
+        sums = ("weight", "nominal", "loss")
+        self._sums = {name: torch.zeros_like(acc.zero_loss, dtype=torch.float64) for name in sums}
 
 
 def around(step: TrainStep) -> AbstractContextManager[None]:

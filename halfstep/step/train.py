@@ -20,7 +20,7 @@ from halfstep.step.host import Host
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.options import StepOptions
 from halfstep.step.rates import Rates
-from halfstep.step.record import Outcome, Record
+from halfstep.step.record import Record, UpdateResult
 from halfstep.step.replay import Replay
 from halfstep.step.select import Buffers
 from halfstep.step.state import StepState
@@ -86,7 +86,7 @@ class TrainStep:
         if self.state.cycle.micro == 0:
             return None
         with backend(self.precision, self.device, **self.options.kernels):
-            return self._printed(self._end(self.accumulator.zero))
+            return self._printed(self._end(self.accumulator.zero_loss))
 
     def check(self) -> None:
         """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
@@ -107,7 +107,7 @@ class TrainStep:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
         self._averaged = True
         try:
-            with ema.instead_of(self.params, self.state.ema, self._room):
+            with ema.averages_as_weights(self.params, self.state.ema, self._room):
                 yield
         finally:
             self._averaged = False
@@ -168,7 +168,13 @@ class TrainStep:
         self.accumulator = Accumulate(self.objective, self.applied, self.params, self.options, self.buffers)
         objective = self.objective
         self.update = Update(
-            self.params, precision, self.options, commit, self.host, sums=objective.sums, masked=objective.masked
+            self.params,
+            precision,
+            self.options,
+            commit,
+            self.host,
+            is_sum=objective.is_sum,
+            ignores_targets=objective.ignores_targets,
         )
         self._replay = Replay(self.update)
         self.tries = 0
@@ -181,9 +187,9 @@ class TrainStep:
         assert cycle.weight is not None
         mean = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(self.precision.output)
         scale = self.state.scale.clone()
-        return Record(loss, mean, self.rates.show(), scale, self._no, self._zero, self._no, self._no_print)
+        return Record(loss, mean, self.rates.current(), scale, self._no, self._zero, self._no, self._no_print)
 
-    def ended(self, loss: Tensor, outcome: Outcome) -> Record:
+    def ended(self, loss: Tensor, outcome: UpdateResult) -> Record:
         """The record of a batch that ends its cycle, by what became of the update."""
         own = loss if self.options.accumulate > 1 else outcome.loss
         rest = outcome.loss, outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated
@@ -197,7 +203,7 @@ class TrainStep:
             outcome = self._replay(state, live)
         else:
             outcome = self.update.on_host(state, live)
-            if outcome.updated is self.update.yes:
+            if outcome.updated is self.update.true:
                 self._moved.update(live)
         self.tried()
         cycle.drop()

@@ -7,7 +7,7 @@ import torch
 
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import NoScale, Precision
-from halfstep.step.record import Outcome
+from halfstep.step.record import UpdateResult
 from halfstep.watch import Watch
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ def nonfinite(step: "TrainStep", at: int) -> NonFiniteError:
     )
 
 
-def look(step: "TrainStep", outcome: Outcome) -> None:
+def look(step: "TrainStep", outcome: UpdateResult) -> None:
     """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
     state = step.state
-    if outcome.skipped is step.update.yes:  # the host decided, a first update under decide="device" too
+    if outcome.skipped is step.update.true:  # the host decided, a first update under decide="device" too
         halted = step.tries * (step.options.nonfinite == "raise")
         heed(step, halted, int(step.host.read(state.streak)))
     elif step.on_device:

@@ -1,4 +1,10 @@
-"""The end of a cycle: g = G · inv_scale / N, check, clip, and commit all of it or none of it."""
+"""The end of a cycle: unscale, average, check, clip, then commit all of the update or none of it.
+
+The same recipe in two forms. `on_host` reads the overflow flag and decides with `if`. `on_device`
+reads nothing: each `if` becomes a flag and a torch.where, so that a CUDA graph can hold it.
+
+`grad_indices` are the positions of the parameters that have a gradient in this cycle.
+"""
 
 import math
 from functools import cached_property
@@ -14,28 +20,29 @@ from halfstep.step import gradients
 from halfstep.step.commit import Commit
 from halfstep.step.host import Host
 from halfstep.step.options import StepOptions
-from halfstep.step.quick_plan import Shape
-from halfstep.step.record import Journal, Outcome
+from halfstep.step.quick_plan import UpdateSignature
+from halfstep.step.record import RecordTarget, UpdateResult
 from halfstep.step.state import Cycle, StepState
 
 if TYPE_CHECKING:
-    from halfstep.step.quick import Quick
+    from halfstep.step.quick import FusedUpdate
 
-SHAPES = 16  # of updates that are remembered for captures
+MAX_SIGNATURES = 16  # kinds of updates that are remembered, to load their kernels before a capture
 
 
-class Measured(NamedTuple):
-    """Gradients after unscaling and averaging, the values behind them, 1.0 if one is non-finite, and their norms."""
+class UnscaledGrads(NamedTuple):
+    """A cycle's gradients after unscaling and averaging, before clipping."""
 
-    grads: list[Tensor]
-    values: list[Tensor]
-    found: Tensor
-    each: Tensor
-    norm: Tensor
+    indices: list[int]  # the parameter that each gradient belongs to
+    tensors: list[Tensor]
+    values: list[Tensor]  # the memory of `tensors`: other tensors where these are sparse
+    overflow: Tensor  # 1.0 if an element is inf or NaN, else 0.0
+    norms: Tensor  # of each gradient
+    total_norm: Tensor
 
 
 class Update:
-    """Turns the cycle's gradients into one optimizer step, or takes everything back."""
+    """Turns the gradients of a cycle into one optimizer step, or rolls everything back."""
 
     def __init__(
         self,
@@ -45,196 +52,289 @@ class Update:
         commit: Commit,
         host: Host,
         *,
-        sums: bool,
-        masked: bool,
+        is_sum: bool,
+        ignores_targets: bool,
     ) -> None:
-        self.params, self.options, self.commit, self.host = params, options, commit, host
-        self.scale, self.output = precision.loss_scale, precision.output
-        self.masked = masked  # the loss is 0/0, with gradients of 0, when every target is ignored
-        self.scaled, self.averages = not isinstance(self.scale, NoScale), options.accumulate > 1 and not sums
-        self.edits = self.scaled or options.accumulate > 1 or options.clip_norm or options.clip_value
-        self.wide = [torch.promote_types(p.dtype, torch.float32) for p in params]
-        self.device = params[0].device
-        self.zero, self.one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        self.yes, self.no = self.one.bool(), self.zero.bool()
-        self.tries = torch.zeros((), dtype=torch.int64, device=self.device)  # cycles ended, updated or not
-        self.journal: Journal | None = None  # where the next update's record may go at once
-        self._places: dict[tuple[int, ...], Tensor] = {}
-        self._few, self._shapes = False, set[Shape]()
+        self.params = params
+        self.options = options
+        self.commit = commit
+        self.host = host
+        self.loss_scale = precision.loss_scale
+        self.loss_dtype = precision.output
+        self.ignores_targets = ignores_targets  # a loss that is 0/0 when it ignores every target
 
-    def on_host(self, state: StepState, live: list[int]) -> Outcome:
-        """The transaction, decided by the host: one read of the flag, one of N where it may be 0."""
-        self._note(state.cycle, live)
-        m = self._measure(state, live, looks=self.device.type == "cpu")
-        used = state.scale.clone() if self.scaled else state.scale
-        self.tries += 1
-        empty = not live or self._no_terms(state.cycle, m.norm)
-        overflow = not empty and self.host.read(m.found) != 0
-        skip = empty or overflow
-        self.commit.on_host(state, [] if skip else self._finish(m, live), skip=skip)
-        if overflow:
-            state.skips += 1
-            state.streak += 1
-            state.bad.copy_(self._blame(torch.stack([~torch.isfinite(v).all() for v in m.values]), live))
-        elif not empty:
+        self.accumulates = options.accumulate > 1
+        self.averages = self.accumulates and not is_sum
+        self.scales_loss = not isinstance(self.loss_scale, NoScale)
+        self.clips = bool(options.clip_norm or options.clip_value)
+        self.edits_grads = self.scales_loss or self.accumulates or self.clips
+        self.wide_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
+
+        # Constants on the device, so that no update has to copy them there.
+        self.device = params[0].device
+        self.zero = torch.zeros((), device=self.device)
+        self.one = torch.ones((), device=self.device)
+        self.true = self.one.bool()
+        self.false = self.zero.bool()
+        self._index_tensors: dict[tuple[int, ...], Tensor] = {}
+
+        # Cycles that have ended, updated or not: nonfinite="raise" notes which one it stopped at.
+        self.cycles_ended = torch.zeros((), dtype=torch.int64, device=self.device)
+
+        # For captured steps: where a fused kernel may write the record, and updates met so far.
+        self.record_target: RecordTarget | None = None
+        self._use_fused_kernels = False
+        self._signatures: set[UpdateSignature] = set()
+
+    def on_host(self, state: StepState, grad_indices: list[int]) -> UpdateResult:
+        """Ends the cycle, decided by the host: one read of the flag, one of N where it may be 0."""
+        self._remember_signature(state.cycle, grad_indices)
+
+        # Unscale, average, check.
+        on_cpu = self.device.type == "cpu"
+        grads = self._unscale_and_check(state, grad_indices, reads_are_free=on_cpu)
+        scale_used = state.scale.clone() if self.scales_loss else state.scale
+        self.cycles_ended += 1
+
+        # Decide. A cycle without terms is held back: it is neither an update nor a skip.
+        hold = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
+        overflow = not hold and self.host.read(grads.overflow) != 0
+        skipped = overflow
+        updated = not (overflow or hold)
+
+        # Clip and commit, or roll back.
+        self.commit.rates.set(state.updates)
+        if updated:
+            self._clip(grads)
+            self.commit.step(state, self._optimizer_grads(grads))
+        else:
+            self.commit.roll_back(state)
+
+        # Count, and note which parameters overflowed: by element, since a large finite gradient
+        # may have an infinite norm.
+        if updated:
             state.updates += 1
             state.streak.zero_()
-        if not empty:
-            self._move(state, self.scale.next(ScaleState(state.scale, state.growth), m.found))
-        loss = self._loss(state.cycle, self.yes if empty else None)
-        skipped, updated = self.yes if overflow else self.no, self.no if empty or overflow else self.yes
-        return Outcome(self.commit.rates.show(), loss, m.norm, used, skipped, updated)
+        if skipped:
+            state.skips += 1
+            state.streak += 1
+            nonfinite = torch.stack([~torch.isfinite(value).all() for value in grads.values])
+            state.bad.copy_(self._for_all_params(nonfinite, grad_indices))
 
-    def on_device(self, state: StepState, live: list[int]) -> Outcome:
-        """The transaction without a host decision: every branch is a select, so that it can be captured."""
-        self._note(state.cycle, live)
-        if self.quick and self._quick.fits(state, live):
-            return self._quick(state, live)
-        m, used = self._measure(state, live, looks=False), state.scale.clone()
-        self.tries += 1
-        overflow = m.found > 0
-        empty, hold = self._empty(state.cycle, m.norm), state.halted > 0
-        hold = hold if empty is None else hold | empty  # stopped, or no terms: nothing moves
-        skip = overflow | hold
-        self.commit.on_device(state, self._finish(m, live), skip)
-        skipped, updated = overflow & ~hold, ~skip
+        # Next scale: it grows after many finite updates and shrinks after an overflow.
+        if self.scales_loss and not hold:
+            scale_state = ScaleState(state.scale, state.growth)
+            next_state = self.loss_scale.next(scale_state, grads.overflow)
+            state.scale.copy_(next_state.scale)
+            state.growth.copy_(next_state.growth)
+
+        return UpdateResult(
+            lr=self.commit.rates.current(),
+            loss=self._cycle_loss(state.cycle, self.true if hold else None),
+            norm=grads.total_norm,
+            scale=scale_used,
+            skipped=self.true if skipped else self.false,
+            updated=self.true if updated else self.false,
+        )
+
+    def on_device(self, state: StepState, grad_indices: list[int]) -> UpdateResult:
+        """Ends the cycle, decided by the device: on_host with flags, without a host read."""
+        self._remember_signature(state.cycle, grad_indices)
+        if self.use_fused_kernels and self._fused_update.fits(state, grad_indices):
+            return self._fused_update(state, grad_indices)
+
+        # Unscale, average, check.
+        grads = self._unscale_and_check(state, grad_indices, reads_are_free=False)
+        scale_used = state.scale.clone()
+        self.cycles_ended += 1
+
+        # Decide. A cycle without terms is held back: it is neither an update nor a skip. So is
+        # every cycle after nonfinite="raise" has halted the device, until the host has raised.
+        empty = self._has_no_terms(state.cycle, grads.total_norm)
+        hold = state.halted > 0
+        if empty is not None:
+            hold = hold | empty
+        overflow = grads.overflow > 0
+        roll_back = overflow | hold
+        skipped = overflow & ~hold
+        updated = ~roll_back
+
+        # Clip and commit, or roll back.
+        self.commit.rates.set(state.updates)
+        self._clip(grads)
+        self.commit.step_unless(roll_back, state, self._optimizer_grads(grads))
+
+        # Count, and note which parameters overflowed: by norm, which costs no further pass.
         state.updates += updated
         state.skips += skipped
-        state.streak.copy_(torch.where(hold, state.streak, (state.streak + 1) * overflow))
-        state.bad.copy_(torch.where(skipped, self._blame(~torch.isfinite(m.each), live), state.bad))
-        after = self.scale.next(ScaleState(state.scale, state.growth), m.found)
-        self._move(
-            state,
-            ScaleState(*(torch.where(hold, a, b) for a, b in zip((state.scale, state.growth), after, strict=True))),
-        )
+        streak = (state.streak + 1) * overflow
+        state.streak.copy_(torch.where(hold, state.streak, streak))
+        nonfinite = self._for_all_params(~torch.isfinite(grads.norms), grad_indices)
+        state.bad.copy_(torch.where(skipped, nonfinite, state.bad))
         if self.options.nonfinite == "raise":
-            state.halted.copy_(torch.where(skipped, self.tries, state.halted))
-        return Outcome(self.commit.rates.show(), self._loss(state.cycle, empty), m.norm, used, skipped, updated)
+            state.halted.copy_(torch.where(skipped, self.cycles_ended, state.halted))
 
-    @property
-    def quick(self) -> bool:
-        """Whether on_device takes few kernels, for captures; they sum the norm's squares in another order."""
-        return self._few
+        # Next scale: it grows after many finite updates and shrinks after an overflow.
+        if self.scales_loss:
+            scale_state = ScaleState(state.scale, state.growth)
+            next_state = self.loss_scale.next(scale_state, grads.overflow)
+            state.scale.copy_(torch.where(hold, state.scale, next_state.scale))
+            state.growth.copy_(torch.where(hold, state.growth, next_state.growth))
 
-    @quick.setter
-    def quick(self, few: bool) -> None:
-        """Loads the kernels for updates like those so far: a capture must load no code."""
-        self._few = self.commit.spread = few
-        for shape in self._shapes if few else ():
-            self._quick.prepare(shape)
+        return UpdateResult(
+            lr=self.commit.rates.current(),
+            loss=self._cycle_loss(state.cycle, empty),
+            norm=grads.total_norm,
+            scale=scale_used,
+            skipped=skipped,
+            updated=updated,
+        )
 
-    def _note(self, cycle: Cycle, live: list[int]) -> None:
-        if self.commit.kind == "fused" and len(self._shapes) < SHAPES:
-            self._shapes.add(Shape.of(cycle, live))
+    def _unscale_and_check(
+        self, state: StepState, grad_indices: list[int], *, reads_are_free: bool
+    ) -> UnscaledGrads:
+        """g = G · 1/scale / N, its norm, and whether an element is inf or NaN. Before clipping.
 
-    @cached_property
-    def _quick(self) -> "Quick":
-        from halfstep.step.quick import Quick
-
-        return Quick(self)
-
-    def _measure(self, state: StepState, live: list[int], *, looks: bool) -> Measured:
-        """Unscale, average, check, measure: in that order, and before clipping, always."""
+        `reads_are_free`: a look at a value waits for nothing, as on a CPU.
+        """
         cycle = state.cycle
-        grads = self._widened(cycle, live)
-        values = gradients.dense(grads)
-        found = self._unscale(state, values, looks)
-        self._average(cycle, values)
-        measure = gradients.quick_norms if looks and self.options.clip_norm is None else gradients.norms
-        each = measure(values) if values else self.zero.view(1)
-        norm = gradients.total(each)
-        if cycle.weight is not None:  # 0/0 is no gradient
-            norm = torch.where(cycle.weight > 0, norm, 0)
-        return Measured(grads, values, self._check(found, norm, values), each, norm)
+        tensors = self._fp32_grads(cycle, grad_indices)
+        values = gradients.dense_values(tensors)
 
-    def _finish(self, m: Measured, live: list[int]) -> list[Tensor | None]:
-        """Clip, and hand over."""
-        self._clip(m.values, m.norm)  # after the check: a NaN norm destroys every gradient
-        return self._given(live, m.grads)
+        # Unscale. The kernel checks in the same pass; times 1, it only checks.
+        overflow = None
+        if self.scales_loss:
+            overflow = gradients.unscale_(values, inverse(state.scale))
+        elif self.options.nonfinite != "ignore" and not reads_are_free:
+            overflow = gradients.unscale_(values, self.one)
 
-    def _widened(self, cycle: Cycle, live: list[int]) -> list[Tensor]:
-        """The gradients to work on: wide, unless low ones go to the optimizer as backward left them."""
-        grads = [g for i in live if (g := cycle.grads[i]) is not None]
-        as_is = not self.edits and self.commit.widened is None
-        if as_is:
-            grads = _coalesced(grads)
-            as_is = self.device.type == "cpu" or all(g.dtype != torch.bfloat16 for g in grads)  # CUDA checks no bf16
-        if not as_is:
-            grads = [g for g in widen(grads, [self.wide[i] for i in live]) if g is not None]
-        return _coalesced(grads)
-
-    def _unscale(self, state: StepState, values: list[Tensor], looks: bool) -> Tensor | None:
-        """G · inv_scale, and whether anything was non-finite: exact, and without a host read."""
-        if self.scaled:
-            return gradients.unscale_(values, inverse(state.scale))
-        return None if self.options.nonfinite == "ignore" or looks else gradients.unscale_(values, self.one)
-
-    def _average(self, cycle: Cycle, values: list[Tensor]) -> None:
-        """÷ N. N is 0 only for a cycle without terms, whose update is held back anyway."""
+        # Average over the micro-batches.
         if self.averages and values:
             assert cycle.weight is not None
-            n = torch.where(cycle.weight > 0, cycle.weight, 1)
-            torch._foreach_div_(values, n.to(values[0].dtype))
+            gradients.average_(values, cycle.weight)
 
-    def _check(self, found: Tensor | None, norm: Tensor, values: list[Tensor]) -> Tensor:
-        """1.0 when an element is non-finite. On a CPU a finite norm proves the opposite in the pass it takes anyway."""
+        # Measure. BLAS is faster and a few ulp off: good enough to report, not to clip by.
+        if not values:
+            norms = self.zero.view(1)
+        elif reads_are_free and self.options.clip_norm is None:
+            norms = gradients.grad_norms_by_blas(values)
+        else:
+            norms = gradients.grad_norms(values)
+        total_norm = gradients.total_norm(norms)
+        if cycle.weight is not None:  # without terms the gradients are 0/0
+            total_norm = torch.where(cycle.weight > 0, total_norm, 0)
+
+        # Check, before clipping: a NaN norm would destroy every gradient. On a CPU a finite norm
+        # proves that all is finite. An infinite one may be the squares: look at each element.
         if self.options.nonfinite == "ignore":
-            return self.zero
-        if found is not None:
-            return found
-        return self.zero if math.isfinite(norm.item()) else gradients.unscale_(values, self.one)
+            overflow = self.zero
+        elif overflow is None:
+            overflow = self.zero
+            if not math.isfinite(total_norm.item()):
+                overflow = gradients.unscale_(values, self.one)
 
-    def _clip(self, values: list[Tensor], norm: Tensor) -> None:
-        """After unscaling, so that the limit means the same at every scale."""
-        if self.options.clip_value is not None and values:
-            gradients.clip_value_(values, self.options.clip_value)
-            norm = gradients.total(gradients.norms(values)) if self.options.clip_norm else norm
-        if self.options.clip_norm is not None and values:
-            gradients.clip_norm_(values, norm, self.options.clip_norm)
+        return UnscaledGrads(grad_indices, tensors, values, overflow, norms, total_norm)
 
-    def _given(self, live: list[int], grads: list[Tensor]) -> list[Tensor | None]:
-        """What the optimizer gets: gradients in its parameters' dtype."""
-        given: list[Tensor | None] = [None] * len(self.params)
-        for i, g in zip(live, grads, strict=True):
-            low = self.params[i].dtype != g.dtype and self.commit.widened is None
-            given[i] = g.to(self.params[i].dtype) if low else g
-        return given
+    def _fp32_grads(self, cycle: Cycle, grad_indices: list[int]) -> list[Tensor]:
+        """The cycle's gradients in float32 or wider, so that editing them rounds nothing away.
 
-    def _empty(self, cycle: Cycle, norm: Tensor) -> Tensor | None:
-        """Whether the cycle held no terms: N = 0, or a mean loss of 0/0 whose gradients are all exactly 0."""
+        16-bit ones that nothing edits stay as backward left them: the optimizer takes them so.
+        """
+        grads = [grad for i in grad_indices if (grad := cycle.grads[i]) is not None]
+        if not self.edits_grads and self.commit.fp32_update is None:
+            grads = gradients.coalesce(grads)
+            # The kernel that checks does not take bfloat16 on CUDA.
+            has_bf16 = any(grad.dtype == torch.bfloat16 for grad in grads)
+            if self.device.type == "cpu" or not has_bf16:
+                return grads
+        wide = widen(grads, [self.wide_dtypes[i] for i in grad_indices])
+        return gradients.coalesce([grad for grad in wide if grad is not None])
+
+    def _clip(self, grads: UnscaledGrads) -> None:
+        """By value, then by norm. After unscaling, so that limits do not depend on the scale."""
+        if not grads.values:
+            return
+        norm = grads.total_norm
+        if self.options.clip_value is not None:
+            gradients.clip_value_(grads.values, self.options.clip_value)
+            if self.options.clip_norm:
+                norm = gradients.total_norm(gradients.grad_norms(grads.values))
+        if self.options.clip_norm is not None:
+            gradients.clip_norm_(grads.values, norm, self.options.clip_norm)
+
+    def _optimizer_grads(self, grads: UnscaledGrads) -> list[Tensor | None]:
+        """One gradient for each parameter, in the dtype that the parameter has during the step."""
+        result: list[Tensor | None] = [None] * len(self.params)
+        for i, grad in zip(grads.indices, grads.tensors, strict=True):
+            dtype = self.params[i].dtype
+            if grad.dtype != dtype and self.commit.fp32_update is None:
+                grad = grad.to(dtype)
+            result[i] = grad
+        return result
+
+    def _has_no_terms(self, cycle: Cycle, total_norm: Tensor) -> Tensor | None:
+        """Whether the loss averaged nothing, as a flag; None where that cannot happen.
+
+        Then N is 0, or a mean with ignored targets is 0/0 and its gradients are all exactly 0.
+        """
         if cycle.weight is not None:
             return cycle.weight == 0
         assert cycle.loss is not None
-        return torch.isnan(cycle.loss) & (norm == 0) if self.masked else None
+        if self.ignores_targets:
+            return torch.isnan(cycle.loss) & (total_norm == 0)
+        return None
 
-    def _loss(self, cycle: Cycle, empty: Tensor | None) -> Tensor:
-        """The full batch's loss: the weighted mean of its micro-batches, 0 when there was nothing to average."""
-        assert cycle.loss is not None
-        if self.options.accumulate > 1:
-            n = torch.where(cycle.weight > 0, cycle.weight, 1) if cycle.weight is not None else 1
-            return (cycle.loss / n).to(self.output)
-        return cycle.loss if empty is None else torch.where(empty, 0, cycle.loss)
-
-    def _no_terms(self, cycle: Cycle, norm: Tensor) -> bool:
-        if cycle.weight is None and self.device.type == "cpu" and norm.item() != 0:  # on a CPU this look is free
+    def _read_has_no_terms(self, cycle: Cycle, total_norm: Tensor) -> bool:
+        """_has_no_terms as a bool. On a CPU a norm that is not 0 answers it without the flag."""
+        if cycle.weight is None and self.device.type == "cpu" and total_norm.item() != 0:
             return False
-        empty = self._empty(cycle, norm)
+        empty = self._has_no_terms(cycle, total_norm)
         return empty is not None and self.host.read(empty) != 0
 
-    def _blame(self, bad: Tensor, live: list[int]) -> Tensor:
-        """Which parameters had a non-finite gradient, among all of them."""
-        if len(live) == len(self.params):
-            return bad
-        key = tuple(live)
-        if key not in self._places:
-            self._places[key] = torch.tensor(live, device=self.device)
-        return torch.zeros(len(self.params), dtype=torch.bool, device=self.device).index_copy(0, self._places[key], bad)
+    def _cycle_loss(self, cycle: Cycle, empty: Tensor | None) -> Tensor:
+        """The loss of the whole cycle: the weighted mean of its micro-batches, 0 without terms."""
+        assert cycle.loss is not None
+        if self.accumulates:
+            assert cycle.weight is not None
+            mean = cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)
+            return mean.to(self.loss_dtype)
+        if empty is None:
+            return cycle.loss
+        return torch.where(empty, 0, cycle.loss)
 
-    def _move(self, state: StepState, after: ScaleState) -> None:
-        if self.scaled:
-            state.scale.copy_(after.scale)
-            state.growth.copy_(after.growth)
+    def _for_all_params(self, flags: Tensor, grad_indices: list[int]) -> Tensor:
+        """Flags of the gradients as flags of all parameters; False where there is no gradient."""
+        if len(grad_indices) == len(self.params):
+            return flags
+        key = tuple(grad_indices)
+        if key not in self._index_tensors:
+            self._index_tensors[key] = torch.tensor(grad_indices, device=self.device)
+        no_flags = torch.zeros(len(self.params), dtype=torch.bool, device=self.device)
+        return no_flags.index_copy(0, self._index_tensors[key], flags)
 
+    # The fast form of on_device, for captured steps: see quick.py.
 
-def _coalesced(grads: list[Tensor]) -> list[Tensor]:
-    return [g.coalesce() if g.is_sparse else g for g in grads]
+    @property
+    def use_fused_kernels(self) -> bool:
+        """on_device in three or four Triton kernels. Norms are summed in another order."""
+        return self._use_fused_kernels
+
+    @use_fused_kernels.setter
+    def use_fused_kernels(self, value: bool) -> None:
+        self._use_fused_kernels = value
+        self.commit.step_in_pieces = value
+        # A capture must load no code: load the kernels for the updates met so far.
+        if value:
+            for signature in self._signatures:
+                self._fused_update.prepare(signature)
+
+    @cached_property
+    def _fused_update(self) -> "FusedUpdate":
+        from halfstep.step.quick import FusedUpdate
+
+        return FusedUpdate(self)
+
+    def _remember_signature(self, cycle: Cycle, grad_indices: list[int]) -> None:
+        is_fused = self.commit.optimizer_kind == "fused"
+        if is_fused and len(self._signatures) < MAX_SIGNATURES:
+            self._signatures.add(UpdateSignature.of(cycle, grad_indices))

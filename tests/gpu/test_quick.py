@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.step.pack import pack
 from halfstep.step.quick_plan import COUNTS, LARGE
-from halfstep.step.record import Outcome
+from halfstep.step.record import UpdateResult
 from halfstep.step.replay import allowed
 
 pytest.importorskip("triton")
@@ -47,11 +47,11 @@ def hold(shapes: list[tuple[int, ...]], *, quick: bool, adamw: bool = False, **o
     opt.step()
     step.state.cycle.grads = [torch.empty_like(p) for p in step.params]
     step.state.cycle.loss = torch.ones((), device="cuda")
-    step.update.quick = step.update.commit.spread = quick
+    step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 
 
-def capture(step: Any, live: list[int]) -> tuple[torch.cuda.CUDAGraph, Outcome]:
+def capture(step: Any, live: list[int]) -> tuple[torch.cuda.CUDAGraph, UpdateResult]:
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with allowed(step.update), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
@@ -88,9 +88,9 @@ def test_a_replayed_capture_equals_the_eager_update(shapes: list[tuple[int, ...]
     for step in (plain, quick):
         fill(step, 0)
         step.update.on_device(step.state, live)
-    quick.update.quick = quick.update.commit.spread = True
+    quick.update.use_fused_kernels = quick.update.commit.step_in_pieces = True
     graph, outcome = capture(quick, live)
-    assert list(quick.update._quick._plans.values()) != [None]
+    assert list(quick.update._fused_update._plans.values()) != [None]
     for at in range(1, 6):
         for step in (plain, quick):
             fill(step, at, bad=len(shapes) - 3 if at in (2, 3) else None)
@@ -199,7 +199,7 @@ def test_training_equals_the_plain_update(precision: str, make: Callable[..., An
             step(*batch(i))
     one, two = (step.fingerprints() for step in steps)
     assert [k for k in one if one[k].item() != two[k].item()] == []
-    assert steps[0].update._quick._plans
+    assert steps[0].update._fused_update._plans
 
 
 def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
@@ -211,7 +211,7 @@ def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
         net, nn.CrossEntropyLoss(), opt, precision=precision, nonfinite="skip", ema=0.9, lr=[0.02, 0.01]
     )
     step._replay._usable = False
-    step.update.quick = step.update.commit.spread = quick
+    step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 
 
@@ -228,14 +228,14 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
 
 def test_a_capture_that_nothing_prepared_takes_torchs_kernels() -> None:
     step = build(quick=False, nonfinite="skip")
-    step.update._few = True
+    step.update._use_fused_kernels = True
     graph = torch.cuda.CUDAGraph()
     step.state.cycle.grads = [torch.zeros_like(p) for p in step.params]
     step.state.cycle.loss = torch.ones((), device="cuda")
     step.state.cycle.buffers = step.buffers.copy([])
     with torch.cuda.graph(graph):
         step.update.on_device(step.state, list(range(len(step.params))))
-    assert step.update._quick._plans == {}
-    step.update.quick = True  # now what the capture saw is known
-    assert len(step.update._quick._plans) == 1
+    assert step.update._fused_update._plans == {}
+    step.update.use_fused_kernels = True  # now what the capture saw is known
+    assert len(step.update._fused_update._plans) == 1
     run(step, "good", 1)

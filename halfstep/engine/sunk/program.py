@@ -52,7 +52,7 @@ class Program:
         if self._made != (step.update, step.compiled.on):  # another precision, schedule or program: eagerly once more
             self._seen.clear()
             self._made = (step.update, step.compiled.on)
-            step.update.quick = self.polished and not step.options.deterministic
+            step.update.use_fused_kernels = self.polished and not step.options.deterministic
         wish = step.options.polish
         if not self.polished and (wish is True or (wish == "auto" and self.replays >= POLISH)):
             self.polish()
@@ -65,7 +65,7 @@ class Program:
         self.graphs.clear()
         self._seen.clear()  # once more eagerly: kernels are compiled outside of captures
         if not self.step.options.deterministic:
-            self.step.update.quick = True
+            self.step.update.use_fused_kernels = True
 
     def run(self, key: Hashable, batches: Batches, alike: int = 1) -> int:
         """One batch, or `alike` ones of the same kind as one graph; their records in the ring. How many it was."""
@@ -155,11 +155,11 @@ class Program:
     def _body(self, batch: Args, first: bool, last: bool) -> None:
         ring, update = self.ring, self.step.update
         ring.taken = False
-        update.journal = ring if first and last and ring.table.shape[1] else None
+        update.record_target = ring if first and last and ring.table.shape[1] else None
         try:
             record = self.static.body(batch, first=first, last=last)
         finally:
-            update.journal = None
+            update.record_target = None
         if not ring.taken:
             ring.record(record)
 

@@ -29,7 +29,11 @@ import halfstep as hs
 from halfstep.engine import Callback, Run
 
 BATCH, MOMENTUM = 32, 0.9
-LR, START, WARM = 0.1, 0.01, 0.5  # the seed's: from 0.01 up to 0.1 over half of all updates, then down as a square
+LR, START, WARM = (
+    0.1,
+    0.01,
+    0.5,
+)  # the seed's: from 0.01 up to 0.1 over half of all updates, then down as a square
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 TARGET, WITHIN = 0.848, 0.005
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -48,14 +52,21 @@ def decode(archive: Path) -> dict[str, tuple[list[np.ndarray], list[int]]]:
                 continue  # a folder
             split, name, number = member.name.split("/")[-3:]
             with Image.open(io.BytesIO(file.read())) as image:
-                found[split][int(number.split(".")[0]), CLASSES.index(name)] = np.asarray(image.convert("RGB"))
-    return {s: ([each[k] for k in sorted(each)], [k[1] for k in sorted(each)]) for s, each in found.items()}
+                found[split][int(number.split(".")[0]), CLASSES.index(name)] = np.asarray(
+                    image.convert("RGB")
+                )
+    return {
+        s: ([each[k] for k in sorted(each)], [k[1] for k in sorted(each)])
+        for s, each in found.items()
+    }
 
 
 def load(archive: str, cache: Path) -> tuple[Split, Split]:
     """Both splits as uint8 [N, 32, 32, 3] and int64; the first process decodes, others wait for it."""
     cache.mkdir(parents=True, exist_ok=True)
-    done = cache / f"done-{Path(archive).stat().st_size}"  # of this archive, not of another one before it
+    done = (
+        cache / f"done-{Path(archive).stat().st_size}"
+    )  # of this archive, not of another one before it
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
@@ -64,13 +75,18 @@ def load(archive: str, cache: Path) -> tuple[Split, Split]:
                 np.save(cache / f"{split}-labels.npy", np.array(labels, np.int64))
             done.touch()
     train, test = (
-        tuple(torch.from_numpy(np.load(cache / f"{split}-{part}.npy")) for part in ("images", "labels"))
+        tuple(
+            torch.from_numpy(np.load(cache / f"{split}-{part}.npy"))
+            for part in ("images", "labels")
+        )
         for split in ("train", "test")
     )
     return (train[0], train[1]), (test[0], test[1])
 
 
-def pipeline(split: Split, device: torch.device, side: int, seed: int, *, train: bool) -> hs.data.Dataset:
+def pipeline(
+    split: Split, device: torch.device, side: int, seed: int, *, train: bool
+) -> hs.data.Dataset:
     chain = [hs.data.PadCrop(32, 4), hs.data.Flip()] if train else []
     chain += [hs.data.Resize(side), hs.data.Rescale(1 / 255), hs.data.Normalize(MEAN, STD)]
     data = hs.data.Dataset({"image": split[0], "label": split[1]}, seed=seed)
@@ -86,7 +102,12 @@ class Epochs(Callback):
         self.row, self.table = row, table
 
     def epoch_end(self, run: Run) -> None:
-        last = {"epoch": run.epoch, "seconds": run.seconds, "ms": run.seconds / run.step * 1e3, **(run.scores or {})}
+        last = {
+            "epoch": run.epoch,
+            "seconds": run.seconds,
+            "ms": run.seconds / run.step * 1e3,
+            **(run.scores or {}),
+        }
         self.row["epochs"].append(last)
         self.table.add(self.row)
         scores = f"accuracy {last['acc']:.4f}  loss {last['loss']:.4f}  " if run.scores else ""
@@ -94,9 +115,16 @@ class Epochs(Callback):
         print(f"{self.row['row']}: epoch {run.epoch:2}  {said}", flush=True)
 
 
-def train(precision: str, seed: int, data: tuple[Split, Split], args: argparse.Namespace, table: Table) -> None:
+def train(
+    precision: str, seed: int, data: tuple[Split, Split], args: argparse.Namespace, table: Table
+) -> None:
     """One run; its row holds an error where it failed, with the epochs before it."""
-    row: dict[str, Any] = {"row": f"{precision} seed {seed}", "precision": precision, "seed": seed, "epochs": []}
+    row: dict[str, Any] = {
+        "row": f"{precision} seed {seed}",
+        "precision": precision,
+        "seed": seed,
+        "epochs": [],
+    }
     start = time.perf_counter()
     try:
         fit(precision, seed, data, args, Epochs(row, table))
@@ -114,7 +142,9 @@ def train(precision: str, seed: int, data: tuple[Split, Split], args: argparse.N
     print(show(row), flush=True)
 
 
-def fit(precision: str, seed: int, data: tuple[Split, Split], args: argparse.Namespace, log: Epochs) -> None:
+def fit(
+    precision: str, seed: int, data: tuple[Split, Split], args: argparse.Namespace, log: Epochs
+) -> None:
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -125,12 +155,22 @@ def fit(precision: str, seed: int, data: tuple[Split, Split], args: argparse.Nam
     test = test.take(args.test_batches) if args.test_batches else test
     torch.manual_seed(seed)
     net = hs.nets.load(args.net, classes=10, variant=args.variant).to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, fused=device.type == "cuda" or None)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=LR, momentum=MOMENTUM, fused=device.type == "cuda" or None
+    )
     updates = args.epochs * images.size
     schedule = hs.schedules.poly(LR, updates, warmup=int(WARM * updates), start=START)
     options: dict[str, Any] = {} if args.compile is None else {"compile": args.compile == "yes"}
     metrics = {"acc": hs.metrics.Accuracy()}
-    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, precision, metrics=metrics, schedule=schedule, **options)
+    model = hs.Model(
+        net,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        precision,
+        metrics=metrics,
+        schedule=schedule,
+        **options,
+    )
     model.fit(args.epochs, images, valid=test, valid_every=args.valid_every, callbacks=[log])
 
 
@@ -152,31 +192,60 @@ def summary(table: Table) -> dict[str, Any]:
     for precision, values in found.items():
         apart = f", {means[precision] - means['tf32']:+.4f} against tf32" if "tf32" in means else ""
         each = ", ".join(f"{value:.4f}" for value in values)
-        print(f"{precision:6} mean accuracy {means[precision]:.4f} of {len(values)} seeds ({each}){apart}")
-    limits = [(f"accuracy, {precision}", mean, TARGET, None, True) for precision, mean in means.items()]
+        print(
+            f"{precision:6} mean accuracy {means[precision]:.4f} of {len(values)} seeds ({each}){apart}"
+        )
+    limits = [
+        (f"accuracy, {precision}", mean, TARGET, None, True) for precision, mean in means.items()
+    ]
     if {"O2", "tf32"} <= set(means):
-        limits.append(("accuracy, O2 against tf32, apart", abs(means["O2"] - means["tf32"]), WITHIN, None, False))
+        limits.append(
+            (
+                "accuracy, O2 against tf32, apart",
+                abs(means["O2"] - means["tf32"]),
+                WITHIN,
+                None,
+                False,
+            )
+        )
     return {"accuracies": found, "means": means, "checks": checks(limits)}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--archive", default="cifar10-jpeg-q75.tar.xz", help="the JPEG copy of CIFAR-10")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/halfstep-cifar10"), help="where decoded arrays go")
+    parser.add_argument(
+        "--archive", default="cifar10-jpeg-q75.tar.xz", help="the JPEG copy of CIFAR-10"
+    )
+    parser.add_argument(
+        "--cache", type=Path, default=Path("/tmp/halfstep-cifar10"), help="where decoded arrays go"
+    )
     parser.add_argument("--precisions", nargs="+", default=["tf32", "O2", "O3"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, default=0, help="steps of an epoch (0: all 1,562)")
-    parser.add_argument("--test-batches", type=int, default=0, help="of 250 test images (0: all 40)")
-    parser.add_argument("--valid-every", type=int, default=1, help="epochs between two evaluations; the last has one")
+    parser.add_argument(
+        "--test-batches", type=int, default=0, help="of 250 test images (0: all 40)"
+    )
+    parser.add_argument(
+        "--valid-every",
+        type=int,
+        default=1,
+        help="epochs between two evaluations; the last has one",
+    )
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--net", default="resnet50")
-    parser.add_argument("--variant", default="common", choices=["seed", "common"], help="of the network")
+    parser.add_argument(
+        "--variant", default="common", choices=["seed", "common"], help="of the network"
+    )
     parser.add_argument("--compile", choices=["yes", "no"], help="left to halfstep unless given")
     parser.add_argument("--json", help="written after every epoch")
     parser.add_argument("--note", default="", help="kept in the JSON: what ran beside it, for one")
-    parser.add_argument("--merge", nargs="+", metavar="FILE", help="train nothing: the rows of these into --json")
+    parser.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="train nothing: the rows of these into --json"
+    )
     return parser.parse_args()
 
 

@@ -60,8 +60,14 @@ def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
 def floor() -> Epoch:
     """Eight products and p -= lr·g, with nothing allocated and nothing else done."""
     sizes = [(784, 512), (512, 512), (512, 10)]
-    weights, biases = [torch.randn(n, m) * 0.01 for m, n in sizes], [torch.zeros(n) for _, n in sizes]
-    grads, bias_grads = [torch.empty_like(w) for w in weights], [torch.zeros_like(b) for b in biases]
+    weights, biases = (
+        [torch.randn(n, m) * 0.01 for m, n in sizes],
+        [torch.zeros(n) for _, n in sizes],
+    )
+    grads, bias_grads = (
+        [torch.empty_like(w) for w in weights],
+        [torch.zeros_like(b) for b in biases],
+    )
     outs, downs = [torch.empty(64, n) for _, n in sizes], [torch.empty(64, m) for m, _ in sizes]
     up = torch.randn(64, 10) * 1e-3
 
@@ -128,7 +134,9 @@ def lightning() -> Epoch:
 
     def epoch(data: Batches) -> None:
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(cell, Loader(data))
+        Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(
+            cell, Loader(data)
+        )
 
     cell = Cell()
     cell.net = net
@@ -143,7 +151,9 @@ def fit(precision: str = "fp32", *, shuffled: bool = False, **options: Any) -> E
 
     def epoch(data: Batches) -> object:
         if shuffled and not made:
-            made.append(hs.data.Dataset(tuple(map(torch.cat, zip(*data, strict=True)))).shuffle().batch(64))
+            made.append(
+                hs.data.Dataset(tuple(map(torch.cat, zip(*data, strict=True)))).shuffle().batch(64)
+            )
         return model.fit(1, made[0] if made else data)
 
     return epoch
@@ -177,7 +187,10 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
     for _ in sys.stdin:
         faults, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, clock()
         epoch(data)
-        seconds, faults = clock() - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+        seconds, faults = (
+            clock() - start,
+            resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
+        )
         print(json.dumps([seconds, faults / args.steps]), flush=True)
 
 
@@ -187,12 +200,16 @@ def start(name: str, folder: str) -> subprocess.Popen[str] | None:
         return print(f"{name}: not installed, left out")
     command = [sys.executable, *sys.argv, "--way", name, "--folder", folder]
     with open(Path(folder) / "errors", "w+") as errors:
-        process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+        process = subprocess.Popen(
+            command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
         if process.stdout.readline().strip() == "ready":
             return process
         process.communicate()
         errors.seek(0)
-        return print(f"{name}: left out, {(errors.read().strip().splitlines() or ['it ended'])[-1]}")
+        return print(
+            f"{name}: left out, {(errors.read().strip().splitlines() or ['it ended'])[-1]}"
+        )
 
 
 def measure(names: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
@@ -228,12 +245,17 @@ def table(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=938)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: for one thread on a busy machine"
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: for one thread on a busy machine",
     )
     parser.add_argument("--only", help="ways, by semicolons")
     parser.add_argument("--json", help="write the figures here")
@@ -243,7 +265,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.way:
         return work(args.way, args.folder, args)
-    rows = table(measure(args.only.split(";") if args.only else list(WAYS), args.rounds, args.steps))
+    rows = table(
+        measure(args.only.split(";") if args.only else list(WAYS), args.rounds, args.steps)
+    )
     shape = {"rounds": args.rounds, "steps": args.steps, "clock": args.clock}
     write(args.json, {"conditions": conditions(torch.device("cpu")), **shape, "rows": rows})
 

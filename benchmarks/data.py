@@ -52,7 +52,9 @@ def pipeline(images: Tensor, labels: Tensor, augment: bool) -> hd.Dataset:
     return hd.Dataset({"image": images, "label": labels}).map(chain, "image").shuffle().batch(BATCH)
 
 
-def ways(images: Tensor, labels: Tensor, augment: bool, device: torch.device) -> dict[str, Iterable[Any]]:
+def ways(
+    images: Tensor, labels: Tensor, augment: bool, device: torch.device
+) -> dict[str, Iterable[Any]]:
     ours = pipeline(images, labels, augment)
     theirs = PerSample(images, labels, augment)
     with warnings.catch_warnings():
@@ -66,7 +68,14 @@ def ways(images: Tensor, labels: Tensor, augment: bool, device: torch.device) ->
         name = f"torch DataLoader, per-sample code, {workers} workers"
         pin = device.type == "cuda"
         kept = workers > 0
-        loader = DataLoader(theirs, BATCH, shuffle=True, num_workers=workers, pin_memory=pin, persistent_workers=kept)
+        loader = DataLoader(
+            theirs,
+            BATCH,
+            shuffle=True,
+            num_workers=workers,
+            pin_memory=pin,
+            persistent_workers=kept,
+        )
         found[name] = Moved(loader, device)
     found["per-sample code, a plain loop"] = PlainLoop(theirs, device)
     return found
@@ -110,7 +119,9 @@ def one_pass(batches: Iterable[Any], device: torch.device, samples: int) -> floa
     return count / (time.perf_counter() - start)
 
 
-def throughput(images: Tensor, labels: Tensor, augment: bool, device: torch.device) -> dict[str, Any]:
+def throughput(
+    images: Tensor, labels: Tensor, augment: bool, device: torch.device
+) -> dict[str, Any]:
     """All ways take turns, round by round; the first round, which starts workers and warms up, is left out."""
     each = ways(images, labels, augment, device)
     rates: dict[str, list[float]] = {name: [] for name in each}
@@ -162,14 +173,23 @@ def order_times(device: torch.device) -> dict[str, Any]:
     billion, small = hd.Order(10**9, 1), hd.Order(60_000, 1)
     plan = hd.Dataset({"i": torch.zeros(64_000, dtype=torch.uint8)}).shuffle().batch(64).plan
     result = {
-        "seek to the last batch of 64, 10^9 samples": timed(lambda: billion.indices(3, 10**9 - 64, 64, device), device),
-        "1,000,000 indices, 10^9 samples": timed(lambda: billion.indices(3, 5 * 10**8, 10**6, device), device, 5),
+        "seek to the last batch of 64, 10^9 samples": timed(
+            lambda: billion.indices(3, 10**9 - 64, 64, device), device
+        ),
+        "1,000,000 indices, 10^9 samples": timed(
+            lambda: billion.indices(3, 5 * 10**8, 10**6, device), device, 5
+        ),
         "torch.randperm(1,000,000)": timed(lambda: torch.randperm(10**6, device=device), device, 5),
         "1,000 batches of 64": timed(lambda: plan.tokens(3, 0, 1000, device), device),
     }
     if device.type == "cuda":
-        epochs, places = torch.zeros(1, dtype=torch.int64, device=device), torch.arange(64_000, device=device) % 60_000
-        result["1,000 batches of 64, captured"] = timed(captured(lambda: small.at(epochs, places)), device)
+        epochs, places = (
+            torch.zeros(1, dtype=torch.int64, device=device),
+            torch.arange(64_000, device=device) % 60_000,
+        )
+        result["1,000 batches of 64, captured"] = timed(
+            captured(lambda: small.at(epochs, places)), device
+        )
     tracemalloc.start()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     billion.indices(3, 10**9 - 64, 64)
@@ -198,22 +218,33 @@ def transform_times(device: torch.device) -> dict[str, Any]:
         hd.Dataset({"image": images}).map(links, "image").batch(size).plan
         for links in (chain, [*chain, hd.Cast("float16")])
     )
-    numbers, epochs = torch.arange(size, device=device), torch.zeros(size, dtype=torch.int64, device=device)
+    numbers, epochs = (
+        torch.arange(size, device=device),
+        torch.zeros(size, dtype=torch.int64, device=device),
+    )
     result = {f"eager, batch {size}": timed(lambda: plan.fetch(numbers, epochs), device)}
     if device.type == "cuda":
         result[AUGMENTED] = timed(captured(lambda: plan.fetch(numbers, epochs)), device)
-        result[f"{AUGMENTED}, float16"] = timed(captured(lambda: half.fetch(numbers, epochs)), device)
+        result[f"{AUGMENTED}, float16"] = timed(
+            captured(lambda: half.fetch(numbers, epochs)), device
+        )
     return result
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", help="write the figures and their conditions here")
-    parser.add_argument("--samples", type=int, default=50_000, help="size of the data set of the throughput table")
+    parser.add_argument(
+        "--samples", type=int, default=50_000, help="size of the data set of the throughput table"
+    )
     args = parser.parse_args()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (args.samples, 32, 32, 3), dtype=torch.uint8, generator=generator)
+    images = torch.randint(
+        0, 256, (args.samples, 32, 32, 3), dtype=torch.uint8, generator=generator
+    )
     labels = torch.randint(0, 10, (args.samples,), generator=generator)
     result: dict[str, Any] = {
         "conditions": conditions(device),

@@ -51,7 +51,9 @@ def bare(batches: Batches, device: torch.device) -> Callable[[], object]:
     return epoch
 
 
-def fitted(batches: Batches, device: torch.device, folder: Path, *, callbacks: bool) -> Callable[[], object]:
+def fitted(
+    batches: Batches, device: torch.device, folder: Path, *, callbacks: bool
+) -> Callable[[], object]:
     net = mlp(device)
     model = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3))
     count = iter(range(10**6))
@@ -72,12 +74,16 @@ def on_a_terminal() -> None:
     leader, follower = pty.openpty()
     os.dup2(follower, 2)
     os.environ.setdefault("TERM", "xterm")
-    threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(leader, 65536), b"")], daemon=True).start()
+    threading.Thread(
+        target=lambda: [None for _ in iter(lambda: os.read(leader, 65536), b"")], daemon=True
+    ).start()
     assert sys.stderr.isatty()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=300)
@@ -85,7 +91,8 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     batches = [
-        (torch.randn(64, 1, 28, 28, device=device), torch.randint(0, 10, (64,), device=device)) for _ in range(20)
+        (torch.randn(64, 1, 28, 28, device=device), torch.randint(0, 10, (64,), device=device))
+        for _ in range(20)
     ]
     batches = (batches * (args.steps // 20 + 1))[: args.steps]
     on_a_terminal()
@@ -108,9 +115,21 @@ def main() -> None:
     rows = []
     for name, each in times.items():
         middle, low, high = ratios(times, name, "bare")
-        print(f"{name:28} {statistics.median(each):8.4f} ms/step  {middle:6.3f} × bare  ({low:.3f}–{high:.3f})")
-        rows.append({"way": name, "ms": statistics.median(each), "ratio": middle, "quartiles": [low, high]})
-    write(args.json, {"conditions": conditions(device), "rounds": args.rounds, "steps": args.steps, "rows": rows})
+        print(
+            f"{name:28} {statistics.median(each):8.4f} ms/step  {middle:6.3f} × bare  ({low:.3f}–{high:.3f})"
+        )
+        rows.append(
+            {"way": name, "ms": statistics.median(each), "ratio": middle, "quartiles": [low, high]}
+        )
+    write(
+        args.json,
+        {
+            "conditions": conditions(device),
+            "rounds": args.rounds,
+            "steps": args.steps,
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":

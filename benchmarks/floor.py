@@ -35,7 +35,9 @@ TOP = 15
 KEPT = {"fp32": 12, "fp16": 6, "mixed": 12, "O2": 4 + 8 + 8 + 2}
 
 
-def clock(work: Callable[[], object], device: torch.device, *, repeat: int = 10, rounds: int = 5) -> float:
+def clock(
+    work: Callable[[], object], device: torch.device, *, repeat: int = 10, rounds: int = 5
+) -> float:
     """Seconds of a call: the median of `rounds` rounds, warmed up."""
     work()
     times = []
@@ -93,7 +95,11 @@ def ceilings(device: torch.device, small: bool) -> tuple[Ceiling, dict[str, Any]
         "fp32": product(n, torch.float32, "fp32", device),
     }  # fmt: skip
     peers.switches("fp32", convolutions=False)
-    shown = {"copy_tb_s": copied / 1e12, **{f"{k}_tflop_s": rate / 1e12 for k, rate in rates.items()}, **nodes(device)}
+    shown = {
+        "copy_tb_s": copied / 1e12,
+        **{f"{k}_tflop_s": rate / 1e12 for k, rate in rates.items()},
+        **nodes(device),
+    }
     return Ceiling(copied, rates), shown
 
 
@@ -106,9 +112,21 @@ def job(work: str, args: argparse.Namespace) -> tuple[peers.Clock, int, list[roo
         size, shape = (4 if which == "fp32" else 2), (mlp.BATCH, 1, 28, 28)
         ops = roofline.ops_of(hs.nets.mlp(), shape, size, KEPT[which])
         way = "halfstep best" if best else "halfstep fused"
-        return mlp.ours(way, which, data, device), data.size, ops, "fp32" if which == "fp32" else "fp16"
-    ops = roofline.ops_of(hs.nets.resnet50(classes=10), (int(which), 3, args.side, args.side), 2, KEPT["O2"])
-    return resnet.ours("halfstep O2 compiled" if best else "halfstep O2", int(which), args), args.steps, ops, "fp16"
+        return (
+            mlp.ours(way, which, data, device),
+            data.size,
+            ops,
+            "fp32" if which == "fp32" else "fp16",
+        )
+    ops = roofline.ops_of(
+        hs.nets.resnet50(classes=10), (int(which), 3, args.side, args.side), 2, KEPT["O2"]
+    )
+    return (
+        resnet.ours("halfstep O2 compiled" if best else "halfstep O2", int(which), args),
+        args.steps,
+        ops,
+        "fp16",
+    )
 
 
 def eager_step(work: str, args: argparse.Namespace) -> Callable[[], object]:
@@ -122,13 +140,17 @@ def eager_step(work: str, args: argparse.Namespace) -> Callable[[], object]:
         net, precision, count = hs.nets.resnet50(classes=10).to(device), "O2", int(which)
         x = torch.rand(count, args.side, args.side, 3, device=device).permute(0, 3, 1, 2)
     momentum = 0.0 if name == "mlp" else resnet.MOMENTUM
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=momentum, fused=device.type == "cuda" or None)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=1e-3, momentum=momentum, fused=device.type == "cuda" or None
+    )
     y = torch.arange(count, device=device) % 10
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision)
     return lambda: step(x, y)
 
 
-def traced(work: Callable[[], object], device: torch.device, *, shapes: bool = False) -> list[dict[str, Any]]:
+def traced(
+    work: Callable[[], object], device: torch.device, *, shapes: bool = False
+) -> list[dict[str, Any]]:
     """The kernels of one call, by way of a trace file."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities, record_shapes=shapes) as seen:
@@ -156,15 +178,26 @@ def top(kernels: list[dict[str, Any]], steps: int, least: dict[str, float]) -> l
     ]  # fmt: skip
 
 
-def measure(work: str, ceiling: Ceiling, latency: float | None, args: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    work: str, ceiling: Ceiling, latency: float | None, args: argparse.Namespace
+) -> dict[str, Any]:
     device = torch.device(args.device)
     run, steps, ops, kind = job(work, args)
     ms = statistics.median(run(args.rounds, 1)) / steps * 1e3
     kernels = traced(lambda: run(1, 1), device)
     least = roofline.floor(ops, ceiling, kind)
     count = len(kernels) / steps
-    row = {"row": work, "ms": ms, **least, "gap": ms / least["floor_ms"], "gap_fused": ms / least["floor_fused_ms"]}
-    row |= {"kernels_per_step": count, "busy_ms": sum(kernel["us"] for kernel in kernels) / steps / 1e3}
+    row = {
+        "row": work,
+        "ms": ms,
+        **least,
+        "gap": ms / least["floor_ms"],
+        "gap_fused": ms / least["floor_fused_ms"],
+    }
+    row |= {
+        "kernels_per_step": count,
+        "busy_ms": sum(kernel["us"] for kernel in kernels) / steps / 1e3,
+    }
     row["latency_ms"] = None if latency is None else count * latency / 1e3
     try:
         step = eager_step(work, args)
@@ -172,7 +205,10 @@ def measure(work: str, ceiling: Ceiling, latency: float | None, args: argparse.N
             step()
         floors = roofline.floors_of(traced(step, device, shapes=True), ceiling, kind)
     except Exception as error:  # the step's own figures stand without these
-        floors, row["note"] = {}, f"no floors of kernels: {type(error).__name__}: {first_line(error)}"
+        floors, row["note"] = (
+            {},
+            f"no floors of kernels: {type(error).__name__}: {first_line(error)}",
+        )
     return {**row, "top": top(kernels, steps, floors)}
 
 
@@ -192,12 +228,20 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--works", nargs="+", default=WORKS, metavar="WORK", help=f"{', '.join(WORKS)}; '{BEST}' before one: compiled"
+        "--works",
+        nargs="+",
+        default=WORKS,
+        metavar="WORK",
+        help=f"{', '.join(WORKS)}; '{BEST}' before one: compiled",
     )
-    parser.add_argument("--small", action="store_true", help="ceilings of tiny sizes: to try the script out")
+    parser.add_argument(
+        "--small", action="store_true", help="ceilings of tiny sizes: to try the script out"
+    )
     parser.add_argument("--samples", type=int, default=mlp.FULL)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=20)
@@ -207,7 +251,12 @@ def main() -> None:
     args.again, args.net = True, "resnet50"
     table = Table.open(args)
     ceiling, shown = ceilings(torch.device(args.device), args.small)
-    print("  ".join(f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in shown.items()), flush=True)
+    print(
+        "  ".join(
+            f"{name} {'–' if value is None else f'{value:.3f}'}" for name, value in shown.items()
+        ),
+        flush=True,
+    )
     table.save(ceilings=shown)
     for work in args.works:
         try:

@@ -42,7 +42,11 @@ def pipeline(split: Any, device: torch.device) -> hs.data.Dataset:
         hs.data.ToCHW(),
     ]
     data = hs.data.load("mnist", split).map(chain, "image")
-    data = data.shuffle(10_000).batch(BATCH, drop_remainder=True) if split == "train" else data.batch(500)
+    data = (
+        data.shuffle(10_000).batch(BATCH, drop_remainder=True)
+        if split == "train"
+        else data.batch(500)
+    )
     return data.to_device(device)
 
 
@@ -50,17 +54,31 @@ def train(precision: str, epochs: int, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(0)
     net = hs.nets.lenet5().to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM)
-    model = Model(net, nn.CrossEntropyLoss(), optimizer, precision, metrics={"acc": hs.metrics.Accuracy()})
+    model = Model(
+        net, nn.CrossEntropyLoss(), optimizer, precision, metrics={"acc": hs.metrics.Accuracy()}
+    )
     losses, start = Losses(), time.perf_counter()
-    model.fit(epochs, pipeline("train", device), callbacks=[losses], steps_per_epoch=STEPS, sink=STEPS)
+    model.fit(
+        epochs, pipeline("train", device), callbacks=[losses], steps_per_epoch=STEPS, sink=STEPS
+    )
     seconds = time.perf_counter() - start
     scores = model.evaluate(pipeline("test", device))
-    print(f"{precision}: accuracy {scores['acc']:.2%}, loss {scores['loss']:.4f}, {seconds:.1f} s", flush=True)
-    return {"losses": losses.last, "accuracy": scores["acc"], "loss": scores["loss"], "seconds": round(seconds, 2)}
+    print(
+        f"{precision}: accuracy {scores['acc']:.2%}, loss {scores['loss']:.4f}, {seconds:.1f} s",
+        flush=True,
+    )
+    return {
+        "losses": losses.last,
+        "accuracy": scores["acc"],
+        "loss": scores["loss"],
+        "seconds": round(seconds, 2),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", help="write the figures and their conditions here")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "O2"])
     parser.add_argument("--epochs", type=int, default=10)
@@ -69,7 +87,13 @@ def main() -> None:
     runs = {precision: train(precision, args.epochs, device) for precision in args.precisions}
     write(
         args.json,
-        {"conditions": conditions(device), "batch": BATCH, "steps_per_epoch": STEPS, "target": TARGET, **runs},
+        {
+            "conditions": conditions(device),
+            "batch": BATCH,
+            "steps_per_epoch": STEPS,
+            "target": TARGET,
+            **runs,
+        },
     )
 
 

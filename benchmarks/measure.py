@@ -15,7 +15,9 @@ import torch
 Work = Callable[[], object]
 
 
-def interleave(ways: dict[str, Work], *, rounds: int, steps: int, device: torch.device) -> dict[str, list[float]]:
+def interleave(
+    ways: dict[str, Work], *, rounds: int, steps: int, device: torch.device
+) -> dict[str, list[float]]:
     """Milliseconds per call of each way, round by round; the ways take turns, so a slow moment hits them all."""
     for work in ways.values():
         for _ in range(max(20, steps // 4)):
@@ -63,7 +65,10 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
     return f"{model}, {torch.get_num_threads()} threads"
 
 

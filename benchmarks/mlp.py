@@ -30,7 +30,16 @@ NAMES = {"fp32": "fp32", "fp16": "fp16", "mixed": "O1"}
 COLD = [f"cold {i}" for i in (1, 2, 3)]
 EMPTY = [f"cold, caches empty {i}" for i in (1, 2, 3)]
 OURS = ["halfstep", "halfstep fused", "halfstep best"]
-WAYS = [*OURS, "Lightning", *COLD, "CUDA graph by hand", "torch eager", "Accelerate", "torch.compile", *EMPTY]
+WAYS = [
+    *OURS,
+    "Lightning",
+    *COLD,
+    "CUDA graph by hand",
+    "torch eager",
+    "Accelerate",
+    "torch.compile",
+    *EMPTY,
+]
 NOTES = {
     "halfstep": "as given: torch.optim.SGD(lr=1e-3), fit(5, data)", "halfstep fused": "SGD(fused=True)",
     "halfstep best": "SGD(fused=True), compile=True, polish=True, sink=a whole epoch",
@@ -57,7 +66,9 @@ def load(samples: int) -> tuple[Tensor, Tensor]:
 
 
 def job(precision: str, data: tuple[Tensor, Tensor], device: torch.device) -> Work:
-    images = (data[0].to(device).float() / 255).to(torch.float16 if precision == "fp16" else torch.float32)
+    images = (data[0].to(device).float() / 255).to(
+        torch.float16 if precision == "fp16" else torch.float32
+    )
     steps = -(-len(images) // BATCH)
     return Work(
         build=hs.nets.mlp, images=images, labels=data[1].to(device), batch=BATCH, steps=steps, precision=precision,
@@ -65,13 +76,17 @@ def job(precision: str, data: tuple[Tensor, Tensor], device: torch.device) -> Wo
     )  # fmt: skip
 
 
-def pipeline(data: tuple[Tensor, Tensor], precision: str, device: torch.device, raw: bool) -> hs.data.Dataset:
+def pipeline(
+    data: tuple[Tensor, Tensor], precision: str, device: torch.device, raw: bool
+) -> hs.data.Dataset:
     images, labels = data
     if not raw:
         floats = (images.float() / 255).to(torch.float16 if precision == "fp16" else torch.float32)
         made = hs.data.Dataset({"image": floats, "label": labels}, seed=0)
     else:
-        made = hs.data.Dataset({"image": images, "label": labels}, seed=0).map(hs.data.Rescale(1 / 255), "image")
+        made = hs.data.Dataset({"image": images, "label": labels}, seed=0).map(
+            hs.data.Rescale(1 / 255), "image"
+        )
     return made.shuffle().batch(BATCH).to_device(device)
 
 
@@ -93,7 +108,9 @@ def ours(way: str, precision: str, data: hs.data.Dataset, device: torch.device) 
     return peers.clocked(lambda passes: made.fit(passes, data, sink=sink), device)
 
 
-def measure(way: str, precision: str, data: tuple[Tensor, Tensor], args: argparse.Namespace) -> rows.Figures:
+def measure(
+    way: str, precision: str, data: tuple[Tensor, Tensor], args: argparse.Namespace
+) -> rows.Figures:
     """One row, in a process of its own."""
     device = torch.device(args.device)
     passes = 1 if way in SLOW else args.epochs
@@ -129,7 +146,9 @@ def summary(table: rows.Table, precisions: list[str], ways: list[str]) -> None:
         for p in precisions:
             value = table.value(f"{p} {way}")
             times = rows.ratio(table.value(f"{p} Lightning"), value)
-            cells.append("–" if value is None else f"{value:.3f}" + (f" ({times:.1f} ×)" if times else ""))
+            cells.append(
+                "–" if value is None else f"{value:.3f}" + (f" ({times:.1f} ×)" if times else "")
+            )
         print(f"{way:32}" + "".join(f"{cell:>22}" for cell in cells))
 
 
@@ -141,8 +160,18 @@ def limits(table: rows.Table) -> list[tuple[str, float | None, float, float | No
         found.append((f"defaults, {p}, s", table.value(f"{p} halfstep"), DEFAULTS[p], None, False))
         for name, each in (("cold defaults", COLD), ("cold defaults, caches empty", EMPTY)):
             values = [v for way in each if (v := table.value(f"{p} {way}")) is not None]
-            found.append((f"{name}, {p}, s", statistics.median(values) if values else None, 2.0, 1.0, False))
-        found.append((f"× faster than Lightning, {p}", rows.ratio(table.value(f"{p} Lightning"), best), 15, 30, True))
+            found.append(
+                (f"{name}, {p}, s", statistics.median(values) if values else None, 2.0, 1.0, False)
+            )
+        found.append(
+            (
+                f"× faster than Lightning, {p}",
+                rows.ratio(table.value(f"{p} Lightning"), best),
+                15,
+                30,
+                True,
+            )
+        )
     both = rows.ratio(table.value("mixed halfstep best"), table.value("fp32 halfstep best"))
     found.append(("best configuration, mixed / fp32", both, 1.05, None, False))
     return found
@@ -150,12 +179,16 @@ def limits(table: rows.Table) -> list[tuple[str, float | None, float, float | No
 
 def parse() -> argparse.Namespace:
     parser = rows.arguments(__doc__, seconds=110, row_seconds=60)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY", help=", ".join(WAYS)
+    )
     parser.add_argument("--precisions", nargs="+", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--samples", type=int, default=FULL)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--bytes", action="store_true", help="halfstep reads uint8 images and rescales in its step")
+    parser.add_argument(
+        "--bytes", action="store_true", help="halfstep reads uint8 images and rescales in its step"
+    )
     return parser.parse_args()
 
 
@@ -166,7 +199,10 @@ def child(precision: str, way: str, args: argparse.Namespace) -> None:
     data = load(args.samples)
     with tempfile.TemporaryDirectory(prefix="halfstep-caches-") as folder:
         if way in EMPTY:
-            os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            os.environ |= {
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            }
         rows.serve(args.row, lambda: measure(way, precision, data, args), wait=args.wait)
 
 
@@ -175,12 +211,21 @@ def main() -> None:
     if args.row:
         precision, _, way = args.row.partition(" ")
         return child(precision, way, args)
-    names = [f"{p} {way}" for way in args.ways for p in args.precisions if (p, way) != ("fp16", "Accelerate")]
+    names = [
+        f"{p} {way}"
+        for way in args.ways
+        for p in args.precisions
+        if (p, way) != ("fp16", "Accelerate")
+    ]
     full = args.device.startswith("cuda") and (args.samples, args.epochs) == (FULL, 5)
-    table = rows.Table.open(args, batch=BATCH, lr=LR, samples=args.samples, epochs=args.epochs, bytes=args.bytes)
+    table = rows.Table.open(
+        args, batch=BATCH, lr=LR, samples=args.samples, epochs=args.epochs, bytes=args.bytes
+    )
     rows.drive([__file__, *sys.argv[1:]], names, table, args, show)
     summary(table, args.precisions, args.ways)
-    table.save(checks=rows.checks(limits(table)) if full else "limits hold for an H200 at full size")
+    table.save(
+        checks=rows.checks(limits(table)) if full else "limits hold for an H200 at full size"
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ PRECISIONS = ("fp32", "O1", "O2", "fp16")
 
 def mlp(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    layers = [
+        nn.Flatten(),
+        nn.Linear(784, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
+    ]
     return nn.Sequential(*layers).to(device)
 
 
@@ -65,22 +72,35 @@ def halfstep(x: Tensor, y: Tensor, kind: str, precision: str) -> Callable[[], ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40, help="steps per round and way")
-    parser.add_argument("--optimizers", default="foreach,fused", help="SGD implementations to compare")
+    parser.add_argument(
+        "--optimizers", default="foreach,fused", help="SGD implementations to compare"
+    )
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     device = torch.device(args.device)
     x, y = torch.randn(64, 1, 28, 28, device=device), torch.randint(0, 10, (64,), device=device)
-    result = {"conditions": conditions(device), "rounds": args.rounds, "steps_per_round": args.steps, "rows": []}
+    result = {
+        "conditions": conditions(device),
+        "rounds": args.rounds,
+        "steps_per_round": args.steps,
+        "rows": [],
+    }
     print(f"{'optimizer':10} {'way':16} {'ms/step':>9} {'against':>10} {'ratio':>7}  quartiles")
     for kind in args.optimizers.split(","):
         ways = {"bare": bare(x, y, kind)}
-        if device.type == "cuda":  # on a CPU torch's half products take 15 × as long: nothing to compare with
+        if (
+            device.type == "cuda"
+        ):  # on a CPU torch's half products take 15 × as long: nothing to compare with
             ways["bare-amp"] = bare_amp(x, y, kind)
-        refused = device.type == "cpu" and kind == "fused"  # torch's fused SGD does not move half parameters on a CPU
+        refused = (
+            device.type == "cpu" and kind == "fused"
+        )  # torch's fused SGD does not move half parameters on a CPU
         ways |= {p: halfstep(x, y, kind, p) for p in PRECISIONS if not (refused and p == "fp16")}
         times = interleave(ways, rounds=args.rounds, steps=args.steps, device=device)
         for name, each in times.items():

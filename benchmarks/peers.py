@@ -58,10 +58,14 @@ class Work:
         return net.to(memory_format=torch.channels_last) if self.channels_last else net  # type: ignore[call-overload]
 
     def sgd(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        fused = self.device.type == "cuda"  # on a CPU torch's fused SGD does not move half parameters
+        fused = (
+            self.device.type == "cuda"
+        )  # on a CPU torch's fused SGD does not move half parameters
         made = torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=fused or None)
         for p in made.param_groups[0]["params"] if self.momentum else ():
-            made.state[p]["momentum_buffer"] = torch.zeros_like(p)  # fused, a skipped first step leaves it unset
+            made.state[p]["momentum_buffer"] = torch.zeros_like(
+                p
+            )  # fused, a skipped first step leaves it unset
         return made
 
     def feed(self) -> Iterator[tuple[Tensor, ...]]:
@@ -70,7 +74,9 @@ class Work:
             order = torch.randperm(len(self.labels), device=self.device)
             yield from ((index,) for index in order.split(self.batch)[: self.steps])
         else:
-            ready = list(zip(self.images.split(self.batch), self.labels.split(self.batch), strict=True))
+            ready = list(
+                zip(self.images.split(self.batch), self.labels.split(self.batch), strict=True)
+            )
             yield from (ready[i % len(ready)] for i in range(self.steps))
 
     def fetch(self, *fed: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +124,11 @@ def stepper(work: Work, net: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
     """torch's documented step; the scale needs no host, because the fused optimizer takes the flag on the device."""
     scaler = torch.amp.GradScaler(work.device.type, enabled=work.amp == torch.float16)
     # no cache of casts: each weight is used once a step, and a captured step must not keep one
-    cast = partial(torch.autocast, work.device.type, work.amp, cache_enabled=False) if work.amp else nullcontext
+    cast = (
+        partial(torch.autocast, work.device.type, work.amp, cache_enabled=False)
+        if work.amp
+        else nullcontext
+    )
 
     def step(x: Tensor, y: Tensor) -> object:
         optimizer.zero_grad(set_to_none=True)
@@ -170,7 +180,9 @@ def graphed(work: Work) -> Clock:
     net = work.net()
     step = stepper(work, net, work.sgd(net.parameters()))
     first = work.samples()
-    sizes = {len(fed[0]): fed for fed in (first[0], first[-1])}  # whole batches, and the one that ends a pass
+    sizes = {
+        len(fed[0]): fed for fed in (first[0], first[-1])
+    }  # whole batches, and the one that ends a pass
     # the step too, and with it network and optimizer: a graph does not keep what it reads and writes
     kept = {size: (*_capture(work, net, step, fed), step) for size, fed in sizes.items()}
 
@@ -186,7 +198,9 @@ def graphed(work: Work) -> Clock:
     return clocked(train, work.device)
 
 
-def _capture(work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]) -> tuple[Any, tuple[Tensor, ...]]:
+def _capture(
+    work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]
+) -> tuple[Any, tuple[Tensor, ...]]:
     """A graph of the step over inputs of its own, captured on the stream that warmed it up, as torch asks for."""
     static = tuple(part.clone() for part in fed)
     side = torch.cuda.Stream()
@@ -243,7 +257,11 @@ PEERS: dict[str, Callable[[Work], Clock]] = {
 
 def prepare(way: str) -> None:
     """Import what a peer needs, before its row is measured; a missing one is told by the row."""
-    module = {"Accelerate": "accelerate", "Lightning": "lightning_peer", "torch.compile": "torch._inductor"}.get(way)
+    module = {
+        "Accelerate": "accelerate",
+        "Lightning": "lightning_peer",
+        "torch.compile": "torch._inductor",
+    }.get(way)
     if module:
         try:
             __import__(module)

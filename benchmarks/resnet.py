@@ -75,7 +75,13 @@ def pipeline(batch: int, augmented: bool, args: argparse.Namespace) -> hs.data.D
         images, chain = noise((count, args.side, args.side, 3), device), []
     made = hs.data.Dataset({"image": images, "label": labels}, seed=0)
     made = made.map([*chain, hs.data.ToCHW(channels_last=True)], "image")
-    return made.shuffle().batch(batch).repeat(-(-args.steps // READY)).take(args.steps).to_device(device)
+    return (
+        made.shuffle()
+        .batch(batch)
+        .repeat(-(-args.steps // READY))
+        .take(args.steps)
+        .to_device(device)
+    )
 
 
 def ours(way: str, batch: int, args: argparse.Namespace) -> Clock:
@@ -106,7 +112,9 @@ def measure(way: str, batch: int, args: argparse.Namespace) -> rows.Figures:
     """One row, in a process of its own."""
     start = time.perf_counter()
     if batch * args.side**2 > 64 * 224**2:
-        args.steps = min(args.steps, 10 if way.endswith("fp32") else 30)  # strict fp32 takes about 300 ms a step
+        args.steps = min(
+            args.steps, 10 if way.endswith("fp32") else 30
+        )  # strict fp32 takes about 300 ms a step
     clock = (ours if way in OURS else theirs)(way, batch, args)
     warm_s = time.perf_counter() - start
     times = clock(args.rounds, 1)
@@ -121,10 +129,17 @@ def measure(way: str, batch: int, args: argparse.Namespace) -> rows.Figures:
 def memory(device: torch.device) -> dict[str, float | None]:
     if device.type != "cuda":
         return {"allocated_gib": None, "reserved_gib": None, "stays_gib": None}
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    allocated, reserved = (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+    )
     torch.cuda.empty_cache()  # what a captured graph needs stays
     stays = torch.cuda.memory_reserved(device)
-    return {"allocated_gib": allocated / GIB, "reserved_gib": reserved / GIB, "stays_gib": stays / GIB}
+    return {
+        "allocated_gib": allocated / GIB,
+        "reserved_gib": reserved / GIB,
+        "stays_gib": stays / GIB,
+    }
 
 
 def show(figures: rows.Figures) -> str:
@@ -137,7 +152,9 @@ def show(figures: rows.Figures) -> str:
     return f"{figures['row']:36} {figures['ms']:8.2f} ms  {figures['images_per_s']:>6} img/s  {gib:>20} GiB  ({steps})"
 
 
-def limits(table: rows.Table, batches: list[int]) -> list[tuple[str, float | None, float, float | None, bool]]:
+def limits(
+    table: rows.Table, batches: list[int]
+) -> list[tuple[str, float | None, float, float | None, bool]]:
     def ms(batch: int, *ways: str) -> float | None:
         found = [v for way in ways if (v := table.value(f"{batch} {way}", "ms")) is not None]
         return min(found) if found else None
@@ -163,7 +180,9 @@ def limits(table: rows.Table, batches: list[int]) -> list[tuple[str, float | Non
 
 def parse() -> argparse.Namespace:
     parser = rows.arguments(__doc__, seconds=140, row_seconds=110)
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY", help=", ".join(WAYS))
+    parser.add_argument(
+        "--ways", nargs="+", default=WAYS, choices=WAYS, metavar="WAY", help=", ".join(WAYS)
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[32, 256])
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--net", default="resnet50")
@@ -183,8 +202,16 @@ def main() -> None:
     names = [f"{batch} {way}" for way in args.ways for batch in args.batches]
     print(f"{'':36} {'step':>11}  {'':>12}  {'allocated / reserved / stays':>24}")
     rows.drive([__file__, *sys.argv[1:]], names, table, args, show)
-    full = args.device.startswith("cuda") and (args.net, args.side, args.steps) == ("resnet50", 224, 100)
-    table.save(checks=rows.checks(limits(table, args.batches)) if full else "limits hold for an H200 at full size")
+    full = args.device.startswith("cuda") and (args.net, args.side, args.steps) == (
+        "resnet50",
+        224,
+        100,
+    )
+    table.save(
+        checks=rows.checks(limits(table, args.batches))
+        if full
+        else "limits hold for an H200 at full size"
+    )
 
 
 if __name__ == "__main__":

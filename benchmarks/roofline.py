@@ -56,7 +56,9 @@ def ops_of(net: nn.Module, shape: tuple[int, ...], size: int, kept: int) -> list
     net = net.to("meta")
     for module in net.modules():
         if next(module.children(), None) is None or isinstance(module, BasicBlock | Bottleneck):
-            module.register_forward_hook(lambda m, given, out: found.extend(_ops(m, given[0], out, size, not found)))
+            module.register_forward_hook(
+                lambda m, given, out: found.extend(_ops(m, given[0], out, size, not found))
+            )
     net(torch.empty(shape, device="meta"))
     count = sum(p.numel() for p in net.parameters())
     return [*found, Op("update", 2.0 * count, float(kept * count), float(kept * count))]
@@ -68,18 +70,33 @@ def _ops(module: nn.Module, x: Tensor, y: Tensor, size: int, first: bool) -> Ite
     if isinstance(module, nn.Linear | nn.Conv2d):
         w = module.weight.numel() * size
         flops = 2.0 * y.numel() * module.weight[0].numel()
-        both = ("forward", "weights' gradient") if first else ("forward", "weights' gradient", "inputs' gradient")
+        both = (
+            ("forward", "weights' gradient")
+            if first
+            else ("forward", "weights' gradient", "inputs' gradient")
+        )
         return [Op(f"{name} {part}", flops, a + b + w, a + b + w) for part in both]
-    if isinstance(module, nn.BatchNorm2d):  # its statistics need a pass of their own, forward and backward
+    if isinstance(
+        module, nn.BatchNorm2d
+    ):  # its statistics need a pass of their own, forward and backward
         return [Op(f"{name} forward", 4.0 * x.numel(), 2 * a + b, 2 * a + b),
                 Op(f"{name} backward", 8.0 * x.numel(), 2 * (a + b) + a, 2 * (a + b) + a)]  # fmt: skip
     if isinstance(module, nn.ReLU):
-        return [Op("ReLU forward", x.numel(), a + b, 0), Op("ReLU backward", x.numel(), a + 2 * b, b / 16)]
+        return [
+            Op("ReLU forward", x.numel(), a + b, 0),
+            Op("ReLU backward", x.numel(), a + 2 * b, b / 16),
+        ]
     if isinstance(module, BasicBlock | Bottleneck):
-        return [Op("addition forward", y.numel(), 3 * b, b), Op("addition backward", y.numel(), 3 * b, b)]
+        return [
+            Op("addition forward", y.numel(), 3 * b, b),
+            Op("addition backward", y.numel(), 3 * b, b),
+        ]
     if isinstance(module, nn.Flatten):
         return []
-    return [Op(f"{name} forward", x.numel(), a + b, a + b), Op(f"{name} backward", x.numel(), a + b, a + b)]
+    return [
+        Op(f"{name} forward", x.numel(), a + b, a + b),
+        Op(f"{name} backward", x.numel(), a + b, a + b),
+    ]
 
 
 def floor(ops: list[Op], ceiling: Ceiling, kind: str) -> dict[str, float]:
@@ -95,13 +112,28 @@ def floor(ops: list[Op], ceiling: Ceiling, kind: str) -> dict[str, float]:
 
 def kernels_of(path: str) -> list[dict[str, Any]]:
     """Each kernel of a Chrome trace: its name, µs, and the operation that launched it where the trace says."""
-    events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if isinstance(e.get("args"), dict)]
-    ops = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "External id" in e["args"]}
+    events = [
+        e
+        for e in json.loads(Path(path).read_text())["traceEvents"]
+        if isinstance(e.get("args"), dict)
+    ]
+    ops = {
+        e["args"]["External id"]: e
+        for e in events
+        if e.get("cat") == "cpu_op" and "External id" in e["args"]
+    }
     found = []
     for e in events:
         if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             op = ops.get(e["args"].get("External id"))
-            found.append({"name": e["name"], "us": float(e["dur"]), "op": op, "id": e["args"].get("External id")})
+            found.append(
+                {
+                    "name": e["name"],
+                    "us": float(e["dur"]),
+                    "op": op,
+                    "id": e["args"].get("External id"),
+                }
+            )
     return found
 
 
@@ -129,10 +161,16 @@ def op_floors(event: dict[str, Any], ceiling: Ceiling, kind: str) -> list[float]
     if not dims or not isinstance(dims[0], list) or not types or types[0] not in SIZES:
         return []
     kind = "fp16" if types[0] in ("c10::Half", "c10::BFloat16") else kind
-    moved = [math.prod(d) * SIZES.get(t, 0) for d, t in zip(dims, types, strict=False) if d and isinstance(d[0], int)]
+    moved = [
+        math.prod(d) * SIZES.get(t, 0)
+        for d, t in zip(dims, types, strict=False)
+        if d and isinstance(d[0], int)
+    ]
     if name == "aten::convolution_backward":
         flops = 2.0 * math.prod(dims[0]) * math.prod(dims[2][1:])
-        wanted = args["Concrete Inputs"][-1].strip("[]").split(", ")[:2]  # "[False, True, False]": inputs', weights'
+        wanted = (
+            args["Concrete Inputs"][-1].strip("[]").split(", ")[:2]
+        )  # "[False, True, False]": inputs', weights'
         return [ceiling.seconds(flops, sum(moved), kind)] * wanted.count("True")
     if name in ("aten::addmm", "aten::mm", "aten::cudnn_convolution"):
         return [ceiling.seconds(_flops(name, dims, args), sum(moved), kind)]
@@ -143,10 +181,15 @@ def op_floors(event: dict[str, Any], ceiling: Ceiling, kind: str) -> list[float]
 
 
 def _flops(name: str, dims: list[list[int]], args: dict[str, Any]) -> float:
-    if name == "aten::cudnn_convolution":  # (x, weight, padding, stride, …); padding and stride as text, "[3, 3]"
+    if (
+        name == "aten::cudnn_convolution"
+    ):  # (x, weight, padding, stride, …); padding and stride as text, "[3, 3]"
         padding, stride = (json.loads(text) for text in args["Concrete Inputs"][2:4])
         (count, _, *image), weight = dims[0], dims[1]
-        sides = [(n + 2 * p - k) // s + 1 for n, k, p, s in zip(image, weight[2:], padding, stride, strict=True)]
+        sides = [
+            (n + 2 * p - k) // s + 1
+            for n, k, p, s in zip(image, weight[2:], padding, stride, strict=True)
+        ]
         return float(2 * count * math.prod(sides) * math.prod(weight))
     (rows, inner), (_, columns) = dims[:2] if name == "aten::mm" else dims[1:3]
     return 2.0 * rows * inner * columns

@@ -34,17 +34,28 @@ def load(folder: Path, device: torch.device, *, train: bool) -> tuple[Tensor, Te
 def mlp(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
+        nn.Flatten(),
+        nn.Linear(784, 512),
+        nn.ReLU(),
+        nn.Linear(512, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
     )
 
 
 def train(
-    precision: hs.Precision, data: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], epochs: int, seed: int
+    precision: hs.Precision,
+    data: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    epochs: int,
+    seed: int,
 ) -> dict[str, float]:
     """Accuracy and mean loss on the test set, and the seconds that training took."""
     images, labels = data
     net = mlp(seed).to(images.device)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3), precision=precision)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3), precision=precision
+    )
     order, start = torch.Generator().manual_seed(seed), time.perf_counter()
     for _ in range(epochs):
         for index in torch.randperm(len(labels), generator=order).to(images.device).split(64):
@@ -64,13 +75,17 @@ def train(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument(
-        "--data", default=os.environ.get("HALFSTEP_DATA", DEBIAN), help="folder of the four idx .gz files"
+        "--data",
+        default=os.environ.get("HALFSTEP_DATA", DEBIAN),
+        help="folder of the four idx .gz files",
     )
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
@@ -87,7 +102,10 @@ def main() -> None:
     print(f"{'precision':16} {'accuracy':>9} {'loss':>9} {'seconds':>8}")
     for name in args.ways.split(","):
         row = train(WAYS[name], data, test, args.epochs, args.seed)
-        print(f"{name:16} {row['accuracy']:8.2f}% {row['loss']:9.6f} {row['seconds']:8.1f}", flush=True)
+        print(
+            f"{name:16} {row['accuracy']:8.2f}% {row['loss']:9.6f} {row['seconds']:8.1f}",
+            flush=True,
+        )
         result["rows"].append({"precision": name, **row})
     write(args.json, result)
 

@@ -30,14 +30,26 @@ LEAST_S = 20.0  # that a row gets, however little time is left when it starts
 
 def arguments(doc: str | None, *, seconds: float, row_seconds: float) -> argparse.ArgumentParser:
     """The options that every script of rows has."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="written after every row; rows that it holds already are kept")
-    parser.add_argument("--again", action="store_true", help="measure rows that the JSON holds once more")
-    parser.add_argument("--seconds", type=float, default=seconds, help="start no further row after this long")
-    parser.add_argument("--row-seconds", type=float, default=row_seconds, help="stop a row after this long")
+    parser.add_argument(
+        "--json", help="written after every row; rows that it holds already are kept"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="measure rows that the JSON holds once more"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=seconds, help="start no further row after this long"
+    )
+    parser.add_argument(
+        "--row-seconds", type=float, default=row_seconds, help="stop a row after this long"
+    )
     parser.add_argument("--row", help="measure this one row here, in this process")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)  # a child of the driver
+    parser.add_argument(
+        "--wait", action="store_true", help=argparse.SUPPRESS
+    )  # a child of the driver
     return parser
 
 
@@ -53,11 +65,16 @@ def serve(name: str, measure: Callable[[], Figures], *, wait: bool) -> None:
     except Exception as error:
         figures = {"error": f"{type(error).__name__}: {first_line(error)}"}
         print(f"{name}: {error!r}", file=sys.stderr)
-    print(f"{DONE}{json.dumps({'row': name, **figures, 'took_s': round(time.perf_counter() - start, 1)})}", flush=True)
+    print(
+        f"{DONE}{json.dumps({'row': name, **figures, 'took_s': round(time.perf_counter() - start, 1)})}",
+        flush=True,
+    )
 
 
 def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[:300]
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[
+        :300
+    ]
 
 
 def context(device: torch.device) -> None:
@@ -96,7 +113,9 @@ class Child:
                 with suppress(subprocess.TimeoutExpired):
                     self.process.wait(5)  # it tidies up; the device is the next row's only then
                 return dict(json.loads(line[len(DONE) :]))
-            said = f"no figures in {timeout_s:g} s, exit {self.process.wait()}: {self._last_words()}"
+            said = (
+                f"no figures in {timeout_s:g} s, exit {self.process.wait()}: {self._last_words()}"
+            )
             return {"row": self.name, "error": said}
         finally:
             self.stop()
@@ -122,7 +141,9 @@ class Child:
         lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
         crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
         if crash:  # what it was, and the innermost frames of the thread in which it was
-            here = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), crash[0])
+            here = next(
+                (i for i, line in enumerate(lines) if line.startswith("Current thread")), crash[0]
+            )
             return "; ".join([lines[crash[0]], *lines[here + 1 : here + 4]])[:600]
         return lines[-1][:300] if lines else "nothing said"
 
@@ -160,7 +181,9 @@ class Table:
             target = Path(self.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_suffix(".part")
-            part.write_text(json.dumps({**self.head, "rows": list(self.rows.values())}, indent=1) + "\n")
+            part.write_text(
+                json.dumps({**self.head, "rows": list(self.rows.values())}, indent=1) + "\n"
+            )
             part.replace(target)
 
     def value(self, row: str, key: str = "seconds") -> float | None:
@@ -170,7 +193,11 @@ class Table:
 
 
 def drive(
-    command: Sequence[str], names: Sequence[str], table: Table, args: argparse.Namespace, show: Callable[[Figures], str]
+    command: Sequence[str],
+    names: Sequence[str],
+    table: Table,
+    args: argparse.Namespace,
+    show: Callable[[Figures], str],
 ) -> None:
     """Measure the rows that are missing, one after the other, until the time is spent."""
     start, todo = time.perf_counter(), deque(name for name in names if name not in table.rows)
@@ -178,7 +205,9 @@ def drive(
     try:
         while (todo or wave) and (left_s := args.seconds - (time.perf_counter() - start)) > 0:
             if not wave:
-                wave.extend(Child.start(command, todo.popleft()) for _ in range(min(WAVE, len(todo))))
+                wave.extend(
+                    Child.start(command, todo.popleft()) for _ in range(min(WAVE, len(todo)))
+                )
                 for child in wave:
                     child.ready(args.row_seconds)
             figures = wave.popleft().measure(min(args.row_seconds, max(left_s, LEAST_S)))
@@ -190,7 +219,10 @@ def drive(
             child.stop()
     table.save(left_out=left, took_s=round(time.perf_counter() - start, 1))
     if left:
-        print(f"left out after {args.seconds:g} s, the same command goes on: {', '.join(left)}", flush=True)
+        print(
+            f"left out after {args.seconds:g} s, the same command goes on: {', '.join(left)}",
+            flush=True,
+        )
 
 
 def verdict(value: float | None, must: float, aim: float | None, *, least: bool = False) -> str:
@@ -203,7 +235,9 @@ def verdict(value: float | None, must: float, aim: float | None, *, least: bool 
     return "pass" if sign * value <= sign * must else "FAIL"
 
 
-def checks(limits: Sequence[tuple[str, float | None, float, float | None, bool]]) -> list[dict[str, Any]]:
+def checks(
+    limits: Sequence[tuple[str, float | None, float, float | None, bool]],
+) -> list[dict[str, Any]]:
     """Each limit with what was measured: printed, and returned for the JSON."""
     found = []
     for name, value, must, aim, least in limits:

@@ -20,7 +20,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     torch.manual_seed(parser.parse_args().seed)
     net = hs.nets.resnet18().to(DEVICE).eval()
@@ -40,7 +42,12 @@ def main() -> None:
     amp.enabled = False
     outside = net(x)
 
-    for name, out in {"block": block, "decorator": decorated, "switch": switched, "outside": outside}.items():
+    for name, out in {
+        "block": block,
+        "decorator": decorated,
+        "switch": switched,
+        "outside": outside,
+    }.items():
         print(f"{name:>10}: {out.dtype}, logit 0 = {out[0, 0].item():.6f}")
     assert block.dtype == torch.float16
     assert torch.equal(block, decorated)
@@ -49,7 +56,9 @@ def main() -> None:
 
     with amp.autocast(low_prec_dtype="bfloat16"):
         assert net(x).dtype == torch.bfloat16
-        with amp.autocast(enabled=False):  # MegEngine's inner False leaves the outer block on; this one does not
+        with amp.autocast(
+            enabled=False
+        ):  # MegEngine's inner False leaves the outer block on; this one does not
             assert net(x).dtype == torch.float32
 
     layer = nn.Linear(256, 128, bias=False).to(DEVICE)
@@ -58,7 +67,9 @@ def main() -> None:
         product = layer(a)
     exact = (a.half().double() @ layer.weight.half().double().T).half()
     share = (product == exact).double().mean().item()
-    print(f"{share:.2%} of the products are the exact product of the rounded operands, rounded once")
+    print(
+        f"{share:.2%} of the products are the exact product of the rounded operands, rounded once"
+    )
     assert share > 0.99  # float32 sums fall on the other side of a tie now and then
 
 

@@ -38,7 +38,10 @@ def softmax_loss(logits: Tensor, onehot: Tensor) -> Tensor:
 def build(precision: str = "fp32", lr: float = LR, momentum: float = 0.1) -> hs.TrainStep:
     net = ReLUMeanDense(2048, 1000).to(DEVICE)
     return hs.TrainStep(
-        net, softmax_loss, torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum), precision=precision
+        net,
+        softmax_loss,
+        torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum),
+        precision=precision,
     )
 
 
@@ -49,12 +52,17 @@ def first_update(x: Tensor, onehot: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     torch.manual_seed(parser.parse_args().seed)
     x = torch.randn(32, 2048, 7, 7, device=DEVICE)
     labels = torch.randint(1000, (32,), device=DEVICE)
-    zeros, onehot = torch.zeros(32, 1000, device=DEVICE), nn.functional.one_hot(labels, 1000).float()
+    zeros, onehot = (
+        torch.zeros(32, 1000, device=DEVICE),
+        nn.functional.one_hot(labels, 1000).float(),
+    )
 
     step = build()
     losses = softmax_loss(step.net(x), zeros).detach()
@@ -67,7 +75,9 @@ def main() -> None:
     record = step(x, onehot)
     expected = first_update(x, onehot)
     off = (step.net.dense.weight - expected).abs().max().item()
-    print(f"summed loss {record.loss:.4f} = 32 ln 1000; first update off its closed form by {off:.1e}")
+    print(
+        f"summed loss {record.loss:.4f} = 32 ln 1000; first update off its closed form by {off:.1e}"
+    )
     assert abs(record.loss.item() / 32 - torch.tensor(1000.0).log().item()) < 1e-5
     assert off < 2e-5  # float32: weights near 1 and updates up to 0.1 · 32 · 0.5
 
@@ -75,7 +85,9 @@ def main() -> None:
     for i in range(40):
         record = step(x, onehot)
         if i % 10 == 0:
-            print(f"O2 step {i:2}: mean loss {record.loss / 32:.4f}, scale {record.scale:g}, skipped {record.skipped}")
+            print(
+                f"O2 step {i:2}: mean loss {record.loss / 32:.4f}, scale {record.scale:g}, skipped {record.skipped}"
+            )
     right = (step.evaluator()(x, onehot).outputs.argmax(1) == labels).sum().item()
     print(f"{right} of 32 known by heart")
     assert right == 32

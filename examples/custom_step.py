@@ -23,7 +23,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 class TrainOneStep:
     """Loss, gradients of the listed parameters with a seed gradient, optimizer: a function of a batch."""
 
-    def __init__(self, net: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, sens: float = 1.0) -> None:
+    def __init__(
+        self, net: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer, sens: float = 1.0
+    ) -> None:
         self.net, self.loss, self.optimizer, self.sens = net, loss, optimizer, sens
         self.weights = [p for p in net.parameters() if p.requires_grad]
         self.grad = hs.GradOperation(get_by_list=True, sens_param=True)
@@ -42,8 +44,17 @@ class TrainOneStep:
 
 def pipeline(full: bool) -> hs.data.Dataset:
     images, labels = hs.data.sample()
-    data = hs.data.load("mnist") if full else hs.data.Dataset({"image": images[..., None], "label": labels})
-    chain = [hs.data.Resize(32), hs.data.Rescale(1 / 255), hs.data.Normalize([0.1307], [0.3081]), hs.data.ToCHW()]
+    data = (
+        hs.data.load("mnist")
+        if full
+        else hs.data.Dataset({"image": images[..., None], "label": labels})
+    )
+    chain = [
+        hs.data.Resize(32),
+        hs.data.Rescale(1 / 255),
+        hs.data.Normalize([0.1307], [0.3081]),
+        hs.data.ToCHW(),
+    ]
     data = data.map(chain, "image").shuffle(10_000).batch(32, drop_remainder=True)
     return data.repeat(2).take(2_000) if full else data.take(60)
 
@@ -60,7 +71,9 @@ def cell(full: bool, seed: int, sens: float = 1.0) -> TrainOneStep:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true", help="MNIST, from HALFSTEP_DATA")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -70,7 +83,9 @@ def main() -> None:
     for visit, records in enumerate(hs.sink(sunk, data, every=every, device=DEVICE), start=1):
         losses += records.loss.tolist()
         mean = records.loss.mean()
-        print(f"visit {visit}: step {len(losses)}, loss {losses[-1]:.6f}, mean since the last visit {mean:.4f}")
+        print(
+            f"visit {visit}: step {len(losses)}, loss {losses[-1]:.6f}, mean since the last visit {mean:.4f}"
+        )
 
     check = 2 * every  # steps repeated by hand
     data.seek(0)

@@ -33,16 +33,24 @@ def load(full: bool, train: bool) -> hs.data.Dataset:
 
 def build(seed: int) -> hs.Model:
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2))
+    net = nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Dropout(0.2)
+    )
     net = net.append(nn.Linear(128, 10)).to(DEVICE)
     metrics = {"acc": hs.metrics.Accuracy(), "top3": hs.metrics.Accuracy(top=3)}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    return hs.Model(net, nn.CrossEntropyLoss(), optimizer, "O2", metrics=metrics, deterministic=True)
+    return hs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, "O2", metrics=metrics, deterministic=True
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     train, test = load(args.full, train=True), load(args.full, train=False)
@@ -50,8 +58,14 @@ def main() -> None:
 
     def note(run: Run) -> None:
         if run.scores is not None:
-            scores.append((run.global_step, run.scores["loss"], run.scores["acc"], run.scores["top3"]))
-            print("step {:4}: loss {:.4f}, accuracy {:.2%}, among the first three {:.2%}".format(*scores[-1]))
+            scores.append(
+                (run.global_step, run.scores["loss"], run.scores["acc"], run.scores["top3"])
+            )
+            print(
+                "step {:4}: loss {:.4f}, accuracy {:.2%}, among the first three {:.2%}".format(
+                    *scores[-1]
+                )
+            )
 
     model, watched, alone = build(args.seed), hs.History(), hs.History()
     best = hs.EarlyStopping("acc", patience=3, restore_best=True)
@@ -67,7 +81,9 @@ def main() -> None:
     print(f"best: {model.evaluate(test)['acc']:.2%}, and these weights are in the network now")
 
     steps = len(watched.rows["loss"])
-    assert watched.rows["loss"] == alone.rows["loss"][:steps], "evaluation moves nothing, dropout's numbers included"
+    assert watched.rows["loss"] == alone.rows["loss"][:steps], (
+        "evaluation moves nothing, dropout's numbers included"
+    )
     assert model.evaluate(test)["acc"] == max(score[2] for score in scores)
     assert max(score[2] for score in scores) > (0.84 if args.full else 0.77)
     predicted = model.predict(hs.data.sample(train=False)[0].to(DEVICE) / 255)

@@ -29,7 +29,9 @@ def automatic(net: nn.Module, opt: torch.optim.Optimizer, scaler: amp.GradScaler
     def step(x: Tensor, y: Tensor) -> Tensor:
         with gm:
             loss = cross_entropy(net(x), y)
-            scaler.backward(gm, loss)  # scale, backward, unscale, update; on overflow no gradient is left
+            scaler.backward(
+                gm, loss
+            )  # scale, backward, unscale, update; on overflow no gradient is left
         opt.step()
         opt.zero_grad()
         return loss.detach()
@@ -68,10 +70,14 @@ def torchs(net: nn.Module, opt: torch.optim.Optimizer, scaler: amp.GradScaler) -
     return step
 
 
-def train(gear: Callable[..., Step], data: Iterable[tuple[Tensor, Tensor]], seed: int) -> tuple[list[Tensor], ...]:
+def train(
+    gear: Callable[..., Step], data: Iterable[tuple[Tensor, Tensor]], seed: int
+) -> tuple[list[Tensor], ...]:
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)).to(DEVICE)
-    scaler = amp.GradScaler(init_scale=2.0**24, growth_interval=20)  # too high: the first updates are skipped
+    scaler = amp.GradScaler(
+        init_scale=2.0**24, growth_interval=20
+    )  # too high: the first updates are skipped
     step = gear(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), scaler)
     losses, scales = [], []
     for x, y in data:
@@ -84,13 +90,22 @@ def train(gear: Callable[..., Step], data: Iterable[tuple[Tensor, Tensor]], seed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    images, labels = hs.data.read_split(hs.data.find("fashion-mnist").folder) if args.full else hs.data.sample()
+    images, labels = (
+        hs.data.read_split(hs.data.find("fashion-mnist").folder) if args.full else hs.data.sample()
+    )
     n = len(labels) if args.full else 6_400
-    data = [(x.to(DEVICE) / 255, y.to(DEVICE)) for x, y in zip(images[:n].split(64), labels[:n].split(64), strict=True)]
+    data = [
+        (x.to(DEVICE) / 255, y.to(DEVICE))
+        for x, y in zip(images[:n].split(64), labels[:n].split(64), strict=True)
+    ]
     one, *others = (train(gear, data, args.seed) for gear in (automatic, manual, torchs))
     for other in others:
         for mine, theirs in zip(one, other, strict=True):

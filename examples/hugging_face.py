@@ -30,13 +30,19 @@ CONFIG = ViTConfig(
 def splits(full: bool) -> tuple[hs.data.Dataset, hs.data.Dataset]:
     """Columns are named as the model's arguments are."""
     folder = hs.data.find("fashion-mnist").folder if full else None
-    pairs = [hs.data.read_split(folder, train=t) if folder else hs.data.sample(t) for t in (True, False)]
+    pairs = [
+        hs.data.read_split(folder, train=t) if folder else hs.data.sample(t) for t in (True, False)
+    ]
     chain = [hs.data.Rescale(1 / 255), hs.data.Normalize([0.286], [0.353])]
     train, test = (
-        hs.data.Dataset({"pixel_values": images[:, None], "labels": labels}).map(chain, "pixel_values")
+        hs.data.Dataset({"pixel_values": images[:, None], "labels": labels}).map(
+            chain, "pixel_values"
+        )
         for images, labels in pairs
     )
-    return (train if full else train.take(3_200)).shuffle().batch(64), (test if full else test.take(1_000)).batch(500)
+    return (train if full else train.take(3_200)).shuffle().batch(64), (
+        test if full else test.take(1_000)
+    ).batch(500)
 
 
 def train(precision: str, full: bool, seed: int) -> tuple[hs.Model, dict[str, float]]:
@@ -56,8 +62,12 @@ def train(precision: str, full: bool, seed: int) -> tuple[hs.Model, dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     (_, fp32), (model, half) = (train(name, args.full, args.seed) for name in ("fp32", "O2"))
@@ -74,7 +84,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model.net.save_pretrained(folder)
         again = ViTForImageClassification.from_pretrained(folder)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(model.net.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a.cpu(), b)
+        for a, b in zip(model.net.parameters(), again.parameters(), strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -40,11 +40,15 @@ def build(full: bool, seed: int, precision: str) -> hs.Model:
                 nn.init.kaiming_normal_(p)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     metrics = {"acc": hs.metrics.Accuracy()}
-    return hs.Model(net, nn.CrossEntropyLoss(), optimizer, precision, metrics=metrics, deterministic=not full)
+    return hs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, precision, metrics=metrics, deterministic=not full
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true", help="MNIST, from HALFSTEP_DATA")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--precision", default="fp32")
@@ -53,7 +57,9 @@ def main() -> None:
 
     print("============== Starting Training ==============")
     model, train = build(args.full, args.seed, args.precision), pipeline(args.full, train=True)
-    monitor = hs.LossMonitor(every=steps, style="seed002")  # every=1 prints each step's own loss, sunk or not
+    monitor = hs.LossMonitor(
+        every=steps, style="seed002"
+    )  # every=1 prints each step's own loss, sunk or not
     model.fit(epochs, train, callbacks=[monitor], sink=steps, steps_per_epoch=steps)
     scores = model.evaluate(pipeline(args.full, train=False))
     print(f"accuracy {scores['acc']:.2%}, loss {scores['loss']:.4f}")

@@ -35,12 +35,16 @@ def by_hand(data: Batches, seed: int, scale: float) -> tuple[nn.Module, amp.Grad
     for i, (x, y) in enumerate(data, start=1):
         with gm:
             with amp.autocast():
-                loss = cross_entropy(net(x), y) / CYCLE  # equal batches: the mean of the means is the mean
+                loss = (
+                    cross_entropy(net(x), y) / CYCLE
+                )  # equal batches: the mean of the means is the mean
             scaler.backward(gm, loss, unscale_grad=False)
         if i % CYCLE == 0:
             scaler.unscale(gm.attached_tensors())
             scaler.update()
-            nn.utils.clip_grad_norm_(net.parameters(), CLIP)  # after unscale: the limit means the same at every scale
+            nn.utils.clip_grad_norm_(
+                net.parameters(), CLIP
+            )  # after unscale: the limit means the same at every scale
             optimizer.step()
             optimizer.zero_grad()
     return net, scaler
@@ -48,31 +52,51 @@ def by_hand(data: Batches, seed: int, scale: float) -> tuple[nn.Module, amp.Grad
 
 def automatic(data: Batches, seed: int) -> nn.Module:
     net, optimizer = build(seed)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O1", accumulate=CYCLE, clip_norm=CLIP)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), optimizer, precision="O1", accumulate=CYCLE, clip_norm=CLIP
+    )
     losses = [step(x, y).cycle_loss for x, y in data][CYCLE - 1 :: CYCLE]
-    print("losses of the cycles:", " ".join(f"{loss:.4f}" for loss in losses[:8]), "…", f"{losses[-1]:.4f}")
+    print(
+        "losses of the cycles:",
+        " ".join(f"{loss:.4f}" for loss in losses[:8]),
+        "…",
+        f"{losses[-1]:.4f}",
+    )
     assert losses[-1] < 1.1
     return net
 
 
 def distance(a: nn.Module, b: nn.Module) -> float:
-    return max((p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return max(
+        (p - q).abs().max().item() for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    images, labels = hs.data.read_split(hs.data.find("fashion-mnist").folder) if args.full else hs.data.sample()
+    images, labels = (
+        hs.data.read_split(hs.data.find("fashion-mnist").folder) if args.full else hs.data.sample()
+    )
     n = 59_904 if args.full else 5_120  # whole cycles of 4 · 32
-    data = [(x.to(DEVICE) / 255, y.to(DEVICE)) for x, y in zip(images[:n].split(32), labels[:n].split(32), strict=True)]
+    data = [
+        (x.to(DEVICE) / 255, y.to(DEVICE))
+        for x, y in zip(images[:n].split(32), labels[:n].split(32), strict=True)
+    ]
 
     net = automatic(data, args.seed)
     off = {power: distance(net, by_hand(data, args.seed, 2.0**power)[0]) for power in (4, 18)}
     for power, far in off.items():
         print(f"manual at a scale of 2^{power} against automatic: weights off by {far:.1e}")
-    assert off[18] == 0 if DEVICE == "cpu" else off[18] < 1e-6, "loss / 4 · 2^18 is loss · 2^16, which O1 starts with"
+    assert off[18] == 0 if DEVICE == "cpu" else off[18] < 1e-6, (
+        "loss / 4 · 2^18 is loss · 2^16, which O1 starts with"
+    )
     assert off[4] > 1e-5, "underflow: the smallest float16 is 6e-8"
 
     bad = [(x * (torch.inf if i == 2 else 1), y) for i, (x, y) in enumerate(data[:CYCLE])]

@@ -39,18 +39,26 @@ def run(precision: str, full: bool, seed: int) -> dict[str, float]:
     torch.manual_seed(seed)
     net = hs.nets.mlp().to(DEVICE)  # 784-512-512-10
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, precision, metrics={"acc": hs.metrics.Accuracy()})
+    model = hs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, precision, metrics={"acc": hs.metrics.Accuracy()}
+    )
     print(f"\n===== {precision}")
     lines = hs.ProgressLines(100 if full else 20, total=60_000 if full else 3_200, accuracy="acc")
     return model.fit(epochs, train, valid=test, callbacks=[lines]).history[-1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    fp32, fp16, mixed = scores = [run(name, args.full, args.seed) for name in ("fp32", "fp16", "O1")]
+    fp32, fp16, mixed = scores = [
+        run(name, args.full, args.seed) for name in ("fp32", "fp16", "O1")
+    ]
 
     print(f"\n{'precision':>10} {'accuracy':>9} {'loss':>8}")
     for name, score in zip(("fp32", "fp16", "O1"), scores, strict=True):
@@ -62,7 +70,9 @@ def main() -> None:
         assert 0.64 < mixed["valid_acc"] < 0.66, "the guide's mixed: 64.8 %"
         assert fp32["valid_acc"] - fp16["valid_acc"] > 0.10, "the guide's fp16: 34.6 %"
     else:
-        way = [math.log(10) - score["valid_loss"] for score in (fp32, fp16)]  # from where ten equal guesses stand
+        way = [
+            math.log(10) - score["valid_loss"] for score in (fp32, fp16)
+        ]  # from where ten equal guesses stand
         assert way[0] > 0.04, "fp32 learns"
         assert way[1] < 0.8 * way[0], "fp16 loses a good part of the way"
 

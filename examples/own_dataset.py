@@ -55,11 +55,15 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     seed = parser.parse_args().seed
 
-    data = hs.data.Dataset(Waves(2_000), ["x", "height"], seed=seed).load().shuffle().batch(50)  # load: read once
+    data = (
+        hs.data.Dataset(Waves(2_000), ["x", "height"], seed=seed).load().shuffle().batch(50)
+    )  # load: read once
     valid = hs.data.Dataset(Waves(2_300), ["x", "height"]).skip(2_000).batch(100)
     straight = build(seed)
     run = straight.fit(5, data, valid=valid)
@@ -69,7 +73,9 @@ def main() -> None:
 
     passes = [torch.cat([x for x, _ in data]) for _ in range(3)]
     assert not any(torch.equal(a, b) for a, b in pairwise(passes)), "another order each pass"
-    assert all(torch.equal(p.sort(0).values, passes[0].sort(0).values) for p in passes), "every sample once"
+    assert all(torch.equal(p.sort(0).values, passes[0].sort(0).values) for p in passes), (
+        "every sample once"
+    )
 
     with tempfile.TemporaryDirectory() as folder:
         for last in (2, 5):  # stopped after two epochs, then started again
@@ -80,7 +86,9 @@ def main() -> None:
     assert equal(straight.net, resumed.net)
 
     def loader() -> DataLoader[tuple[Tensor, Tensor]]:
-        return DataLoader(Waves(500), batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(seed))
+        return DataLoader(
+            Waves(500), batch_size=50, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )
 
     model = build(seed)
     model.fit(1, loader())

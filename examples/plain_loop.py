@@ -24,7 +24,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1))
+        self.base = nn.Sequential(
+            nn.Flatten(), nn.Linear(784, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1)
+        )
         self.classifier = nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +36,10 @@ class Net(nn.Module):
 def build(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     net = Net().to(DEVICE)
-    groups = [{"params": net.base.parameters()}, {"params": net.classifier.parameters(), "lr": 1e-3}]
+    groups = [
+        {"params": net.base.parameters()},
+        {"params": net.classifier.parameters(), "lr": 1e-3},
+    ]
     return net, torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
 
 
@@ -51,7 +56,9 @@ def with_torch(data: hs.data.Dataset, seed: int) -> tuple[Net, torch.optim.Optim
 
 def with_halfstep(data: hs.data.Dataset, seed: int) -> tuple[Net, torch.optim.Optimizer]:
     net, optimizer = build(seed)
-    step = hs.TrainStep(net, LOSS, optimizer)  # precision="O2" here is all that mixed precision takes
+    step = hs.TrainStep(
+        net, LOSS, optimizer
+    )  # precision="O2" here is all that mixed precision takes
     for batch, (x, y) in enumerate(data):
         record = step(x, y)
         if batch % 20 == 0:  # reading a record is what waits for the device
@@ -61,25 +68,42 @@ def with_halfstep(data: hs.data.Dataset, seed: int) -> tuple[Net, torch.optim.Op
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="all of Fashion-MNIST, from HALFSTEP_DATA"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    images, labels = hs.data.sample() if not args.full else hs.data.read_split(hs.data.find("fashion-mnist").folder)
-    data = hs.data.Dataset((images, labels)).map(hs.data.Rescale(1 / 255), "x").take(60_000 if args.full else 6_400)
+    images, labels = (
+        hs.data.sample()
+        if not args.full
+        else hs.data.read_split(hs.data.find("fashion-mnist").folder)
+    )
+    data = (
+        hs.data.Dataset((images, labels))
+        .map(hs.data.Rescale(1 / 255), "x")
+        .take(60_000 if args.full else 6_400)
+    )
     data = data.shuffle().batch(64).to_device(DEVICE)
     plain, one = with_torch(data, args.seed)
     data.seek(0)  # the same pass again
     net, two = with_halfstep(data, args.seed)
 
     x, y = (t.to(DEVICE) for t in hs.data.sample(train=False))
-    out = hs.EvalStep(net, LOSS)(x / 255, y)  # eval mode without gradients for this call; the mode comes back
+    out = hs.EvalStep(net, LOSS)(
+        x / 255, y
+    )  # eval mode without gradients for this call; the mode comes back
     accuracy = (out.outputs.argmax(1) == y).double().mean().item()
     print(f"test accuracy {accuracy:.1%}, loss {out.loss:.4f}")
 
     assert net.training, "evaluation leaves the mode as it was"
     assert all(p.grad is None for p in net.parameters()), "the step clears gradients itself"
-    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), net.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.state_dict().values(), net.state_dict().values(), strict=True)
+    )
     assert all(
         torch.equal(one.state[p]["momentum_buffer"], two.state[q]["momentum_buffer"])
         for p, q in zip(plain.parameters(), net.parameters(), strict=True)

@@ -37,7 +37,9 @@ def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def cycle(batch: int, accumulate: int, seed: int) -> tuple[Tensor, float, int]:
     """All weights in one tensor, the last update's loss, and the number of updates."""
     net, optimizer = build(seed)
-    step = hs.TrainStep(net, loss_fn, optimizer, precision="fp64", accumulate=accumulate, count=lambda b: len(b[0]))
+    step = hs.TrainStep(
+        net, loss_fn, optimizer, precision="fp64", accumulate=accumulate, count=lambda b: len(b[0])
+    )
     for _ in range(EPOCHS):
         for x, y in zip(X.split(batch), Y.split(batch), strict=True):
             record = step(x, y)
@@ -59,7 +61,9 @@ def divided(batch: int, accumulate: int, seed: int) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=42)
     seed = parser.parse_args().seed
 
@@ -69,7 +73,9 @@ def main() -> None:
         for batch, k in cuts:
             same, again, count = cycle(batch, k, seed)
             off = (same - weights).abs().max().item()
-            print(f"batch {batch:2}, cycle of {k:2}: {count:3} updates, loss {again:.6f}, weights off by {off:.0e}")
+            print(
+                f"batch {batch:2}, cycle of {k:2}: {count:3} updates, loss {again:.6f}, weights off by {off:.0e}"
+            )
             assert count == updates
             assert abs(again - loss) <= 1e-12 * loss
             assert off <= 1e-12

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halfstep import amp, callbacks, checkpoint, data, losses, metrics, nets, schedules
-    from halfstep.again import diff, replay
     from halfstep.callbacks import (
         Checkpoint,
         CSVLog,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from halfstep.grads import GradManager, GradOperation
     from halfstep.model import Model
     from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
+    from halfstep.reproduce import diff, replay
     from halfstep.step import EvalStep, Record, TrainStep
 
 __version__ = "0.1.0"
@@ -41,8 +41,8 @@ __all__ = [
 # Loaded when first used: the command's help and a shell's completion need no torch, which takes two seconds to import.
 _ROOMS = {"amp", "callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
 _HOMES = {
-    "Callback": "engine", "Row": "engine", "Run": "engine", "sink": "engine", "Model": "model", "diff": "again",
-    "replay": "again", "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors",
+    "Callback": "engine", "Row": "engine", "Run": "engine", "sink": "engine", "Model": "model", "diff": "reproduce",
+    "replay": "reproduce", "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors",
     "GradManager": "grads", "GradOperation": "grads", "DynamicScale": "precision", "FixedScale": "precision",
     "NoScale": "precision", "Precision": "precision", "EvalStep": "step", "Record": "step", "TrainStep": "step",
 }  # fmt: skip

@@ -18,8 +18,13 @@ class UncapturableError(RuntimeError):
 
 def meant(word: object, known: Iterable[str]) -> str | None:
     """The known word that is closest; capitals, dashes and O for 0 do not count. None when none is close."""
-    given, keys = _key(str(word)), {_key(name): name for name in reversed(list(known))}  # of two the first
-    turned = (key for key in reversed(keys) if sorted(key) == sorted(given))  # fp61: nearer to fp16 than to fp64
+    given, keys = (
+        _key(str(word)),
+        {_key(name): name for name in reversed(list(known))},
+    )  # of two the first
+    turned = (
+        key for key in reversed(keys) if sorted(key) == sorted(given)
+    )  # fp61: nearer to fp16 than to fp64
     begun = (key for key in reversed(keys) if len(given) > 2 and key.startswith(given))
     near = iter(get_close_matches(given, keys, 1))
     found = given if given in keys else next(turned, None) or next(begun, None) or next(near, None)
@@ -27,4 +32,6 @@ def meant(word: object, known: Iterable[str]) -> str | None:
 
 
 def _key(name: str) -> str:
-    return name.casefold().translate({ord("-"): None, ord("_"): None, ord(" "): None, ord("0"): "o"})
+    return name.casefold().translate(
+        {ord("-"): None, ord("_"): None, ord(" "): None, ord("0"): "o"}
+    )

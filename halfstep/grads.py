@@ -20,15 +20,21 @@ Grads = Tensor | tuple[Tensor, ...] | tuple[tuple[Tensor, ...], tuple[Tensor, ..
 Targets = list[tuple[Tensor, list[Callback]]]
 
 
-def gradients(y: Tensors, tensors: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False) -> list[Tensor]:
+def gradients(
+    y: Tensors, tensors: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False
+) -> list[Tensor]:
     """d sum(dy·y) / d tensor for each tensor: zeros where y does not depend on it, never None; no `.grad` changes."""
     wrt = _float_tensors(tensors)
     if not wrt or not all(tensor.requires_grad for tensor in wrt):
         got = "a frozen one" if wrt else "none"
-        raise ValueError(f"expected float tensors that require grad, received {got}, do pass trainable ones only")
+        raise ValueError(
+            f"expected float tensors that require grad, received {got}, do pass trainable ones only"
+        )
     ys, dys = _roots(y, dy)
     with _autocast_off(ys):
-        return list(torch.autograd.grad(ys, wrt, dys, retain_graph=retain_graph, materialize_grads=True))
+        return list(
+            torch.autograd.grad(ys, wrt, dys, retain_graph=retain_graph, materialize_grads=True)
+        )
 
 
 class GradManagerGroup:
@@ -54,7 +60,9 @@ class GradManagerGroup:
     def record(self) -> None:
         """Allow one backward(). torch's graph is the record, so a forward before it counts too."""
         if any(manager.recording for manager in self.managers):
-            raise RuntimeError("expected a manager at rest, received record() twice, do backward() or release() first")
+            raise RuntimeError(
+                "expected a manager at rest, received record() twice, do backward() or release() first"
+            )
         for manager in self.managers:
             manager._kept, manager._group = [], self.managers
 
@@ -68,8 +76,12 @@ class GradManagerGroup:
         waiting = {peer for manager in self.managers for peer in manager._group if peer.recording}
         try:
             if not self.recording:
-                raise RuntimeError("expected a recording manager, received one at rest, do call it inside `with gm:`")
-            _backward(_targets(self.managers), y, dy, retain_graph or not waiting.issubset(self.managers))
+                raise RuntimeError(
+                    "expected a recording manager, received one at rest, do call it inside `with gm:`"
+                )
+            _backward(
+                _targets(self.managers), y, dy, retain_graph or not waiting.issubset(self.managers)
+            )
         finally:
             self.release()
 
@@ -91,17 +103,26 @@ class GradManager(GradManagerGroup):
 
     def __init__(self) -> None:
         self._callbacks: MutableMapping[Tensor, list[Callback]] = WeakTensorKeyDictionary()
-        self._kept: list[Tensor] | None = None  # a list while recording: an intermediate may have no other owner
-        self._group: tuple[GradManager, ...] = ()  # those that record with this one need the graph too
+        self._kept: list[Tensor] | None = (
+            None  # a list while recording: an intermediate may have no other owner
+        )
+        self._group: tuple[
+            GradManager, ...
+        ] = ()  # those that record with this one need the graph too
 
     @property
     def managers(self) -> tuple[GradManager, ...]:
         """The manager itself."""
         return (self,)
 
-    def attach(self, tensors: Tensors, callbacks: Callback | Iterable[Callback] | None = None) -> Self:
+    def attach(
+        self, tensors: Tensors, callbacks: Callback | Iterable[Callback] | None = None
+    ) -> Self:
         """Make leaves require grad and chain `cb(tensor, grad) -> grad` behind the callbacks already attached."""
-        found, chain = _float_tensors(tensors), _callables(callbacks)  # check all before changing any
+        found, chain = (
+            _float_tensors(tensors),
+            _callables(callbacks),
+        )  # check all before changing any
         for tensor in found:
             if tensor.is_leaf:
                 tensor.requires_grad_()
@@ -122,14 +143,20 @@ class GradOperation:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"expected a bool for {name}, received {_kind(value)}, do GradOperation()(fn)")
+                raise TypeError(
+                    f"expected a bool for {name}, received {_kind(value)}, do GradOperation()(fn)"
+                )
 
-    def __call__(self, fn: Callable[..., Any], weights: Tensors | None = None) -> Callable[..., Grads]:
+    def __call__(
+        self, fn: Callable[..., Any], weights: Tensors | None = None
+    ) -> Callable[..., Grads]:
         """The gradient function of fn, which returns one tensor; one gradient comes bare, several as a tuple."""
         listed = [] if weights is None else _float_tensors(weights)
         if bool(listed) != self.get_by_list:
             do = "pass list(net.parameters())" if self.get_by_list else "set get_by_list=True"
-            raise ValueError(f"expected weights with get_by_list and only then, received {len(listed)}, do {do}")
+            raise ValueError(
+                f"expected weights with get_by_list and only then, received {len(listed)}, do {do}"
+            )
         return partial(self._grads, fn, listed)
 
     def _grads(self, fn: Callable[..., Any], listed: list[Tensor], *args: Any) -> Grads:
@@ -140,7 +167,9 @@ class GradOperation:
         with torch.enable_grad():
             y = fn(*leaves, *inputs[n:])
         if not isinstance(y, Tensor):
-            raise TypeError(f"expected one tensor from fn, received {_kind(y)}, do select it: lambda *xs: fn(*xs)[0]")
+            raise TypeError(
+                f"expected one tensor from fn, received {_kind(y)}, do select it: lambda *xs: fn(*xs)[0]"
+            )
         found = iter(gradients(y, [x for x in leaves if x.requires_grad] + listed, sens))
         d_inputs = tuple(next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves)
         if self.get_all and self.get_by_list:
@@ -161,7 +190,9 @@ class GradOperation:
 def _leaf(x: object) -> Tensor:
     """A fresh leaf on x's memory, so that x itself stays as it is; an integer tensor passes, its gradient is zeros."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"expected tensor inputs, received {_kind(x)}, do bind it: functools.partial(fn, name=value)")
+        raise TypeError(
+            f"expected tensor inputs, received {_kind(x)}, do bind it: functools.partial(fn, name=value)"
+        )
     return x.detach().requires_grad_(x.is_floating_point())
 
 
@@ -170,7 +201,9 @@ def _backward(targets: Targets, y: Tensors, dy: Seeds | None, retain_graph: bool
     ys, dys = _roots(y, dy)
     targets = [target for target in targets if target[0].requires_grad]
     if not targets:
-        raise RuntimeError("expected attached tensors, received none alive and trainable, do attach(net.parameters())")
+        raise RuntimeError(
+            "expected attached tensors, received none alive and trainable, do attach(net.parameters())"
+        )
     inputs = [tensor for tensor, _ in targets]
     with _autocast_off(ys), _applied(targets):
         torch.autograd.backward(ys, dys, retain_graph=retain_graph, inputs=inputs)
@@ -205,7 +238,9 @@ def _applied_to_intermediate(tensor: Tensor, chain: list[Callback]) -> Iterator[
     seen: list[Tensor] = []
 
     def hook(grad: Tensor) -> None:
-        seen.append(_run(chain, tensor, grad).clone())  # clone: an ancestor's grad may be a view of this one
+        seen.append(
+            _run(chain, tensor, grad).clone()
+        )  # clone: an ancestor's grad may be a view of this one
 
     with tensor.register_hook(hook):
         try:
@@ -220,7 +255,9 @@ def _run(chain: list[Callback], tensor: Tensor, grad: Tensor) -> Tensor:
     for callback in chain:
         result: object = callback(tensor, grad)
         if not isinstance(result, Tensor):
-            raise TypeError(f"expected a tensor from a callback, received {_kind(result)}, do end with `return grad`")
+            raise TypeError(
+                f"expected a tensor from a callback, received {_kind(result)}, do end with `return grad`"
+            )
         grad = result
     return grad
 
@@ -229,11 +266,16 @@ def _roots(y: Tensors, dy: Seeds | None) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs and their seeds; one dy serves every y."""
     ys = _float_tensors(y, do="pass the loss or a list of losses")
     if not ys or not all(tensor.requires_grad for tensor in ys):
-        got, do = "one without" if ys else "none", "run the forward after attach(), without no_grad() and detach()"
+        got, do = (
+            "one without" if ys else "none",
+            "run the forward after attach(), without no_grad() and detach()",
+        )
         raise ValueError(f"expected y with history, received {got}, do {do}")
     dys = list(dy) if isinstance(dy, list | tuple) else [dy] * len(ys)
     if len(dys) != len(ys):
-        raise ValueError(f"expected one dy for each of {len(ys)} y, received {len(dys)}, do pass as many or one number")
+        raise ValueError(
+            f"expected one dy for each of {len(ys)} y, received {len(dys)}, do pass as many or one number"
+        )
     return ys, [_seed(tensor, seed) for tensor, seed in zip(ys, dys, strict=True)]
 
 
@@ -243,16 +285,26 @@ def _seed(y: Tensor, dy: object) -> Tensor:
         return torch.ones_like(y)
     if isinstance(dy, int | float):
         if (top := torch.finfo(y.dtype).max) < abs(dy) < math.inf:
-            raise ValueError(f"expected |dy| <= {top:g} for {y.dtype}, received {dy:g}, do compute the loss in float32")
+            raise ValueError(
+                f"expected |dy| <= {top:g} for {y.dtype}, received {dy:g}, do compute the loss in float32"
+            )
         return y.new_full((), dy).expand(y.shape)
     if not isinstance(dy, Tensor):
-        raise TypeError(f"expected dy as a tensor or a number, received {_kind(dy)}, do pass torch.ones_like(y)")
+        raise TypeError(
+            f"expected dy as a tensor or a number, received {_kind(dy)}, do pass torch.ones_like(y)"
+        )
     if dy.ndim and dy.shape != y.shape:
-        raise ValueError(f"expected dy of shape {[*y.shape]} or 0-dim, received {[*dy.shape]}, do reshape or expand it")
+        raise ValueError(
+            f"expected dy of shape {[*y.shape]} or 0-dim, received {[*dy.shape]}, do reshape or expand it"
+        )
     if dy.ndim == 0 and dy.is_cpu and not y.is_cpu:
-        return y.new_full((), dy.item()).expand(y.shape)  # host memory: a fill does not wait for the device
+        return y.new_full((), dy.item()).expand(
+            y.shape
+        )  # host memory: a fill does not wait for the device
     if dy.device != y.device:
-        raise ValueError(f"expected dy on {y.device}, received one on {dy.device}, do dy.to(y.device), which may wait")
+        raise ValueError(
+            f"expected dy on {y.device}, received one on {dy.device}, do dy.to(y.device), which may wait"
+        )
     return dy.detach().to(y.dtype).expand(y.shape)
 
 
@@ -265,8 +317,14 @@ def _autocast_off(ys: list[Tensor]) -> ExitStack:
     return stack
 
 
-def _float_tensors(tensors: object, do: str = "pass float tensors such as net.parameters()") -> list[Tensor]:
-    found: list[Any] = list(tensors) if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor) else [tensors]
+def _float_tensors(
+    tensors: object, do: str = "pass float tensors such as net.parameters()"
+) -> list[Tensor]:
+    found: list[Any] = (
+        list(tensors)
+        if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
+        else [tensors]
+    )
     for x in found:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else _kind(x)
@@ -275,10 +333,18 @@ def _float_tensors(tensors: object, do: str = "pass float tensors such as net.pa
 
 
 def _callables(callbacks: object) -> list[Callback]:
-    found: list[Any] = [] if callbacks is None else list(callbacks) if isinstance(callbacks, Iterable) else [callbacks]
+    found: list[Any] = (
+        []
+        if callbacks is None
+        else list(callbacks)
+        if isinstance(callbacks, Iterable)
+        else [callbacks]
+    )
     for callback in found:
         if not callable(callback):
-            raise TypeError(f"expected callbacks, received {_kind(callback)}, do pass cb(tensor, grad) -> grad")
+            raise TypeError(
+                f"expected callbacks, received {_kind(callback)}, do pass cb(tensor, grad) -> grad"
+            )
     return found
 
 

@@ -58,11 +58,15 @@ class CrossEntropy(nn.Module):
         torch's target is (1 - s)·onehot + s/C: times k, off = k·s/C and on - off = k·(1 - s).
         """
         if self.classes not in (None, classes):
-            raise ValueError(f"CrossEntropy: expected logits of {self.classes} classes, received {classes}")
+            raise ValueError(
+                f"CrossEntropy: expected logits of {self.classes} classes, received {classes}"
+            )
         if self.smoothing_over == "all":
             return 1.0, self.smoothing
         if classes < 2:
-            raise ValueError(f"CrossEntropy: smoothing over the other classes needs 2 or more, received {classes}")
+            raise ValueError(
+                f"CrossEntropy: smoothing over the other classes needs 2 or more, received {classes}"
+            )
         on = 1.0 - self.smoothing
         off = self.smoothing / (classes - 1) if self.off_value is None else self.off_value
         if off > on:
@@ -83,18 +87,28 @@ def _check(
     reduction: str,
 ) -> None:
     if not 0 <= smoothing < 1:
-        raise ValueError(f"CrossEntropy: expected smoothing from 0 to below 1, received {smoothing!r}")
+        raise ValueError(
+            f"CrossEntropy: expected smoothing from 0 to below 1, received {smoothing!r}"
+        )
     if smoothing_over not in ("all", "others"):
-        raise ValueError(f"CrossEntropy: expected smoothing_over 'all' or 'others', received {smoothing_over!r}")
+        raise ValueError(
+            f"CrossEntropy: expected smoothing_over 'all' or 'others', received {smoothing_over!r}"
+        )
     if off_value is not None and (smoothing_over == "all" or not 0 <= off_value < 1):
         raise ValueError(
             f"CrossEntropy: expected off_value from 0 to below 1 and smoothing_over='others', received {off_value!r} "
             f"and {smoothing_over!r}"
         )
     if classes is not None and classes < 1:
-        raise ValueError(f"CrossEntropy: expected 1 or more classes, or None to go by the logits, received {classes!r}")
+        raise ValueError(
+            f"CrossEntropy: expected 1 or more classes, or None to go by the logits, received {classes!r}"
+        )
     if weight is not None and (weight.dim() != 1 or len(weight) != (classes or len(weight))):
         expected = f"{classes} weights" if classes else "a 1-D tensor of weights"
-        raise ValueError(f"CrossEntropy: expected {expected}, one per class, received shape {tuple(weight.shape)}")
+        raise ValueError(
+            f"CrossEntropy: expected {expected}, one per class, received shape {tuple(weight.shape)}"
+        )
     if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"CrossEntropy: expected reduction 'mean', 'sum' or 'none', received {reduction!r}")
+        raise ValueError(
+            f"CrossEntropy: expected reduction 'mean', 'sum' or 'none', received {reduction!r}"
+        )

@@ -15,7 +15,9 @@ hypothesis.settings.load_profile("halfstep")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; tests hand it on
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as in a background job; tests hand it on
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -9,16 +9,26 @@ import sys
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own")
+inside = pytest.mark.skipif(
+    not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own"
+)
 outside = pytest.mark.skipif(
-    INTERPRETED or importlib.util.find_spec("triton") is None, reason="needs Triton, and not to be the interpreted run"
+    INTERPRETED or importlib.util.find_spec("triton") is None,
+    reason="needs Triton, and not to be the interpreted run",
 )
 
 
 def interpret(file: str, count: int, which: str = "test_the_kernel") -> None:
     """That many tests of `file`, named so, must pass there."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, file]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert re.search(rf"\b{count} passed", done.stdout), done.stdout

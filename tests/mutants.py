@@ -37,8 +37,12 @@ def load() -> list[Mutant]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="run the mutants whose description contains this")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="run the mutants whose description contains this"
+    )
     parser.add_argument("--list", action="store_true", help="list them and stop")
     args = parser.parse_args()
     chosen = [m for m in load() if args.only in m.fault]
@@ -59,16 +63,35 @@ def killed(mutant: Mutant) -> bool:
         tree = Path(folder)
         for part in ("halfstep", "tests", "docs", "benchmarks"):
             if (ROOT / part).exists():
-                shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "sample"))
+                shutil.copytree(
+                    ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "sample")
+                )
         shutil.copy(ROOT / "pyproject.toml", tree)
         plant(tree, mutant)
         tests = [t for t in mutant.tests.split() if (tree / t).exists()]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+        ]
         env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tree, env=env, capture_output=True, text=True, check=False
+        )
     if done.returncode not in (0, 1):
-        raise SystemExit(f"{mutant.fault}: pytest could not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    by = next((line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith("FAILED")), "nothing")
+        raise SystemExit(
+            f"{mutant.fault}: pytest could not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    by = next(
+        (line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith("FAILED")),
+        "nothing",
+    )
     print(
         f"{'killed' if done.returncode else 'SURVIVED':9} {time.perf_counter() - start:5.0f} s  {mutant.fault}: {by}",
         flush=True,

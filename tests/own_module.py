@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 
-def work_beside(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "mine") -> None:
+def work_beside(
+    text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "mine"
+) -> None:
     """`folder` is the current one and holds `name`.py, which is imported anew."""
     (folder / f"{name}.py").write_text(text)
     monkeypatch.chdir(folder)

@@ -11,10 +11,18 @@ MIB = 1 << 20
 
 
 def comparison(
-    precisions: tuple[str, ...] = ("fp32", "fp16", "O1", "O2"), seeds: int = 3, *, steps: int = 1128, epochs: int = 6
+    precisions: tuple[str, ...] = ("fp32", "fp16", "O1", "O2"),
+    seeds: int = 3,
+    *,
+    steps: int = 1128,
+    epochs: int = 6,
 ) -> dict[str, Any]:
     """A finished comparison: every run of every precision."""
-    runs = [result(name, seed, steps=steps, epochs=epochs) for name in precisions for seed in range(seeds)]
+    runs = [
+        result(name, seed, steps=steps, epochs=epochs)
+        for name in precisions
+        for seed in range(seeds)
+    ]
     command = f"halfstep compare --net mlp --precisions {','.join(precisions)} --seeds {seeds} --out runs/demo"
     return {
         "halfstep_compare": 1,
@@ -38,9 +46,14 @@ def comparison(
 
 def advice(precisions: tuple[str, ...]) -> dict[str, Any]:
     if "O2" in precisions:
-        reason = "O2 is the fastest of the precisions whose accuracy is that of fp32 within 0.5 points."
+        reason = (
+            "O2 is the fastest of the precisions whose accuracy is that of fp32 within 0.5 points."
+        )
         return {"precision": "O2", "reason": reason}
-    return {"precision": None, "reason": "Nothing was shown to be the same as the first precision: add seeds."}
+    return {
+        "precision": None,
+        "reason": "Nothing was shown to be the same as the first precision: add seeds.",
+    }
 
 
 def result(precision: str, seed: int, *, steps: int = 1128, epochs: int = 6) -> dict[str, Any]:
@@ -74,15 +87,32 @@ def result(precision: str, seed: int, *, steps: int = 1128, epochs: int = 6) -> 
 def epoch(e: int, epochs: int, acc: float, low: float, rng: random.Random) -> dict[str, Any]:
     gone = math.exp(-2.5 * e / epochs)
     reached = acc - 0.2 * (gone - math.exp(-2.5)) + rng.gauss(0, 0.002)
-    return {"epoch": e, "loss": 0.3 + gone, "valid_loss": 0.36 + low + 0.5 * gone, "valid_acc": reached, "seconds": 0.7}
+    return {
+        "epoch": e,
+        "loss": 0.3 + gone,
+        "valid_loss": 0.36 + low + 0.5 * gone,
+        "valid_acc": reached,
+        "seconds": 0.7,
+    }
 
 
 def dtypes(precision: str) -> list[dict[str, str]]:
     low = {"fp32": "float32", "bf16": "bfloat16"}.get(precision, "float16")
     weight = "float32" if precision in ("fp32", "O1") else low
-    layers = [("0", "Flatten", "-"), ("1", "Linear", weight), ("2", "ReLU", "-"), ("3", "Linear", weight)]
+    layers = [
+        ("0", "Flatten", "-"),
+        ("1", "Linear", weight),
+        ("2", "ReLU", "-"),
+        ("3", "Linear", weight),
+    ]
     return [
-        {"module": name, "kind": kind, "input": low if name != "0" else "float32", "weight": w, "output": low}
+        {
+            "module": name,
+            "kind": kind,
+            "input": low if name != "0" else "float32",
+            "weight": w,
+            "output": low,
+        }
         for name, kind, w in layers
     ]
 
@@ -97,7 +127,16 @@ def row(precision: str, runs: list[dict[str, Any]], first: str) -> dict[str, Any
         "unknown": "cannot tell: more seeds needed, about 9",
         "reference": "reference",
     }
-    names = ("ms_per_step", "s_per_epoch", "samples_per_s", "peak_memory", "loss", "acc", "skipped", "final_scale")
+    names = (
+        "ms_per_step",
+        "s_per_epoch",
+        "samples_per_s",
+        "peak_memory",
+        "loss",
+        "acc",
+        "skipped",
+        "final_scale",
+    )
     means = {n: mean([r[n] for r in done]) for n in names}
     many = len(done) > 1
     return {
@@ -117,7 +156,13 @@ def mean(values: list[Any]) -> float | None:
 def fail(summary: dict[str, Any], precision: str, seed: int, error: str, *, keep: int) -> None:
     """Turns one run into one that failed after `keep` points of its curve."""
     run = next(r for r in summary["runs"] if (r["precision"], r["seed"]) == (precision, seed))
-    run |= {"status": "failed", "error": error, "loss": None, "acc": None, "epochs": run["epochs"][:1]}
+    run |= {
+        "status": "failed",
+        "error": error,
+        "loss": None,
+        "acc": None,
+        "epochs": run["epochs"][:1],
+    }
     run["curve"] = {name: each[:keep] for name, each in run["curve"].items()}
     for each in summary["rows"]:
         if each["precision"] == precision:

@@ -26,7 +26,9 @@ def apply(net: nn.Module, device: torch.device, name: str = "O2", **choices: Any
     return Applied(net, hs.Precision(name, kernels="torch", **choices), device)
 
 
-def train(net: nn.Module, name: str = "O2", *, lr: float = 0.1, forward: Any = None, **choices: Any) -> hs.TrainStep:
+def train(
+    net: nn.Module, name: str = "O2", *, lr: float = 0.1, forward: Any = None, **choices: Any
+) -> hs.TrainStep:
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     precision = hs.Precision(name, kernels="torch", **choices)
     return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, forward=forward)
@@ -36,7 +38,9 @@ def watch(*modules: nn.Module) -> list[tuple[torch.dtype, torch.dtype, torch.dty
     """(input, weight, output) dtypes of each call, read by forward hooks."""
     seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
     for module in modules:
-        module.register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype, out.dtype)))
+        module.register_forward_hook(
+            lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype, out.dtype))
+        )
     return seen
 
 
@@ -54,7 +58,9 @@ def same(one: Bits, other: Bits) -> bool:
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 @pytest.mark.parametrize("low", [F16, BF16])
-def test_modules_see_low_weights_and_low_inputs_inside(name: str, low: torch.dtype, device: torch.device) -> None:
+def test_modules_see_low_weights_and_low_inputs_inside(
+    name: str, low: torch.dtype, device: torch.device
+) -> None:
     net = mlp(device)
     seen = watch(net[0], net[2])
     with apply(net, device, name, dtype=low):
@@ -65,7 +71,9 @@ def test_modules_see_low_weights_and_low_inputs_inside(name: str, low: torch.dty
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_outside_everything_is_as_before_also_after_an_exception(name: str, fails: bool, device: torch.device) -> None:
+def test_outside_everything_is_as_before_also_after_an_exception(
+    name: str, fails: bool, device: torch.device
+) -> None:
     net, x = mlp(device), torch.randn(2, 4, device=device)
     before, keys, out = bits(net), [set(vars(m)) for m in net.modules()], net(x)
     applied = apply(net, device, name)
@@ -139,7 +147,13 @@ def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -
     for _ in range(2):
         fired.clear()
         step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
-        expected = ["forward pre", "forward", "parameter torch.float32", "accumulated torch.float32", "backward"]
+        expected = [
+            "forward pre",
+            "forward",
+            "parameter torch.float32",
+            "accumulated torch.float32",
+            "backward",
+        ]
         assert sorted(fired) == sorted(expected)
 
 
@@ -165,7 +179,9 @@ def test_hooks_that_edit_a_gradient_edit_the_update(name: str, device: torch.dev
 @pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.spectral_norm])
 def test_parametrized_layers_train_in_o2(norm: Any, device: torch.device) -> None:
     torch.manual_seed(1)
-    net = nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), norm(nn.Linear(6, 3, bias=False))).to(device)
+    net = nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), norm(nn.Linear(6, 3, bias=False))).to(
+        device
+    )
     names, seen, before = [n for n, _ in net.named_parameters()], [], bits(net)
     net[0].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
     step = train(net)
@@ -189,7 +205,12 @@ def test_a_frozen_parameter_stays_and_its_layers_take_no_backward(device: torch.
         assert not net[0](x).requires_grad
         assert net[2].weight.requires_grad
     train(net)(x, torch.zeros(2, 3, device=device))
-    assert [torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)] == [True, True, False, False]
+    assert [torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.device) -> None:
@@ -197,7 +218,9 @@ def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.de
     before, grads = copy.deepcopy(net.unused), []
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: grads.append(net.unused.weight.grad))
-    step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision="O2", forward=lambda net, x, y: (net.used(x), y))
+    step = hs.TrainStep(
+        net, nn.MSELoss(), optimizer, precision="O2", forward=lambda net, x, y: (net.used(x), y)
+    )
     step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
     assert grads == [None]
     assert torch.equal(net.unused.weight, before.weight)
@@ -211,7 +234,10 @@ def test_low_copies_are_never_stale(name: str, device: torch.device) -> None:
     for edit in (
         lambda: net[0].weight.data.copy_(other[0].weight),
         lambda: net.load_state_dict(other.state_dict()),
-        lambda: setattr(other[2].bias, "data", torch.full((3,), 2.0, device=device)) or net[2].bias.data.fill_(2.0),
+        lambda: (
+            setattr(other[2].bias, "data", torch.full((3,), 2.0, device=device))
+            or net[2].bias.data.fill_(2.0)
+        ),
     ):
         with applied:
             net(x)
@@ -242,7 +268,9 @@ class Buffered(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
-def test_buffers_are_low_inside_and_keep_what_forward_wrote(name: str, device: torch.device) -> None:
+def test_buffers_are_low_inside_and_keep_what_forward_wrote(
+    name: str, device: torch.device
+) -> None:
     net = Buffered().to(device)
     table = net.table
     step = train(net, name, scale=1)  # no skip, which would rightly take the buffers back
@@ -250,9 +278,13 @@ def test_buffers_are_low_inside_and_keep_what_forward_wrote(name: str, device: t
         step(torch.randn(2, 4, device=device), torch.zeros(2, 4, device=device))
     assert set(net.seen) == {F16 if name in ("O2", "O3") else F32, torch.int64}
     assert net.table is table
-    assert torch.equal(table, torch.linspace(0, 1, 4, device=device))  # not rounded through half on the way back
+    assert torch.equal(
+        table, torch.linspace(0, 1, 4, device=device)
+    )  # not rounded through half on the way back
     assert (net.count.item(), net.written.item(), net.replaced.item()) == (3, 3.0, 3.0)
-    assert all(b.dtype == (torch.int64 if key == "count" else F32) for key, b in net.named_buffers())
+    assert all(
+        b.dtype == (torch.int64 if key == "count" else F32) for key, b in net.named_buffers()
+    )
 
 
 def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
@@ -262,7 +294,10 @@ def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
-    net, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device), torch.randn(6, 4, device=device)
+    net, x = (
+        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device),
+        torch.randn(6, 4, device=device),
+    )
     with apply(net, device, keep={"1": "fp32"}):
         out = net(x)
     exact = low_then_high(net, x)
@@ -271,8 +306,14 @@ def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
 
 
 def test_a_kept_head_called_from_forward_is_not_rounded_through_half(device: torch.device) -> None:
-    net, x = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device), torch.randn(6, 4, device=device)
-    step, y = train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y)), torch.zeros(6, 3).to(device)
+    net, x = (
+        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device),
+        torch.randn(6, 4, device=device),
+    )
+    step, y = (
+        train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y)),
+        torch.zeros(6, 3).to(device),
+    )
     exact = F.mse_loss(low_then_high(net, x), y)
     assert torch.equal(step(x, y).loss, exact)
 
@@ -299,7 +340,10 @@ def test_o1_keeps_a_module_out_of_autocast(device: torch.device) -> None:
     seen, x = watch(net[0], net[2]), torch.randn(2, 4, device=device)
     with apply(net, device, "O1", keep={"2": "fp32"}):
         out = net(x)
-    assert seen == [(F32, F32, F16), (F16, F32, F32)]  # weights stay fp32 under O1; the output tells where it ran
+    assert seen == [
+        (F32, F32, F16),
+        (F16, F32, F32),
+    ]  # weights stay fp32 under O1; the output tells where it ran
     low = F.relu(F.linear(x.half(), net[0].weight.half(), net[0].bias.half()))
     assert torch.equal(out, F.linear(low.float(), net[2].weight, net[2].bias))
     with apply(net, device, "O1"):
@@ -329,7 +373,9 @@ NORMS = [
 
 
 @pytest.mark.parametrize("kind", NORMS, ids=lambda norm: type(norm).__name__)
-def test_norms_compute_in_fp32_under_o2_and_low_under_o3(kind: nn.Module, device: torch.device) -> None:
+def test_norms_compute_in_fp32_under_o2_and_low_under_o3(
+    kind: nn.Module, device: torch.device
+) -> None:
     norm = copy.deepcopy(kind)
     nn.init.uniform_(norm.weight, 0.5, 2.0)
     net, x = nn.Sequential(nn.Identity(), norm).to(device), torch.randn(8, 6, 6, device=device)
@@ -337,7 +383,10 @@ def test_norms_compute_in_fp32_under_o2_and_low_under_o3(kind: nn.Module, device
     seen = watch(norm)
     with apply(net, device, "O2"):
         out = net(x)
-    assert (seen[-1][1], seen[-1][2]) == (F32, F16)  # fp32 weights; the network around it goes on in half
+    assert (seen[-1][1], seen[-1][2]) == (
+        F32,
+        F16,
+    )  # fp32 weights; the network around it goes on in half
     # One rounding of an fp32 result: half a unit of float16 (2**-11 relative), and 1e-6 for another order of summation.
     assert torch.allclose(out, exact, rtol=2.0**-11, atol=1e-6)
     with apply(net, device, "O3"):
@@ -350,8 +399,13 @@ def test_norms_compute_in_fp32_under_o2_and_low_under_o3(kind: nn.Module, device
 
 
 @pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
-def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(name: str, device: torch.device) -> None:
-    net, x = nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device), torch.randn(32, 6, device=device) + 1.0
+def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(
+    name: str, device: torch.device
+) -> None:
+    net, x = (
+        nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device),
+        torch.randn(32, 6, device=device) + 1.0,
+    )
     with apply(net, device, name):
         net(x)
         net(x)
@@ -372,7 +426,13 @@ class Structured(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor, *, extra: dict[str, Any], flag: bool) -> dict[str, Any]:
-        self.seen = [x.dtype, extra["pair"][0].dtype, extra["pair"][1].dtype, extra["mask"].dtype, type(extra["n"])]
+        self.seen = [
+            x.dtype,
+            extra["pair"][0].dtype,
+            extra["pair"][1].dtype,
+            extra["mask"].dtype,
+            type(extra["n"]),
+        ]
         return {"out": [x * self.weight * extra["pair"][0]], "flag": flag, "ids": extra["pair"][1]}
 
 
@@ -391,5 +451,8 @@ def test_submodules_called_from_forward_take_fp32_inputs_low(device: torch.devic
     seen = watch(net.a, net.b)
     step = train(net, forward=lambda n, x, y: (n.b(n.a(x).float().tanh()), y))
     record = step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
-    assert seen == [(F32, F16, F16), (F32, F16, F16)]  # hooks see the caller's fp32; the product is low
+    assert seen == [
+        (F32, F16, F16),
+        (F32, F16, F16),
+    ]  # hooks see the caller's fp32; the product is low
     assert record.loss.dtype == F32

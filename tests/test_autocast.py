@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep import amp
 from halfstep.grads import GradManager
-from halfstep.precision.kernels import has_native
+from halfstep.precision.cpu_half import has_native
 
 LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KERNELS = ("auto", "torch")
@@ -50,7 +50,9 @@ def cpu(**kwargs: object) -> amp.autocast:
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_a_product_is_the_rounded_float32_product_of_the_rounded_operands(low: str, net: nn.Linear, x: Tensor) -> None:
+def test_a_product_is_the_rounded_float32_product_of_the_rounded_operands(
+    low: str, net: nn.Linear, x: Tensor
+) -> None:
     if has_native(LOW[low]):
         pytest.skip("this CPU has units for it: torch's own kernel runs")
     wide = [t.detach().to(LOW[low]).float() for t in (x, net.weight, net.bias)]
@@ -61,7 +63,9 @@ def test_a_product_is_the_rounded_float32_product_of_the_rounded_operands(low: s
 
 
 @pytest.mark.parametrize("low", LOW)
-def test_torch_kernels_are_torchs_autocast_without_cache(low: str, net: nn.Linear, x: Tensor) -> None:
+def test_torch_kernels_are_torchs_autocast_without_cache(
+    low: str, net: nn.Linear, x: Tensor
+) -> None:
     with cpu(low_prec_dtype=low, kernels="torch"):
         out, loss = net(x), F.mse_loss(net(x), torch.zeros(3, 4))
     with torch.autocast("cpu", LOW[low], cache_enabled=False):
@@ -76,7 +80,9 @@ def test_delicate_ops_run_in_float32(kernels: str, x: Tensor) -> None:
 
 
 @kernels
-def test_float32_casts_nothing_inside_another_block_too(kernels: str, net: nn.Linear, x: Tensor) -> None:
+def test_float32_casts_nothing_inside_another_block_too(
+    kernels: str, net: nn.Linear, x: Tensor
+) -> None:
     plain = net(x)
     with cpu(kernels=kernels):
         with cpu(low_prec_dtype="float32", kernels=kernels):
@@ -121,8 +127,16 @@ def losses_in_one_context(context: object) -> list[float]:
 
 @kernels
 def test_an_update_inside_one_context_is_seen(kernels: str) -> None:
-    assert losses_in_one_context(torch.autocast("cpu", torch.bfloat16)) == [16, 16, 16]  # what the cache would do
-    assert losses_in_one_context(cpu(low_prec_dtype="bfloat16", kernels=kernels)) == [16, 9, 81 / 16]
+    assert losses_in_one_context(torch.autocast("cpu", torch.bfloat16)) == [
+        16,
+        16,
+        16,
+    ]  # what the cache would do
+    assert losses_in_one_context(cpu(low_prec_dtype="bfloat16", kernels=kernels)) == [
+        16,
+        9,
+        81 / 16,
+    ]
 
 
 @kernels
@@ -133,7 +147,9 @@ def test_a_teacher_without_gradients_changes_no_gradient(
     def gradient(teach: bool) -> Tensor:
         with cpu(kernels=kernels):
             with quiet():
-                target = net(x).clone() if teach else None  # the student's own weights: the case that loses its history
+                target = (
+                    net(x).clone() if teach else None
+                )  # the student's own weights: the case that loses its history
             out = net(x)
             loss = out.float().square().sum() + (0 if target is None else 0 * target.detach().sum())
         (grad,) = torch.autograd.grad(loss, net.weight)
@@ -144,7 +160,9 @@ def test_a_teacher_without_gradients_changes_no_gradient(
 
 
 @kernels
-def test_distillation_trains_the_student_as_if_the_targets_were_given(kernels: str, x: Tensor) -> None:
+def test_distillation_trains_the_student_as_if_the_targets_were_given(
+    kernels: str, x: Tensor
+) -> None:
     teacher = nn.Linear(8, 4)
     trained = []
     for inside in (True, False):
@@ -169,7 +187,9 @@ def test_distillation_trains_the_student_as_if_the_targets_were_given(kernels: s
 
 
 @kernels
-def test_disabled_turns_an_outer_block_off_and_it_comes_back(kernels: str, net: nn.Linear, x: Tensor) -> None:
+def test_disabled_turns_an_outer_block_off_and_it_comes_back(
+    kernels: str, net: nn.Linear, x: Tensor
+) -> None:
     plain = net(x)
     with cpu(kernels=kernels):
         low = net(x)
@@ -201,7 +221,9 @@ def test_the_innermost_block_decides_dtype_and_kernels(net: nn.Linear, x: Tensor
 
 
 @kernels
-def test_one_instance_entered_again_restores_each_level(kernels: str, net: nn.Linear, x: Tensor) -> None:
+def test_one_instance_entered_again_restores_each_level(
+    kernels: str, net: nn.Linear, x: Tensor
+) -> None:
     block = cpu(kernels=kernels)
     with block:
         with block, block:
@@ -297,7 +319,10 @@ def test_a_block_can_be_copied_and_pickled(net: nn.Linear, x: Tensor) -> None:
 
 
 def test_megengines_pattern_with_backward_and_step_inside(net: nn.Linear, x: Tensor) -> None:
-    gm, optimizer = GradManager().attach(net.parameters()), torch.optim.SGD(net.parameters(), lr=0.1)
+    gm, optimizer = (
+        GradManager().attach(net.parameters()),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     before = net.weight.detach().clone()
 
     @cpu()
@@ -350,7 +375,9 @@ def test_a_switch_set_inside_a_block_ends_with_it(net: nn.Linear, x: Tensor) -> 
     assert net(x).dtype == torch.float32
 
 
-def test_the_switch_follows_the_rooms_dtype_and_a_block_inside_delays_it(net: nn.Linear, x: Tensor) -> None:
+def test_the_switch_follows_the_rooms_dtype_and_a_block_inside_delays_it(
+    net: nn.Linear, x: Tensor
+) -> None:
     amp.enabled = True
     amp.low_prec_dtype = "bfloat16"
     assert net(x).dtype == torch.bfloat16
@@ -375,7 +402,9 @@ def test_the_switch_belongs_to_its_thread(net: nn.Linear, x: Tensor) -> None:
     assert amp.enabled
 
 
-def test_the_switch_ends_inside_a_function_mode_that_began_after_it(net: nn.Linear, x: Tensor) -> None:
+def test_the_switch_ends_inside_a_function_mode_that_began_after_it(
+    net: nn.Linear, x: Tensor
+) -> None:
     amp.enabled = True
     with torch.overrides.BaseTorchFunctionMode() as mode:
         amp.enabled = False
@@ -390,7 +419,9 @@ def test_the_switch_ends_inside_a_function_mode_that_began_after_it(net: nn.Line
 
 @pytest.mark.parametrize("value", ["float8", "half", 16, torch.float64, torch.int8, "fp64"])
 def test_low_dtypes_are_listed(value: object) -> None:
-    with pytest.raises(ValueError, match=r"expected one of fp16, float16, bf16, bfloat16, fp32, float32 or"):
+    with pytest.raises(
+        ValueError, match=r"expected one of fp16, float16, bf16, bfloat16, fp32, float32 or"
+    ):
         amp.autocast(low_prec_dtype=value)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="low_prec_dtype: expected one of"):
         amp.low_prec_dtype = value  # type: ignore[assignment]
@@ -401,7 +432,8 @@ def test_high_dtypes_other_than_float32_are_refused_with_the_reason() -> None:
     amp.high_prec_dtype = torch.float32
     assert amp.high_prec_dtype == "float32"
     with pytest.raises(
-        ValueError, match=r"fp32, float32 or the torch.dtype \(torch's op lists widen to float32 only\)"
+        ValueError,
+        match=r"fp32, float32 or the torch.dtype \(torch's op lists widen to float32 only\)",
     ):
         amp.high_prec_dtype = "float64"
     with pytest.raises(ValueError, match="high_prec_dtype"):
@@ -409,7 +441,9 @@ def test_high_dtypes_other_than_float32_are_refused_with_the_reason() -> None:
 
 
 def test_other_refusals() -> None:
-    with pytest.raises(TypeError, match=r"do write the parentheses when decorating: @amp.autocast\(\)"):
+    with pytest.raises(
+        TypeError, match=r"do write the parentheses when decorating: @amp.autocast\(\)"
+    ):
         amp.autocast(lambda: None)  # type: ignore[arg-type]
     torchs = "do write amp.autocast(), which is for every device of this machine; a dtype is low_prec_dtype='float16',"
     for given, how, came in (
@@ -418,7 +452,11 @@ def test_other_refusals() -> None:
         ([torch.device("cpu")], {}, "enabled: expected True or False, received device(type='cpu')"),
         ([torch.bfloat16], {}, "enabled: expected True or False, received torch.bfloat16"),
         (["cuda"], {"dtype": torch.float16}, "there is no dtype="),
-        ([], {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False}, "no dtype=, cache_enabled="),
+        (
+            [],
+            {"device_type": "cpu", "dtype": torch.bfloat16, "cache_enabled": False},
+            "no dtype=, cache_enabled=",
+        ),
     ):
         with pytest.raises(TypeError, match=re.escape(f"{came}, {torchs}")):
             amp.autocast(*given, **how)
@@ -436,7 +474,10 @@ def test_other_refusals() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator is there")
 def test_a_missing_device_is_refused_at_entry_not_replaced(net: nn.Linear, x: Tensor) -> None:
     block = amp.autocast(device_type="cuda")
-    with pytest.raises(ValueError, match=r"has \(cpu\), received 'cuda', do leave device_type=None"), block:
+    with (
+        pytest.raises(ValueError, match=r"has \(cpu\), received 'cuda', do leave device_type=None"),
+        block,
+    ):
         pass
     with amp.autocast(device_type=None):
         assert net(x).dtype == torch.float16
@@ -453,7 +494,9 @@ def test_only_plain_functions_can_be_decorated() -> None:
     for fn in (generator, coroutine):
         with pytest.raises(TypeError, match=r"do write `with amp.autocast\(\):`"):
             amp.autocast()(fn)
-    with pytest.raises(TypeError, match=r"received a staticmethod, do put @amp.autocast\(\) below that line"):
+    with pytest.raises(
+        TypeError, match=r"received a staticmethod, do put @amp.autocast\(\) below that line"
+    ):
         amp.autocast()(staticmethod(lambda: None))
     for thing in (nn.Linear, 3):
         with pytest.raises(TypeError, match="do decorate its method"):

@@ -33,7 +33,9 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple["subprocess.Popen[str]", Path]]]:
+def started(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, tuple["subprocess.Popen[str]", Path]]]:
     """All scripts at once, each in a process: most of their time is imports."""
     folder = tmp_path_factory.mktemp("benchmarks")
     more = {"cifar": ["--archive", str(archive(folder)), "--cache", str(folder / "cache")]}
@@ -43,7 +45,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         target, (script, *options) = folder / f"{name}.json", shlex.split(line)
         options += [*more.get(name, []), "--device", "cpu", "--json", str(target)]
         command = [sys.executable, ROOT / "benchmarks" / script, *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
         found[name] = (process, target)
     yield found
     for process, _ in found.values():
@@ -61,7 +65,9 @@ def archive(folder: Path) -> Path:
             for label, name in enumerate(CLASSES):
                 for number in range(count):
                     data = io.BytesIO()
-                    Image.new("RGB", (32, 32), (label * 20, number * 40, 0)).save(data, "JPEG", quality=75)
+                    Image.new("RGB", (32, 32), (label * 20, number * 40, 0)).save(
+                        data, "JPEG", quality=75
+                    )
                     info = tarfile.TarInfo(f"{split}/{name}/{number:04}.jpg")
                     info.size = data.tell()
                     tar.addfile(info, io.BytesIO(data.getvalue()))
@@ -91,7 +97,9 @@ def test_resnet_measures_a_step(started: Any) -> None:
     row = rows["2 halfstep O2"]
     assert "error" not in row, row
     assert row["ms"] == row["rounds"][0] > 0
-    assert f"{row['ms']:.2f} ms" in next(line for line in out.splitlines() if line.startswith("2 halfstep O2"))
+    assert f"{row['ms']:.2f} ms" in next(
+        line for line in out.splitlines() if line.startswith("2 halfstep O2")
+    )
 
 
 def test_cifar_trains_from_jpegs(started: Any) -> None:
@@ -105,7 +113,9 @@ def test_cifar_trains_from_jpegs(started: Any) -> None:
 
 def test_floor_counts_and_measures(started: Any) -> None:
     out, result, rows = finished(started, "floor")
-    products = 64 * 2 * (3 * (784 * 512 + 512 * 512 + 512 * 10) - 784 * 512)  # no gradient of the images
+    products = (
+        64 * 2 * (3 * (784 * 512 + 512 * 512 + 512 * 10) - 784 * 512)
+    )  # no gradient of the images
     others = rows["mlp fp32"]["gflop"] * 1e9 - products
     assert 0 < others < 0.02 * products
     assert result["ceilings"]["fp32_tflop_s"] > 0
@@ -135,7 +145,15 @@ def test_peers_do_the_plain_loops_work(bench: Any, peer: str) -> None:
 
     x, y = torch.randn(8, 6), torch.arange(8) % 3
     work = peers.Work(
-        build=build, images=x, labels=y, batch=4, steps=3, precision="fp32", lr=0.1, warm=1, shuffled=False
+        build=build,
+        images=x,
+        labels=y,
+        batch=4,
+        steps=3,
+        precision="fp32",
+        lr=0.1,
+        warm=1,
+        shuffled=False,
     )
     times = peers.PEERS[peer](work)(2, 1)
     torch.manual_seed(0)
@@ -146,13 +164,22 @@ def test_peers_do_the_plain_loops_work(bench: Any, peer: str) -> None:
         F.cross_entropy(plain(x[part : part + 4]), y[part : part + 4]).backward()
         optimizer.step()
     assert len(times) == 2
-    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(nets[0].parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_a_pass_of_shuffled_batches_is_every_sample_once(bench: Any) -> None:
     images, labels = torch.arange(10.0)[:, None], torch.arange(10)
     work = bench("peers").Work(
-        build=nn.Identity, images=images, labels=labels, batch=4, steps=3, precision="fp32", lr=0.1, warm=2
+        build=nn.Identity,
+        images=images,
+        labels=labels,
+        batch=4,
+        steps=3,
+        precision="fp32",
+        lr=0.1,
+        warm=2,
     )
     batches = list(work.batches())
     assert [len(y) for _, y in batches] == [4, 4, 2]
@@ -172,7 +199,10 @@ def test_counted_products_are_torchs_own_count(bench: Any) -> None:
 
 def test_floor_of_a_kernel_goes_to_its_operation(bench: Any, tmp_path: Path) -> None:
     roofline = bench("roofline")
-    shapes = {"Input Dims": [[2, 8, 4, 4], [2, 3, 8, 8], [8, 3, 3, 3]], "Input type": ["c10::Half"] * 3}
+    shapes = {
+        "Input Dims": [[2, 8, 4, 4], [2, 3, 8, 8], [8, 3, 3, 3]],
+        "Input type": ["c10::Half"] * 3,
+    }
     both = {"External id": 7, "Concrete Inputs": ["", "", "", "[True, True, False]"], **shapes}
     events = [{"cat": "cpu_op", "name": "aten::convolution_backward", "args": both}]
     for name, us in (("reorder", 1.0), ("inputs", 9.0), ("weights", 8.0)):
@@ -180,9 +210,14 @@ def test_floor_of_a_kernel_goes_to_its_operation(bench: Any, tmp_path: Path) -> 
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
     kernels = roofline.kernels_of(tmp_path / "trace.json")
     ceiling = roofline.Ceiling(1e18, {"fp16": 1e12, "fp32": 1e9})
-    each = 2 * (2 * 8 * 4 * 4) * (3 * 3 * 3) / 1e12 * 1e6  # two products of this many µs; the third kernel has no floor
+    each = (
+        2 * (2 * 8 * 4 * 4) * (3 * 3 * 3) / 1e12 * 1e6
+    )  # two products of this many µs; the third kernel has no floor
     found = roofline.floors_of(kernels, ceiling, "fp32")
-    assert found == {"inputs": pytest.approx(each, rel=1e-15), "weights": pytest.approx(each, rel=1e-15)}
+    assert found == {
+        "inputs": pytest.approx(each, rel=1e-15),
+        "weights": pytest.approx(each, rel=1e-15),
+    }
 
 
 @pytest.mark.parametrize(
@@ -190,11 +225,16 @@ def test_floor_of_a_kernel_goes_to_its_operation(bench: Any, tmp_path: Path) -> 
     [
         ("import sys; sys.exit('out of luck')", "exit 1: out of luck"),
         ("import time; print('@ready', flush=True); time.sleep(60)", "no figures in 1 s, exit -9"),
-        ("import ctypes; print('@ready', flush=True); input(); ctypes.string_at(0)", "Segmentation fault; File"),
+        (
+            "import ctypes; print('@ready', flush=True); input(); ctypes.string_at(0)",
+            "Segmentation fault; File",
+        ),
         ('print(\'@ready\', flush=True); input(); print(\'@row {"row": "a", "ms": 2}\')', None),
     ],
 )
-def test_a_child_that_fails_is_a_row(bench: Any, tmp_path: Path, code: str, said: str | None) -> None:
+def test_a_child_that_fails_is_a_row(
+    bench: Any, tmp_path: Path, code: str, said: str | None
+) -> None:
     (tmp_path / "child.py").write_text(code)
     child = bench("rows").Child.start([str(tmp_path / "child.py")], "a")
     child.ready(30.0)
@@ -204,7 +244,9 @@ def test_a_child_that_fails_is_a_row(bench: Any, tmp_path: Path, code: str, said
 
 def test_a_row_that_fails_is_not_the_end(bench: Any, tmp_path: Path) -> None:
     said = "sys.argv[2] == 'bad' and sys.exit('gone'); print('@ready', flush=True); input(); print(row)"
-    (tmp_path / "child.py").write_text(f'import sys; row = \'@row {{"row": "good", "ms": 3}}\'; {said}')
+    (tmp_path / "child.py").write_text(
+        f'import sys; row = \'@row {{"row": "good", "ms": 3}}\'; {said}'
+    )
     rows, path = bench("rows"), tmp_path / "t.json"
     args = Namespace(device="cpu", json=str(path), again=False, seconds=60.0, row_seconds=30.0)
     table = rows.Table.open(args)
@@ -214,7 +256,9 @@ def test_a_row_that_fails_is_not_the_end(bench: Any, tmp_path: Path) -> None:
     assert (good["row"], table.value("good", "ms")) == ("good", 3.0)
 
 
-def test_a_spent_budget_names_what_it_left_and_kept_rows_stay(bench: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_spent_budget_names_what_it_left_and_kept_rows_stay(
+    bench: Any, tmp_path: Path, capsys: Any
+) -> None:
     rows, path = bench("rows"), tmp_path / "t.json"
     args = Namespace(device="cpu", json=str(path), again=False, seconds=0.0, row_seconds=1.0)
     first = rows.Table.open(args)

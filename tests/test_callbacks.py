@@ -32,7 +32,9 @@ def model(**options: Any) -> Model:
     return Model(net, nn.CrossEntropyLoss(), metrics={"acc": hs.metrics.Accuracy()}, **options)
 
 
-def fit(epochs: int, *callbacks: Callback, sink: int | None = None, of: Model | None = None, **how: Any) -> Run:
+def fit(
+    epochs: int, *callbacks: Callback, sink: int | None = None, of: Model | None = None, **how: Any
+) -> Run:
     return (of or model()).fit(epochs, samples().batch(6), callbacks=callbacks, sink=sink, **how)
 
 
@@ -58,7 +60,13 @@ def plain_losses(epochs: int) -> list[float]:
 def test_every_row_comes_once_and_in_order(sink: int | None) -> None:
     seen: list[Row] = []
     history = History()
-    fit(2, history, Lambda(step=lambda run, row: seen.append(row)), sink=sink, valid=samples(30).batch(7))
+    fit(
+        2,
+        history,
+        Lambda(step=lambda run, row: seen.append(row)),
+        sink=sink,
+        valid=samples(30).batch(7),
+    )
     assert [r.global_step for r in seen] == list(range(1, 27))
     assert [(r.epoch, r.step) for r in seen] == [(e, s) for e in (1, 2) for s in range(1, 14)]
     assert [r.loss for r in seen] == plain_losses(2)
@@ -66,7 +74,9 @@ def test_every_row_comes_once_and_in_order(sink: int | None) -> None:
     assert history.rows["samples"] == [6] * 26
     assert history.epochs["step"] == [13, 26]
     mean = np.mean(np.array(plain_losses(2)).reshape(2, 13), axis=1)
-    assert history.epochs["loss"] == pytest.approx(mean.tolist(), rel=1e-15)  # sums in another order
+    assert history.epochs["loss"] == pytest.approx(
+        mean.tolist(), rel=1e-15
+    )  # sums in another order
     assert all(0 <= acc <= 1 for acc in history.epochs["valid_acc"])
 
 
@@ -74,7 +84,12 @@ def test_events_come_in_the_order_of_the_diagram() -> None:
     events: list[str] = []
     names = ("begin", "epoch_begin", "visit", "epoch_end", "end")
     calls: dict[str, Any] = {n: lambda run, n=n: events.append(n) for n in names}
-    fit(2, Lambda(step=lambda run, row: events.append("step"), **calls), sink=7, valid=samples(30).batch(7))
+    fit(
+        2,
+        Lambda(step=lambda run, row: events.append("step"), **calls),
+        sink=7,
+        valid=samples(30).batch(7),
+    )
     epoch = ["epoch_begin", *["step"] * 7, "visit", *["step"] * 6, "epoch_end", "visit"]
     assert events == ["begin", *epoch, *epoch, "end"]
 
@@ -118,13 +133,22 @@ def test_lambda_says_what_it_takes() -> None:
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize(
     ("style", "word", "digits"),
-    [("plain", "step:", None), ("mindspore", "step:", repr), ("seed003", "step", repr), ("seed002", "step:", None)],
+    [
+        ("plain", "step:", None),
+        ("mindspore", "step:", repr),
+        ("seed003", "step", repr),
+        ("seed002", "step:", None),
+    ],
 )
-def test_loss_lines(capsys: pytest.CaptureFixture[str], style: Any, word: str, digits: Any, sink: int | None) -> None:
+def test_loss_lines(
+    capsys: pytest.CaptureFixture[str], style: Any, word: str, digits: Any, sink: int | None
+) -> None:
     fit(2, LossMonitor(style=style), sink=sink)
     shown = [digits(v) if digits else str(np.float32(v)) for v in plain_losses(2)]
     places = [(e, s) for e in (1, 2) for s in range(1, 14)]  # steps never wrap, whatever the sink
-    expected = [f"epoch: {e} {word} {s}, loss is {v}" for (e, s), v in zip(places, shown, strict=True)]
+    expected = [
+        f"epoch: {e} {word} {s}, loss is {v}" for (e, s), v in zip(places, shown, strict=True)
+    ]
     assert capsys.readouterr().out.splitlines() == expected
 
 
@@ -150,7 +174,12 @@ def line_of(loss: float, style: Any) -> str:
 @pytest.mark.parametrize(
     ("loss", "digits"),
     [
-        *((0.5, "0.5"), (0.1, "0.1"), (1 / 3, "0.3333333333333333"), (float(np.float32(1 / 3)), "0.33333334")),
+        *(
+            (0.5, "0.5"),
+            (0.1, "0.1"),
+            (1 / 3, "0.3333333333333333"),
+            (float(np.float32(1 / 3)), "0.33333334"),
+        ),
         *((2e-45, "2e-45"), (float(np.float32(1e-45)), "1e-45"), (1e300, "1e+300"), (-0.0, "-0.0")),
         *((math.inf, "inf"), (math.nan, "nan")),
     ],
@@ -190,14 +219,24 @@ def spoiled(step: int) -> hs.data.Dataset:
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_nan_loss_ends_the_run_and_names_the_step(sink: int | None, accumulate: int) -> None:
-    step = {1: 6, 4: 8}[accumulate]  # the inf is in step 6; in cycles of four, step 8 is the one that moved the weights
-    with pytest.raises(hs.NonFiniteError, match=rf"epoch 1 step {step} \(step {step} of the run\): .*(nan|inf)"):
-        model(nonfinite="ignore", accumulate=accumulate).fit(1, spoiled(6), callbacks=LossMonitor(100), sink=sink)
+    step = {1: 6, 4: 8}[
+        accumulate
+    ]  # the inf is in step 6; in cycles of four, step 8 is the one that moved the weights
+    with pytest.raises(
+        hs.NonFiniteError, match=rf"epoch 1 step {step} \(step {step} of the run\): .*(nan|inf)"
+    ):
+        model(nonfinite="ignore", accumulate=accumulate).fit(
+            1, spoiled(6), callbacks=LossMonitor(100), sink=sink
+        )
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_skipped_step_is_said_to_be_skipped(capsys: pytest.CaptureFixture[str], accumulate: int) -> None:
-    trained = model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)), accumulate=accumulate)
+def test_a_skipped_step_is_said_to_be_skipped(
+    capsys: pytest.CaptureFixture[str], accumulate: int
+) -> None:
+    trained = model(
+        precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)), accumulate=accumulate
+    )
     trained.fit(1, spoiled(6), callbacks=LossMonitor(), sink=7)
     lines = capsys.readouterr().out.splitlines()
     skipped = [line for line in lines if "skipped" in line]
@@ -215,13 +254,21 @@ def test_progress_lines(capsys: pytest.CaptureFixture[str], sink: int | None) ->
     losses = plain_losses(2)
     fit(2, ProgressLines(5, total=78), sink=sink)
     counts = [(i, c) for e in (0, 13) for i, c in ((e, 6), (e + 5, 36), (e + 10, 66))]
-    assert capsys.readouterr().out.splitlines() == [f"loss: {losses[i]:.6f}  [{c:5d}/   78]" for i, c in counts]
+    assert capsys.readouterr().out.splitlines() == [
+        f"loss: {losses[i]:.6f}  [{c:5d}/   78]" for i, c in counts
+    ]
     fit(2, ProgressLines(5, start=0), sink=sink)  # seed 001 counts from 0; the data knows its total
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  [")[1] for line in lines] == ["    0/   78]", "   30/   78]", "   60/   78]"] * 2
+    assert [line.split("  [")[1] for line in lines] == [
+        "    0/   78]",
+        "   30/   78]",
+        "   60/   78]",
+    ] * 2
 
 
-def test_progress_lines_of_data_that_does_not_say_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_of_data_that_does_not_say_its_size(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Known after one epoch."""
     batches = list(samples(78).batch(6))
     model().fit(2, batches, callbacks=[ProgressLines(5)])
@@ -242,7 +289,9 @@ def test_the_seeds_whole_log(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("sink", SINKS)
-def test_rates_are_those_of_the_schedule(capsys: pytest.CaptureFixture[str], sink: int | None) -> None:
+def test_rates_are_those_of_the_schedule(
+    capsys: pytest.CaptureFixture[str], sink: int | None
+) -> None:
     torch.manual_seed(3)
     table = torch.linspace(0.5, 0.1, 13, dtype=torch.float64)
     monitor = LRMonitor(4)

@@ -38,7 +38,10 @@ class Terminal:
         self.reader.start()
 
     def __enter__(self) -> None:
-        self.before, sys.stderr = sys.stderr, open(self.theirs, "w", closefd=False, encoding="utf-8")
+        self.before, sys.stderr = (
+            sys.stderr,
+            open(self.theirs, "w", closefd=False, encoding="utf-8"),
+        )
 
     def __exit__(self, *_: object) -> None:
         sys.stderr.close()
@@ -77,7 +80,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def lines(drawn: str) -> list[str]:
     """What a person sees in the end: control codes gone, and of each line what was written last."""
-    return [CONTROL.sub("", part.rstrip("\r").split("\r")[-1]).strip() for part in drawn.split("\n")]
+    return [
+        CONTROL.sub("", part.rstrip("\r").split("\r")[-1]).strip() for part in drawn.split("\n")
+    ]
 
 
 def test_a_line_per_epoch_stays(terminal: Terminal) -> None:
@@ -88,10 +93,14 @@ def test_a_line_per_epoch_stays(terminal: Terminal) -> None:
     for epoch, (line, entry) in enumerate(zip(kept, run.history, strict=True), 1):
         loss, acc = entry["valid_loss"], entry["valid_acc"]
         scores = re.escape(f"lr 0.5  valid_loss {loss:.4g}  valid_acc {acc:.4g}")
-        assert re.fullmatch(rf"epoch {epoch}/3  13 steps  loss \S+  {scores}  \S+ steps/s  \d+\.\d s", line)
+        assert re.fullmatch(
+            rf"epoch {epoch}/3  13 steps  loss \S+  {scores}  \S+ steps/s  \d+\.\d s", line
+        )
 
 
-def test_the_kept_line_is_whole_on_a_narrow_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kept_line_is_whole_on_a_narrow_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     with terminal:
         run = fit(1, ProgressBar(), valid=samples(30).batch(7), sink=7)
@@ -106,7 +115,8 @@ def test_the_moving_line_shows_scale_skips_and_the_time_left(terminal: Terminal)
         trained.fit(1, spoiled(2), callbacks=[ProgressBar(), slow], sink=4)
     drawn = CONTROL.sub("", terminal.text())
     found = re.search(
-        r"epoch 1/1 ━{12}─{8} 8/13  loss \S+  lr 0\.5  scale 512  skipped 1  \S+ steps/s  eta 0:00:00", drawn
+        r"epoch 1/1 ━{12}─{8} 8/13  loss \S+  lr 0\.5  scale 512  skipped 1  \S+ steps/s  eta 0:00:00",
+        drawn,
     )
     assert found, drawn
 
@@ -125,7 +135,11 @@ def test_lines_of_others_stay_whole(terminal: Terminal, capfd: pytest.CaptureFix
     with terminal:
         fit(1, ProgressBar(), LossMonitor(4), sink=1)
     out = capfd.readouterr().out
-    assert re.findall(r"^epoch: 1 step: (\d+), loss is [\d.e-]+$", out, re.MULTILINE) == ["4", "8", "12"]
+    assert re.findall(r"^epoch: 1 step: (\d+), loss is [\d.e-]+$", out, re.MULTILINE) == [
+        "4",
+        "8",
+        "12",
+    ]
     assert "loss is" not in terminal.text()
 
 
@@ -166,7 +180,9 @@ def test_nothing_is_drawn_into_a_pipe(
     assert capfd.readouterr() == ("", "")
 
 
-def test_nothing_is_drawn_on_a_dumb_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_on_a_dumb_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal:
         fit(1, ProgressBar())
@@ -198,7 +214,9 @@ def test_a_killed_process_leaves_a_cursor_and_a_log_that_goes_on(tmp_path: Path)
     made, here = Terminal(), Path(__file__).parent
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     done: subprocess.CompletedProcess[Any] = subprocess.run(
-        [sys.executable, "-c", CHILD, str(here), str(tmp_path / "killed")], stderr=made.theirs, env=environment
+        [sys.executable, "-c", CHILD, str(here), str(tmp_path / "killed")],
+        stderr=made.theirs,
+        env=environment,
     )
     drawn = made.text()
     assert done.returncode == -signal.SIGKILL, drawn

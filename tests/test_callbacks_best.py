@@ -16,15 +16,22 @@ from halfstep.callbacks import Checkpoint, EarlyStopping, Lambda, ReduceLROnPlat
 from halfstep.checkpoint import latest, listing, load, name_of
 
 
-@pytest.mark.parametrize("make", [EarlyStopping, ReduceLROnPlateau, lambda name: Checkpoint("never made", best=name)])
+@pytest.mark.parametrize(
+    "make", [EarlyStopping, ReduceLROnPlateau, lambda name: Checkpoint("never made", best=name)]
+)
 def test_the_name_of_the_logs_is_answered_with_the_name_of_the_score(make: Any) -> None:
     for name, bare in (("valid_acc", "acc"), ("val_acc", "acc"), ("val_loss", "loss")):
         said = f"got '{name}'. Did you mean '{bare}' (the history's 'valid_{bare}')?"
         with pytest.raises(ValueError, match=re.escape(said)):
             fit(1, make(name), valid=samples(6).batch(6))
-    with pytest.raises(ValueError, match=re.escape("got 'valid_auc'. More of them: Model(metrics={'valid_auc': …})")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("got 'valid_auc'. More of them: Model(metrics={'valid_auc': …})"),
+    ):
         fit(1, make("valid_auc"), valid=samples(6).batch(6))
-    run = fit(1, EarlyStopping("acc"), EarlyStopping("loss"), valid=samples(6).batch(6))  # the advice works
+    run = fit(
+        1, EarlyStopping("acc"), EarlyStopping("loss"), valid=samples(6).batch(6)
+    )  # the advice works
     assert {"valid_acc", "valid_loss"} <= set(run.history[0])
 
 
@@ -36,17 +43,26 @@ def test_a_best_that_nothing_is_evaluated_for_is_told_before_the_first_step(tmp_
         saver = Checkpoint(tmp_path / "a", best="acc")
         fit(1, count, saver)
     said = "Checkpoint: nothing will be evaluated in this run, so best='acc' does nothing"
-    assert [(w.category, str(w.message)) for w in caught] == [(hs.Notice, f"{said}; give fit(valid=…)")]
+    assert [(w.category, str(w.message)) for w in caught] == [
+        (hs.Notice, f"{said}; give fit(valid=…)")
+    ]
     assert told == [1]
     assert saver.best_path is None
-    fit(1, Checkpoint(tmp_path / "b", best="acc"), valid=samples(6).batch(6))  # a warning would be an error here
+    fit(
+        1, Checkpoint(tmp_path / "b", best="acc"), valid=samples(6).batch(6)
+    )  # a warning would be an error here
 
 
 def test_the_best_checkpoint_has_a_path_and_the_weights_of_its_evaluation(tmp_path: Path) -> None:
     seen: dict[int, Tensor] = {}
     saver = Checkpoint(tmp_path, keep=1, best="err")
     trained = planned("err", [3, 1, 2, 2])
-    go(trained, saver, Lambda(epoch_end=lambda run: seen.update({run.epoch: run.net.weight.clone()})), epochs=4)
+    go(
+        trained,
+        saver,
+        Lambda(epoch_end=lambda run: seen.update({run.epoch: run.net.weight.clone()})),
+        epochs=4,
+    )
     assert saver.best_path == tmp_path / "step-000000006"
     assert listing(tmp_path) == [saver.best_path, tmp_path / "step-000000012"]
     other = planned("err", [])

@@ -61,15 +61,20 @@ def test_lines_are_exact_and_the_same_for_every_sink(tmp_path: Path, sink: int |
     kinds = [(int(r["global_step"]), r["kind"]) for r in rows]
     steps = [(n, "step") for n in range(1, 27)]
     assert kinds == sorted(
-        [*steps, *((n, "evaluation") for n in (10, 13, 20, 26))], key=lambda k: (k[0], k[1] != "step")
+        [*steps, *((n, "evaluation") for n in (10, 13, 20, 26))],
+        key=lambda k: (k[0], k[1] != "step"),
     )
     assert kinds == [(o["global_step"], o["kind"]) for o in lines]
     assert [float(r["loss"]) for r in rows if r["kind"] == "step"] == plain_losses(2)
     assert [o["loss"] for o in lines if o["kind"] == "step"] == plain_losses(2)
     scores = [(e["valid_loss"], e["valid_acc"]) for e in run.history]
-    assert [(float(r["valid_loss"]), float(r["valid_acc"])) for r in rows if r["kind"] == "evaluation"] == scores
+    assert [
+        (float(r["valid_loss"]), float(r["valid_acc"])) for r in rows if r["kind"] == "evaluation"
+    ] == scores
     assert [(o["valid_loss"], o["valid_acc"]) for o in lines if o["kind"] == "evaluation"] == scores
-    assert {(r["lr"], r["skipped"], r["updated"]) for r in rows if r["kind"] == "step"} == {("0.5", "0", "1")}
+    assert {(r["lr"], r["skipped"], r["updated"]) for r in rows if r["kind"] == "step"} == {
+        ("0.5", "0", "1")
+    }
     assert {r["loss"] for r in rows if r["kind"] == "evaluation"} == {""}
 
 
@@ -105,7 +110,12 @@ class Confusion:
 
 def test_scores_that_are_tables(tmp_path: Path) -> None:
     net = nn.Linear(4, 3)
-    trained = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters()), metrics={"table": Confusion()})
+    trained = Model(
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters()),
+        metrics={"table": Confusion()},
+    )
     fit(1, *both(tmp_path), of=trained, valid=samples(6).batch(6))
     expected = [[1.0, "Infinity"], [0.0, 2.0]]
     assert json.loads(table(tmp_path / "log.csv")[-1]["valid_table"]) == expected
@@ -115,7 +125,12 @@ def test_scores_that_are_tables(tmp_path: Path) -> None:
 def test_a_cell_of_ones_own_is_logged(tmp_path: Path) -> None:
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD([{"params": [net.weight]}, {"params": [net.bias]}])
-    own = Model(net, nn.CrossEntropyLoss(), optimizer, step=lambda x, y: nn.functional.cross_entropy(net(x), y))
+    own = Model(
+        net,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        step=lambda x, y: nn.functional.cross_entropy(net(x), y),
+    )
     fit(1, *both(tmp_path), of=own)
     assert [len(table(tmp_path / "log.csv")), len(objects(tmp_path / "log.jsonl"))] == [13, 13]
 
@@ -130,7 +145,16 @@ def logged(folder: Path, *more: Any, sink: int | None = 7, **how: Any) -> Run:
     saved = Checkpoint(folder / "run", every_steps=5, every_epochs=None, on_error=False)
     trained = model(precision="O2", accumulate=4)
     valid = samples(30).batch(7)
-    return fit(2, *both(folder, overwrite=True), *more, saved, of=trained, sink=sink, valid=valid, **{**HOW, **how})
+    return fit(
+        2,
+        *both(folder, overwrite=True),
+        *more,
+        saved,
+        of=trained,
+        sink=sink,
+        valid=valid,
+        **{**HOW, **how},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +172,9 @@ def stop_at(n: int) -> Lambda:
     return Lambda(step=step)
 
 
-@pytest.mark.parametrize(("n", "sink"), [(1, 7), (5, 1), (6, 7), (13, 7), (14, 1), (16, 7), (21, None), (26, 1)])
+@pytest.mark.parametrize(
+    ("n", "sink"), [(1, 7), (5, 1), (6, 7), (13, 7), (14, 1), (16, 7), (21, None), (26, 1)]
+)
 def test_a_run_stopped_at_step_n_and_resumed_has_the_same_bytes(
     tmp_path: Path, whole: list[bytes], n: int, sink: int | None
 ) -> None:
@@ -160,7 +186,9 @@ def test_a_run_stopped_at_step_n_and_resumed_has_the_same_bytes(
 
 def test_a_signal_before_an_evaluation_loses_no_line(tmp_path: Path, whole: list[bytes]) -> None:
     """SIGTERM at step 16, whose evaluation is then left for the resumed run."""
-    ask = Lambda(step=lambda run, row: row.global_step == 16 and os.kill(os.getpid(), signal.SIGTERM))
+    ask = Lambda(
+        step=lambda run, row: row.global_step == 16 and os.kill(os.getpid(), signal.SIGTERM)
+    )
     with pytest.raises(SystemExit):
         logged(tmp_path, ask, sink=1)
     assert objects(tmp_path / "log.jsonl")[-1]["kind"] == "step"
@@ -168,9 +196,17 @@ def test_a_signal_before_an_evaluation_loses_no_line(tmp_path: Path, whole: list
     assert texts(tmp_path) == whole
 
 
-def test_what_callbacks_know_goes_on_over_a_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_callbacks_know_goes_on_over_a_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def watchers() -> list[Any]:
-        return [History(), LRMonitor(3), StepTimer(warmup=2, show=False), TimeMonitor(), ProgressLines(4, start=0)]
+        return [
+            History(),
+            LRMonitor(3),
+            StepTimer(warmup=2, show=False),
+            TimeMonitor(),
+            ProgressLines(4, start=0),
+        ]
 
     logged(tmp_path / "whole", *(full := watchers()))
     lines = re.findall(r"^(?:loss: |epoch: ).*", capsys.readouterr().out, re.MULTILINE)
@@ -194,15 +230,21 @@ def test_a_log_that_does_not_fit_its_checkpoint(tmp_path: Path) -> None:
     log, kept = tmp_path / "log.csv", (tmp_path / "log.csv").read_bytes()
     log.write_bytes(kept[:300])
     with pytest.raises(
-        ValueError, match=r"CSVLog: expected the log .*log\.csv, with \d+ bytes or more, found one of 300"
+        ValueError,
+        match=r"CSVLog: expected the log .*log\.csv, with \d+ bytes or more, found one of 300",
     ):
         logged(tmp_path, resume="auto")
     assert log.stat().st_size == 300  # nothing is cut before all is known to fit
     log.unlink()
-    with pytest.raises(FileNotFoundError, match=r"found no file\. Put the file back, resume from an older checkpoint"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"found no file\. Put the file back, resume from an older checkpoint",
+    ):
         logged(tmp_path, resume="auto")
     log.write_bytes(kept.replace(b"valid_acc", b"valid_top", 1))
-    with pytest.raises(ValueError, match=r"has the columns kind.*valid_top, this run has kind.*valid_acc"):
+    with pytest.raises(
+        ValueError, match=r"has the columns kind.*valid_top, this run has kind.*valid_acc"
+    ):
         logged(tmp_path, resume="auto")
     log.write_bytes(kept)
     logged(tmp_path, resume="auto")
@@ -212,7 +254,9 @@ def test_a_new_run_leaves_an_old_log_alone(tmp_path: Path) -> None:
     fit(1, *both(tmp_path / "new folder"))
     kept = texts(tmp_path / "new folder")
     for log in both(tmp_path / "new folder"):
-        with pytest.raises(FileExistsError, match=r"exists, and this run starts anew.*or throw .* overwrite=True"):
+        with pytest.raises(
+            FileExistsError, match=r"exists, and this run starts anew.*or throw .* overwrite=True"
+        ):
             fit(1, log)
     assert texts(tmp_path / "new folder") == kept
     fit(1, *both(tmp_path / "new folder", overwrite=True))
@@ -245,11 +289,15 @@ def test_a_full_disk_is_a_notice_and_no_line_is_lost(tmp_path: Path) -> None:
             full.__exit__(None, None, None)
             saved.append(log.state_dict())
 
-    with pytest.warns(hs.Notice, match=r"log\.csv cannot be written \(File too large\); its lines wait") as told:
+    with pytest.warns(
+        hs.Notice, match=r"log\.csv cannot be written \(File too large\); its lines wait"
+    ) as told:
         fit(2, Lambda(visit=visit), log, sink=1)
     assert len(told) == 1
     assert texts_of(tmp_path) == (tmp_path / "whole.csv").read_bytes()
-    offset = saved[0]["offset"]  # asked before the log's own visit: what waited went out with the question
+    offset = saved[0][
+        "offset"
+    ]  # asked before the log's own visit: what waited went out with the question
     assert texts_of(tmp_path)[:offset].count(b"\n") == 1 + 13
     assert saved[0]["waiting"] == []
 
@@ -265,7 +313,11 @@ def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     def visit(run: Run) -> None:
         states.append(log.state_dict())
 
-    with files_up_to(600), pytest.warns(hs.Notice), pytest.raises(OSError, match="lines could not be written"):
+    with (
+        files_up_to(600),
+        pytest.warns(hs.Notice),
+        pytest.raises(OSError, match="lines could not be written"),
+    ):
         fit(1, log, Lambda(visit=visit), sink=1)
     state = states[9]
     assert 0 < len(state["waiting"]) < 10
@@ -273,4 +325,6 @@ def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     again.load_state_dict(state)
     again.begin(Run(model(), 1, 13))
     again.end(Run(model(), 1, 13))
-    assert texts_of(tmp_path).splitlines() == (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
+    assert (
+        texts_of(tmp_path).splitlines() == (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
+    )

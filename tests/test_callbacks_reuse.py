@@ -127,7 +127,9 @@ def test_a_total_that_was_learned_is_not_the_next_data_sets() -> None:
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_checkpoint_again_looks_for_the_best_of_its_own_run(tmp_path: Path, resumed: bool) -> None:
+def test_a_checkpoint_again_looks_for_the_best_of_its_own_run(
+    tmp_path: Path, resumed: bool
+) -> None:
     """In an emptied folder; or on from a run that was saved without a best."""
     saver = Checkpoint(tmp_path, keep=1, best="err")
     go(planned("err", [3, 1, 2]), saver, epochs=3)

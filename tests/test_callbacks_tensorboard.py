@@ -24,7 +24,15 @@ def test_tensorboard_holds_every_scalar(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     fit(2, TensorBoard(tmp_path), valid=samples(30).batch(7), sink=7)
     events = reader.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
-    assert set(events.Tags()["scalars"]) >= {"loss", "lr", "scale", "skipped", "grad_norm", "valid/loss", "valid/acc"}
+    assert set(events.Tags()["scalars"]) >= {
+        "loss",
+        "lr",
+        "scale",
+        "skipped",
+        "grad_norm",
+        "valid/loss",
+        "valid/acc",
+    }
     losses = [np.float32(v) for v in plain_losses(2)]
     assert [(e.step, np.float32(e.value)) for e in events.Scalars("loss")] == list(
         zip(range(1, 27), losses, strict=True)

@@ -27,7 +27,9 @@ class Slow(Callback):
         ("seed003", r"Epoch time: (\S+), per step time: (\S+)"),
     ],
 )
-def test_epoch_times_are_training_times(capsys: pytest.CaptureFixture[str], style: Any, pattern: str) -> None:
+def test_epoch_times_are_training_times(
+    capsys: pytest.CaptureFixture[str], style: Any, pattern: str
+) -> None:
     spent: list[float] = []
     times = Lambda(epoch_end=lambda run: spent.append(1000 * run.seconds))
     fit(1, TimeMonitor(style=style), times, Slow(), sink=1)
@@ -36,7 +38,9 @@ def test_epoch_times_are_training_times(capsys: pytest.CaptureFixture[str], styl
     assert all(ms < 13 * 30 for ms in spent)  # the visits alone took 390 ms
 
 
-def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monitor, row = TimeMonitor(), Row(1, 5, 5, 6, 0.0, 0.0, 0.1, 1.0, False, 0.0, True)
     monitor.step(Run(None, 1, 10, seconds=2.0), row)
     again = TimeMonitor()
@@ -64,7 +68,9 @@ def test_step_times_leave_the_warm_up_out() -> None:
     assert times is not None
     assert (times.steps, times.mean) == (90, pytest.approx(each.mean() * unit, rel=1e-14))
     quantiles = np.quantile(each, (0.5, 0.1, 0.9, 0.99), method="inverted_cdf") * unit
-    assert [times.median, times.p10, times.p90, times.p99] == pytest.approx(quantiles.tolist(), rel=1e-14)
+    assert [times.median, times.p10, times.p90, times.p99] == pytest.approx(
+        quantiles.tolist(), rel=1e-14
+    )
     again = StepTimer()
     again.load_state_dict(timer.state_dict())
     assert again.times() == times

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfstep.step import capturing
-from halfstep.step.capturing import Lane
+from halfstep.cuda_graphs import capture as capturing
+from halfstep.cuda_graphs.capture import Lane
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -30,7 +30,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "_TAKEN", set())
 
 
-def test_what_lives_together_shares_none_and_what_is_gone_gives_its_own_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lives_together_shares_none_and_what_is_gone_gives_its_own_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(capturing, "SHARED", False)
     first, graph = Lane(DEVICE), dict[str, Any]()
     graph["lane"] = first  # as a graph holds it

@@ -12,8 +12,8 @@ import halfstep as hs
 from halfstep.engine import Feed
 from halfstep.engine.evaluate import as_record, evaluate, inputs_of, label_of, to_host
 from halfstep.metrics import Metrics
-from halfstep.model.own import OwnStep
-from halfstep.step.evaluate import EvalRecord
+from halfstep.model.custom_step import OwnStep
+from halfstep.step.eval_step import EvalRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (4, 4, 2)  # a short last batch: a mean of means would weigh it like the others
@@ -39,14 +39,18 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
     "dict": lambda x: {"scores": x},
     "none": lambda x: None,
     "one number": lambda x: x.sum(),
-    "rows of their own": lambda x: x.flatten(),  # a loss that averages over samples does not weigh by these
+    "rows of their own": lambda x: (
+        x.flatten()
+    ),  # a loss that averages over samples does not weigh by these
 }
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("kind", BATCHES)
 def test_an_evaluation_cell_weighs_by_the_samples_of_its_batch(kind: str, outputs: str) -> None:
-    batches = [BATCHES[kind](torch.full((n, 3), mean)) for n, mean in zip(SIZES, MEANS, strict=True)]
+    batches = [
+        BATCHES[kind](torch.full((n, 3), mean)) for n, mean in zip(SIZES, MEANS, strict=True)
+    ]
     means = iter(MEANS)
 
     def check(*batch: Any) -> tuple[Tensor, Any]:
@@ -59,7 +63,9 @@ def test_an_empty_batch_weighs_nothing() -> None:
     def check(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return x.mean(), {"x": x}  # 0/0 of no rows
 
-    scores = evaluate(check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), label_of)
+    scores = evaluate(
+        check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), label_of
+    )
     assert scores == {"loss": 3.0}
 
 
@@ -69,13 +75,18 @@ def test_a_record_keeps_its_own_count() -> None:
 
 
 def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 2)).to(DEVICE)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.Linear(5, 2)).to(
+        DEVICE
+    )
 
 
 def test_an_evaluation_cell_moves_no_statistics_and_keeps_no_graph() -> None:
     net, x = network(), torch.randn(6, 3, device=DEVICE)
     net[1].train(False)  # a frozen layer stays frozen afterwards
-    modes, before = [m.training for m in net.modules()], {k: v.clone() for k, v in net.state_dict().items()}
+    modes, before = (
+        [m.training for m in net.modules()],
+        {k: v.clone() for k, v in net.state_dict().items()},
+    )
     seen: list[Tensor] = []
 
     def check(part: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,7 +103,9 @@ def test_an_evaluation_cell_moves_no_statistics_and_keeps_no_graph() -> None:
         parts = [net(part) for part in x.split(2)]
     assert all(torch.equal(a, b) for a, b in zip(seen, parts, strict=True))
     mean = torch.stack([p.square().mean() for p in parts]).double().mean()
-    assert scores == {"loss": pytest.approx(mean.item(), rel=1e-15)}  # float64: 3 terms, weighted by 2 each
+    assert scores == {
+        "loss": pytest.approx(mean.item(), rel=1e-15)
+    }  # float64: 3 terms, weighted by 2 each
 
 
 def test_flags_and_gradients_come_back_after_an_error() -> None:
@@ -159,7 +172,9 @@ def test_a_flushed_record_in_static_memory_is_kept_as_it_was() -> None:
 def test_a_kept_loss_holds_no_graph() -> None:
     weight = torch.ones((), requires_grad=True)
     zero = torch.zeros(())
-    whole = hs.Record(weight * 2, weight * 2, *[zero] * 2, zero.bool(), zero, zero.bool(), zero.long())
+    whole = hs.Record(
+        weight * 2, weight * 2, *[zero] * 2, zero.bool(), zero, zero.bool(), zero.long()
+    )
     for result in (weight * 2, whole):
         record = OwnStep(lambda x, result=result: result)(torch.ones(1))
         assert float(record.loss) == 2.0
@@ -179,7 +194,9 @@ def test_outputs_of_any_structure_come_to_the_host() -> None:
 
 @pytest.mark.parametrize("nest", [lambda t: t, lambda t: (t,), lambda t: {"a": [t]}])
 def test_every_tensor_is_asked_to_come(nest: Callable[[Tensor], Any]) -> None:
-    with pytest.raises(NotImplementedError, match="meta"):  # a device with nothing to copy, on every machine
+    with pytest.raises(
+        NotImplementedError, match="meta"
+    ):  # a device with nothing to copy, on every machine
         to_host(nest(torch.ones(2, device="meta")))
 
 

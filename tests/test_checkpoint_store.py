@@ -13,20 +13,40 @@ from safetensors import safe_open
 from torch import nn
 
 from halfstep import Notice
-from halfstep.checkpoint import CheckpointError, latest, listing, load, name_of, prune, save, step_of, verify
+from halfstep.checkpoint import (
+    CheckpointError,
+    latest,
+    listing,
+    load,
+    name_of,
+    prune,
+    save,
+    step_of,
+    verify,
+)
 
 FILES = {"manifest.json", "tensors.safetensors", "tree.json"}
 
 
 def state(step: int = 0) -> dict[str, Any]:
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-    return {"step": step, "net": {"weight": weight, "tied": weight.t()}, "scale": (2.0**16, float("inf")), 7: None}
+    return {
+        "step": step,
+        "net": {"weight": weight, "tied": weight.t()},
+        "scale": (2.0**16, float("inf")),
+        7: None,
+    }
 
 
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """The two are states of one step, to the bit."""
     tensors = all(torch.equal(a["net"][name], b["net"][name]) for name in a["net"])
-    return tensors and [a["step"], a["scale"], a[7], list(a)] == [b["step"], b["scale"], b[7], list(b)]
+    return tensors and [a["step"], a["scale"], a[7], list(a)] == [
+        b["step"],
+        b["scale"],
+        b[7],
+        list(b),
+    ]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,14 +97,19 @@ def test_manifest_tells_the_truth(tmp_path: Path) -> None:
     assert (manifest["format"], manifest["version"]) == ("halfstep checkpoint", 1)
     assert manifest["torch"] == torch.__version__
     files = {name: content for name, content in contents(path).items() if name != "manifest.json"}
-    expected = {n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()}
+    expected = {
+        n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()
+    }
     assert manifest["files"] == expected
     assert load(path).manifest.files["log.csv"].size == 10
 
 
 def test_safetensors_itself_reads_the_file(tmp_path: Path) -> None:
     weight = torch.randn(5, 3)
-    path = save(tmp_path / "one", {"w": weight, "none": torch.empty(0, 2), "odd": torch.tensor([True, False, True])})
+    path = save(
+        tmp_path / "one",
+        {"w": weight, "none": torch.empty(0, 2), "odd": torch.tensor([True, False, True])},
+    )
     with safe_open(path / "tensors.safetensors", framework="pt") as file:
         assert set(file.keys()) == {"storage.0", "storage.1", "storage.2"}
         assert torch.equal(file.get_tensor("storage.0").view(torch.float32), weight.flatten())
@@ -102,7 +127,8 @@ def test_extra_files_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../out", "a/b", "a\\b", "..", ".", "", ".hidden", "-rf", "a" * 101, "ü", "a\0", "a\n", "a b"]
+    "name",
+    ["../out", "a/b", "a\\b", "..", ".", "", ".hidden", "-rf", "a" * 101, "ü", "a\0", "a\n", "a b"],
 )
 def test_names_with_tricks_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="extra_files: expected names of 1 to 100 letters"):
@@ -132,7 +158,9 @@ def test_nothing_is_overwritten(tmp_path: Path, taken: str) -> None:
     path = tmp_path / "one"
     make = {"folder": path.mkdir, "file": path.touch, "link": lambda: path.symlink_to("nowhere")}
     make.get(taken, lambda: save(path, state(1)))()
-    with pytest.raises(CheckpointError, match=r"one: expected a name that is not taken, found .* never overwritten"):
+    with pytest.raises(
+        CheckpointError, match=r"one: expected a name that is not taken, found .* never overwritten"
+    ):
         save(path, state(2))
     assert os.listdir(tmp_path) == ["one"]
     if taken == "checkpoint":
@@ -174,7 +202,11 @@ def test_load_to_a_device(tmp_path: Path, device: torch.device) -> None:
 
 
 def test_names_and_steps() -> None:
-    assert [name_of(step) for step in (0, 123, 10**9)] == ["step-000000000", "step-000000123", "step-1000000000"]
+    assert [name_of(step) for step in (0, 123, 10**9)] == [
+        "step-000000000",
+        "step-000000123",
+        "step-1000000000",
+    ]
     assert [step_of(Path("a") / name_of(step)) for step in (0, 123, 10**9)] == [0, 123, 10**9]
     for name in (
         "step-1",
@@ -209,7 +241,8 @@ def test_listing_is_by_step(root: Path) -> None:
     assert steps(root) == [1, 3, 20, 100, 10**9]
     assert listing(root / "absent") == []
     with pytest.raises(
-        CheckpointError, match="step-000000050: expected a folder of checkpoints, found Not a directory"
+        CheckpointError,
+        match="step-000000050: expected a folder of checkpoints, found Not a directory",
     ):
         listing(root / "step-000000050")
 
@@ -230,8 +263,14 @@ def test_latest_passes_over_broken_ones_and_names_them(root: Path) -> None:
     text = str(notice.message)
     assert text.startswith(f"3 broken, {root / name_of(20)} is used instead:\n")
     assert "step-1000000000/tensors.safetensors: expected sha256" in text
-    assert "step-000000200: expected a checkpoint, a folder with manifest.json, found an empty folder" in text
-    assert "step-000000100: expected a checkpoint, a folder with manifest.json, found one without" in text
+    assert (
+        "step-000000200: expected a checkpoint, a folder with manifest.json, found an empty folder"
+        in text
+    )
+    assert (
+        "step-000000100: expected a checkpoint, a folder with manifest.json, found one without"
+        in text
+    )
     assert Path(notice.filename) == Path(__file__)
 
 
@@ -246,7 +285,11 @@ def test_prune_removes_the_oldest(root: Path) -> None:
     assert steps(root) == [20, 100, 10**9]
     assert prune(root, 3) == []
     assert prune(root, 99) == []
-    assert set(os.listdir(root)) == {*(name_of(step) for step in steps(root)), "notes", "step-000000050"}
+    assert set(os.listdir(root)) == {
+        *(name_of(step) for step in steps(root)),
+        "notes",
+        "step-000000050",
+    }
 
 
 def test_prune_spares_the_protected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +314,9 @@ def test_prune_keeps_at_least_one(root: Path, keep: int) -> None:
     assert len(steps(root)) == 5
 
 
-def test_prune_removes_a_link_and_not_what_it_points_to(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_prune_removes_a_link_and_not_what_it_points_to(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     moved = tmp_path_factory.mktemp("other") / "moved"
     os.rename(root / name_of(1), moved)
     (root / name_of(1)).symlink_to(moved)

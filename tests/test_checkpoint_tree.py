@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halfstep.checkpoint import check, pack, unpack
-from halfstep.checkpoint.storages import DTYPES
+from halfstep.checkpoint.tensors import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -30,7 +30,11 @@ def elements(tensor: Tensor) -> list[bytes]:
     """Each element's bytes in index order, fetched from the storage by the definition of strides."""
     memory, width = bytes(tensor.cpu().untyped_storage().tolist()), tensor.itemsize
     starts = [
-        width * (tensor.storage_offset() + sum(i * s for i, s in zip(index, tensor.stride(), strict=True)))
+        width
+        * (
+            tensor.storage_offset()
+            + sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
+        )
         for index in itertools.product(*map(range, tensor.shape))
     ]
     return [memory[start : start + width] for start in starts]
@@ -39,7 +43,9 @@ def elements(tensor: Tensor) -> list[bytes]:
 def leaves(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    items = (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    )
     return [leaf for item in items for leaf in leaves(item)]
 
 
@@ -98,7 +104,9 @@ def trees(draw: st.DrawFn) -> Any:
     return draw(
         st.recursive(
             leaf,
-            lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+            lambda inner: (
+                st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner)
+            ),
             max_leaves=12,
         )
     )
@@ -124,9 +132,18 @@ def test_same_tree_gives_the_same_bytes(tree: Any) -> None:
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_in_every_layout(name: str) -> None:
     dtype = DTYPES[name]
-    values = torch.randint(0, 2 if name == "bool" else 256, (60 * dtype.itemsize,), dtype=torch.uint8)
+    values = torch.randint(
+        0, 2 if name == "bool" else 256, (60 * dtype.itemsize,), dtype=torch.uint8
+    )
     plain = torch.empty(0, dtype=dtype).set_(values.untyped_storage(), 0, (3, 4, 5), (20, 5, 1))
-    layouts = [plain, plain.transpose(0, 2), plain[:, 1:3, ::2], plain[1, 2, 3], plain[:, :0], plain[0, 0].expand(2, 5)]
+    layouts = [
+        plain,
+        plain.transpose(0, 2),
+        plain[:, 1:3, ::2],
+        plain[1, 2, 3],
+        plain[:, :0],
+        plain[0, 0].expand(2, 5),
+    ]
     for tensor in layouts:
         assert same(tensor, through_json(tensor))
     assert shared_alike(layouts, through_json(layouts))
@@ -137,7 +154,9 @@ def test_integers_of_any_size() -> None:
         assert through_json(value) == value
 
 
-@pytest.mark.parametrize("bits", ["7ff8000000000000", "fff8000000000001", "7ff0000000000001", "7ff0000000000000"])
+@pytest.mark.parametrize(
+    "bits", ["7ff8000000000000", "fff8000000000001", "7ff0000000000001", "7ff0000000000000"]
+)
 def test_floats_that_json_lacks_keep_their_bits(bits: str) -> None:
     value = struct.unpack(">d", bytes.fromhex(bits))[0]
     assert struct.pack(">d", through_json(value)).hex() == bits
@@ -170,7 +189,9 @@ def test_one_tensor_in_two_places_is_one_tensor() -> None:
 
 def test_a_write_through_one_view_is_seen_by_the_others() -> None:
     base = torch.arange(12.0)
-    back = through_json({"rows": base.view(3, 4), "tail": base[8:], "bits": base.view(torch.int32), "base": base})
+    back = through_json(
+        {"rows": base.view(3, 4), "tail": base[8:], "bits": base.view(torch.int32), "base": base}
+    )
     back["tail"].fill_(-1)
     assert torch.equal(back["base"], torch.tensor([*range(8), *[-1] * 4], dtype=torch.float32))
     assert torch.equal(back["rows"], back["base"].view(3, 4))
@@ -195,14 +216,19 @@ def test_unpack_makes_a_copy() -> None:
 
 def test_storage_is_cut_to_what_is_used() -> None:
     large = torch.randn(1000, 1000)
-    skeleton, tensors = pack({"row": large[500], "again": large[500, 10:20], "one": torch.randn(9)[8]})
+    skeleton, tensors = pack(
+        {"row": large[500], "again": large[500, 10:20], "one": torch.randn(9)[8]}
+    )
     assert [flat.numel() for flat in tensors.values()] == [4000, 4]
     assert torch.equal(unpack(skeleton, tensors)["row"], large[500])
 
 
 def test_cut_keeps_offsets_whole_for_every_dtype() -> None:
     base = torch.randint(256, (64,), dtype=torch.uint8)
-    tree = [base[19:23], base.view(torch.float64)[3:4]]  # bytes 19..32: from 16 on, both offsets are whole
+    tree = [
+        base[19:23],
+        base.view(torch.float64)[3:4],
+    ]  # bytes 19..32: from 16 on, both offsets are whole
     skeleton, tensors = pack(tree)
     assert tensors["storage.0"].numel() == 16
     assert same(tree, unpack(skeleton, tensors))
@@ -221,7 +247,9 @@ def test_bytes_between_elements_are_not_written() -> None:
 
 def test_even_strides_that_fill_the_extent_are_not_taken_for_dense() -> None:
     base = torch.arange(9)
-    tensor = base.as_strided((3, 3), (2, 2))  # 9 elements within 9, but the odd ones are not among them
+    tensor = base.as_strided(
+        (3, 3), (2, 2)
+    )  # 9 elements within 9, but the odd ones are not among them
     assert pack(tensor)[1]["storage.0"].view(torch.int64).tolist() == [0, 0, 2, 0, 4, 0, 6, 0, 8]
     assert same(tensor, through_json(tensor))
 
@@ -273,7 +301,11 @@ class Sub(Tensor):
     ("value", "came", "advice"),
     [
         ({1, 2}, "got set", r"sorted\(values\)"),
-        (np.float64(1), r"got numpy\.float64", r"value\.item\(\)"),  # a subclass of float: it would come back as one
+        (
+            np.float64(1),
+            r"got numpy\.float64",
+            r"value\.item\(\)",
+        ),  # a subclass of float: it would come back as one
         (np.zeros(3), r"got numpy\.ndarray", r"torch\.from_numpy"),
         (torch.float32, r"got torch\.dtype", r"str\(dtype\)"),
         (torch.device("cpu"), r"got torch\.device", r"str\(device\)"),
@@ -289,24 +321,34 @@ class Sub(Tensor):
         (torch.eye(2).to_sparse(), "got a tensor of layout torch.sparse_coo", "to_dense"),
         (torch.empty(2, device="meta"), "got a meta tensor", "to_empty"),
         (torch.randn(2).as_subclass(Sub), "got the tensor subclass Sub", "plain tensors"),
-        (nn.UninitializedParameter(), "got the tensor subclass UninitializedParameter", "plain tensors"),
+        (
+            nn.UninitializedParameter(),
+            "got the tensor subclass UninitializedParameter",
+            "plain tensors",
+        ),
     ],
 )
 def test_everything_else_is_refused_by_its_path(value: Any, came: str, advice: str) -> None:
     tree = {"optimizer": {"state": {3: {"exp_avg": value}}, "layer.0": torch.ones(1)}}
     for act in (check, pack):
-        with pytest.raises(TypeError, match=rf"^optimizer\.state\[3\]\.exp_avg: expected .*{came}.*{advice}"):
+        with pytest.raises(
+            TypeError, match=rf"^optimizer\.state\[3\]\.exp_avg: expected .*{came}.*{advice}"
+        ):
             act(tree)
 
 
 @pytest.mark.filterwarnings("ignore:.*[qQ]uantiz")
 def test_quantized_tensors_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"^\['layer\.0'\]\[1\]: .* got a quantized tensor\. Save tensor\.int_repr"):
+    with pytest.raises(
+        TypeError, match=r"^\['layer\.0'\]\[1\]: .* got a quantized tensor\. Save tensor\.int_repr"
+    ):
         check({"layer.0": [None, torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)]})
 
 
 def test_cycles_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"^deep\[0\]: expected a tree, got a dict that contains itself"):
+    with pytest.raises(
+        TypeError, match=r"^deep\[0\]: expected a tree, got a dict that contains itself"
+    ):
         check(CYCLE)
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine import choosing
-from halfstep.engine.choosing import AT
+from halfstep.engine import auto_compile as choosing
+from halfstep.engine.auto_compile import AT
 
 
 class Slow(nn.Module):
@@ -42,7 +42,9 @@ def stop_after(steps: int) -> hs.Callback:
 
 
 @pytest.mark.parametrize(("seconds", "on"), [(0.0, False), (1e-3, True)])
-def test_a_long_run_is_looked_at_once(seconds: float, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_looked_at_once(
+    seconds: float, on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A million steps of a millisecond are worth half a minute of compiling, a million of 50 us are not, nor 2,000."""
     m = model(seconds, capture=False)
     monkeypatch.setattr(choosing, "LEAST", 100)

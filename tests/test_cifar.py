@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.read.cifar import read_cifar
+from halfstep.data.readers.cifar import read_cifar
 
 PIXELS = 3072
 
@@ -28,9 +28,19 @@ def write(path: Path, labels: list[tuple[int, ...]], seed: int = 0) -> bytes:
 def test_pixels_are_where_the_format_puts_them(tmp_path: Path) -> None:
     data = write(tmp_path / "test_batch.bin", [(7,), (0,), (9,)])
     images, labels = read_cifar(tmp_path, train=False)
-    assert (images.shape, images.dtype, images.is_contiguous()) == ((3, 32, 32, 3), torch.uint8, True)
+    assert (images.shape, images.dtype, images.is_contiguous()) == (
+        (3, 32, 32, 3),
+        torch.uint8,
+        True,
+    )
     assert torch.equal(labels, torch.tensor([7, 0, 9]))
-    for n, y, x, channel in [(0, 0, 0, 0), (0, 0, 1, 0), (1, 1, 0, 2), (2, 31, 31, 2), (2, 17, 5, 1)]:
+    for n, y, x, channel in [
+        (0, 0, 0, 0),
+        (0, 0, 1, 0),
+        (1, 1, 0, 2),
+        (2, 31, 31, 2),
+        (2, 17, 5, 1),
+    ]:
         assert images[n, y, x, channel] == data[3073 * n + 1 + 1024 * channel + 32 * y + x]
 
 
@@ -90,12 +100,19 @@ def test_layouts(tmp_path: Path, classes, train: bool, name: str) -> None:
 def test_two_copies_are_ambiguous(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "train"):
         write(folder / "data_batch_1.bin", [(1,)])
-    with pytest.raises(ValueError, match=r"expected data_batch\*\.bin in one place, found it in .*/train\. Name one"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected data_batch\*\.bin in one place, found it in .*/train\. Name one",
+    ):
         read_cifar(tmp_path)
 
 
-@pytest.mark.parametrize(("there", "missing"), [((1, 2, 4, 5), 3), ((2, 3), 1), ((0, 2), 1), ((1, 2, 10), 3)])
-def test_a_gap_in_the_batches_is_named(tmp_path: Path, there: tuple[int, ...], missing: int) -> None:
+@pytest.mark.parametrize(
+    ("there", "missing"), [((1, 2, 4, 5), 3), ((2, 3), 1), ((0, 2), 1), ((1, 2, 10), 3)]
+)
+def test_a_gap_in_the_batches_is_named(
+    tmp_path: Path, there: tuple[int, ...], missing: int
+) -> None:
     for number in there:
         write(tmp_path / f"data_batch_{number}.bin", [(1,)])
     match = rf"data_batch_{missing}\.bin: expected this file, found only data_batch_{there[0]}\.bin, .*Fetch cifar-10-b"
@@ -103,11 +120,15 @@ def test_a_gap_in_the_batches_is_named(tmp_path: Path, there: tuple[int, ...], m
         read_cifar(tmp_path)
 
 
-@pytest.mark.parametrize("other", ["data_batch_1 (copy).bin", "data_batch_01.bin", "data_batch.bin"])
+@pytest.mark.parametrize(
+    "other", ["data_batch_1 (copy).bin", "data_batch_01.bin", "data_batch.bin"]
+)
 def test_a_second_copy_of_a_batch_is_refused(tmp_path: Path, other: str) -> None:
     for name in ("data_batch_1.bin", "data_batch_2.bin", other):
         write(tmp_path / name, [(1,)])
-    with pytest.raises(ValueError, match=r"expected each batch once, under its number, found it beside data_batch_"):
+    with pytest.raises(
+        ValueError, match=r"expected each batch once, under its number, found it beside data_batch_"
+    ):
         read_cifar(tmp_path)
 
 
@@ -116,7 +137,9 @@ def test_missing_files_are_named_with_what_is_there(tmp_path: Path) -> None:
     match = r"expected data_batch\*\.bin of CIFAR-10, found data_batch_1\. Fetch cifar-10-binary\.tar\.gz, unpack it"
     with pytest.raises(FileNotFoundError, match=match):
         read_cifar(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"nowhere: expected train\.bin of CIFAR-100, found nothing\. Fetch"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere: expected train\.bin of CIFAR-100, found nothing\. Fetch"
+    ):
         read_cifar(tmp_path / "nowhere", classes=100)
 
 
@@ -124,8 +147,14 @@ def test_missing_files_are_named_with_what_is_there(tmp_path: Path) -> None:
     ("options", "match"),
     [
         ({"classes": 20}, r"expected classes to be one of \[10, 100\], got 20"),
-        ({"labels": "coarse"}, r"expected labels to be one of \['fine'\] for CIFAR-10, got 'coarse'"),
-        ({"classes": 100, "labels": "both"}, r"one of \['coarse', 'fine'\] for CIFAR-100, got 'both'"),
+        (
+            {"labels": "coarse"},
+            r"expected labels to be one of \['fine'\] for CIFAR-10, got 'coarse'",
+        ),
+        (
+            {"classes": 100, "labels": "both"},
+            r"one of \['coarse', 'fine'\] for CIFAR-100, got 'both'",
+        ),
     ],
 )
 def test_impossible_options_are_refused(tmp_path: Path, options, match: str) -> None:

@@ -17,11 +17,14 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import nets
-from halfstep.cli import main, speed, text, words
-from halfstep.cli.app import app
-from halfstep.compare.settings import OPTIMIZERS, SCHEDULES
-from halfstep.data.get.catalog import CATALOG
-from halfstep.data.get.look import SAMPLE
+from halfstep.cli import info__speed as speed
+from halfstep.cli import main
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.cli.main__app import app
+from halfstep.data.download.catalog import CATALOG
+from halfstep.data.download.find__look import SAMPLE
+from halfstep.experiment.settings import OPTIMIZERS, SCHEDULES
 from halfstep.precision.policy import TABLE
 
 COMMANDS = ["compare", "report", "train", "eval", "predict", "info", "bench", "diff", "replay"]
@@ -60,9 +63,13 @@ def test_the_words_of_completion_are_those_of_the_tables() -> None:
 
 def process(*line: str, **more: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from halfstep.cli import main; sys.argv[0] = 'halfstep'; import atexit\n"
-    code += "atexit.register(lambda: print('torch:', 'torch' in sys.modules, file=sys.stderr)); main()"
+    code += (
+        "atexit.register(lambda: print('torch:', 'torch' in sys.modules, file=sys.stderr)); main()"
+    )
     command = [sys.executable, "-c", code, *line]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **more})
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **more}
+    )
 
 
 def test_help_version_and_completion_do_without_torch() -> None:
@@ -74,7 +81,9 @@ def test_help_version_and_completion_do_without_torch() -> None:
         assert told.returncode == 0, told.stderr
         assert told.stderr == "torch: False\n"
     assert min(spent) < 0.5  # the least disturbed; torch alone takes 2 s
-    offer = process(_HALFSTEP_COMPLETE="complete_bash", COMP_WORDS="halfstep train --net res", COMP_CWORD="3")
+    offer = process(
+        _HALFSTEP_COMPLETE="complete_bash", COMP_WORDS="halfstep train --net res", COMP_CWORD="3"
+    )
     assert offer.stdout.split() == [name for name in nets.names() if name.startswith("res")]
     assert offer.stderr == "torch: False\n"
 
@@ -109,7 +118,9 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_notice_is_one_line(odd: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_is_one_line(
+    odd: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ended(monkeypatch, "train", "--build", "odd_build:notes") == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == ["note: something to know", "halfstep: expected another thing, got this"]
@@ -123,12 +134,18 @@ def test_an_interrupt_is_130(odd: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_text() -> None:
     assert text.columns([("a", "b"), ("long", "1.5")]) == ["a       b", "long  1.5"]
-    assert text.scores({"loss": 0.5, "valid_acc": 0.25, "note": "x"}) == "loss 0.5000  valid_acc 25.00 %"
+    assert (
+        text.scores({"loss": 0.5, "valid_acc": 0.25, "note": "x"})
+        == "loss 0.5000  valid_acc 25.00 %"
+    )
 
 
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     text.dump({"a": float("nan"), "b": [float("inf"), 1.5]})
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": None, "b": [None, 1.5]}
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [None, 1.5],
+    }
 
 
 # info and bench
@@ -170,7 +187,19 @@ def test_a_product_of_n_takes_two_n_cubed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_bench_times_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["bench", "--net", "ffnn", "--precisions", "fp32,O2", "--batch", "8", "--seconds", "0.1", "--device", "cpu"]
+    line = [
+        "bench",
+        "--net",
+        "ffnn",
+        "--precisions",
+        "fp32,O2",
+        "--batch",
+        "8",
+        "--seconds",
+        "0.1",
+        "--device",
+        "cpu",
+    ]
     found = json.loads(said(*line, "--json"))
     assert [each["way"] for each in found["rows"]] == ["torch, fp32", "fp32", "O2"]
     assert found["rows"][1]["ratio"] == 1
@@ -194,8 +223,12 @@ def test_check_reads_all_of_the_sample() -> None:
         assert part["samples"] == len(images)
         assert part["sizes"] == [[[28, 28, 1], len(images)]]
         assert list(part["classes"].values()) == torch.bincount(labels).tolist()
-        assert part["mean"] == pytest.approx([pixels.mean()], rel=1e-12)  # float64 sums of 1e7 values
-        assert part["deviation"] == pytest.approx([pixels.std()], rel=1e-9)  # a difference of squares
+        assert part["mean"] == pytest.approx(
+            [pixels.mean()], rel=1e-12
+        )  # float64 sums of 1e7 values
+        assert part["deviation"] == pytest.approx(
+            [pixels.std()], rel=1e-9
+        )  # a difference of squares
         assert part["damage"] == []
 
 
@@ -212,7 +245,9 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def test_a_damaged_file_is_1_and_is_named(damaged: Path) -> None:
-    told = CliRunner().invoke(app, ["data", "check", "fashion-mnist", "--path", str(damaged), "--json"])
+    told = CliRunner().invoke(
+        app, ["data", "check", "fashion-mnist", "--path", str(damaged), "--json"]
+    )
     assert told.exit_code == 1
     train, test = json.loads(told.output)["parts"]
     assert (train["samples"], train["damage"]) == (11_000, [])
@@ -231,7 +266,9 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-SIZES = "images of different sizes: halfstep train and compare take one size. Resize the files first."
+SIZES = (
+    "images of different sizes: halfstep train and compare take one size. Resize the files first."
+)
 
 
 def test_check_reads_every_image_and_names_the_bad_ones(photos: Path) -> None:
@@ -267,12 +304,24 @@ def test_get_finds_what_is_there(tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "a name of nothing": (["data", "check", "imagenet"], "expected sample, mnist, .*there is no such folder"),
-    "nothing to get": (["data", "get", "sample"], "sample ships with the package, there is nothing to get"),
-    "a path for a folder": (["data", "check", ".", "--path", "x"], "--path: expected with a data set of mnist"),
+    "a name of nothing": (
+        ["data", "check", "imagenet"],
+        "expected sample, mnist, .*there is no such folder",
+    ),
+    "nothing to get": (
+        ["data", "get", "sample"],
+        "sample ships with the package, there is nothing to get",
+    ),
+    "a path for a folder": (
+        ["data", "check", ".", "--path", "x"],
+        "--path: expected with a data set of mnist",
+    ),
     "a long time": (["info", "--seconds", "100"], "--seconds: expected 0 to 60, got 100"),
     "no time": (["bench", "--seconds", "0"], "--seconds: expected a number above 0"),
-    "another suffix": (["predict", "x", "y", "--out", "z.txt"], "expected a name that ends in .csv, .json, .npy"),
+    "another suffix": (
+        ["predict", "x", "y", "--out", "z.txt"],
+        "expected a name that ends in .csv, .json, .npy",
+    ),
     "no device": (["info", "--device", "tpu"], "device: expected auto, cpu or cuda, got 'tpu'"),
 }
 

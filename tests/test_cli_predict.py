@@ -13,7 +13,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.app import app
+from halfstep.cli.main__app import app
 
 MINE = """
 import torch
@@ -104,15 +104,21 @@ def test_gray_images_and_bytes_are_prepared_as_in_training(name: str) -> None:
     expected = chances(model, WAYS[name](TEST))
     for source in ("u8.npy", "photos"):
         found = [row["probability"] for row in told("predict", "r", source)]
-        assert found == pytest.approx(expected, abs=2e-6)  # one in the sixth place: Normalize is one product here
+        assert found == pytest.approx(
+            expected, abs=2e-6
+        )  # one in the sixth place: Normalize is one product here
         assert name == "normal" or found == expected
     np.save("one.npy", TEST[1].numpy())
     np.save("last.npy", TEST[..., None].numpy())
     np.save("chw.npy", TEST[:, None].numpy())
     rows, [one] = told("predict", "r", "u8.npy"), told("predict", "r", "one.npy")
     for source in ("last.npy", "chw.npy"):
-        assert [row["probability"] for row in told("predict", "r", source)] == [row["probability"] for row in rows]
-    alone = chances(model, WAYS[name](TEST[1:2]))  # one row by itself: products may round in another order
+        assert [row["probability"] for row in told("predict", "r", source)] == [
+            row["probability"] for row in rows
+        ]
+    alone = chances(
+        model, WAYS[name](TEST[1:2])
+    )  # one row by itself: products may round in another order
     assert [one["probability"]] == pytest.approx(alone, abs=2e-6)
     assert name == "normal" or [one["probability"]] == alone
 
@@ -122,12 +128,20 @@ def test_a_run_that_resizes_does_so_here() -> None:
     model = train("sized")
     small = TEST[:, ::2, ::2].contiguous()
     np.save("small.npy", small.numpy())
-    grown = next(iter(hs.data.Dataset((small,)).map([hs.data.Resize(28), hs.data.Rescale(1 / 255)]).batch(3)))[0]
-    assert [row["probability"] for row in told("predict", "r", "small.npy")] == chances(model, grown)
+    grown = next(
+        iter(hs.data.Dataset((small,)).map([hs.data.Resize(28), hs.data.Rescale(1 / 255)]).batch(3))
+    )[0]
+    assert [row["probability"] for row in told("predict", "r", "small.npy")] == chances(
+        model, grown
+    )
     for source in ("u8.npy", "photos"):
-        assert [row["probability"] for row in told("predict", "r", source)] == chances(model, TEST.float() * RESCALE)
+        assert [row["probability"] for row in told("predict", "r", source)] == chances(
+            model, TEST.float() * RESCALE
+        )
     np.save("odd.npy", TEST[:, :9, :9].numpy())
-    with pytest.raises(ValueError, match=r"an array of \[samples, 14, 14\], as the network .* got \[3, 9, 9\]"):
+    with pytest.raises(
+        ValueError, match=r"an array of \[samples, 14, 14\], as the network .* got \[3, 9, 9\]"
+    ):
         told("predict", "r", "odd.npy")
 
 
@@ -146,7 +160,19 @@ def test_what_is_no_image_is_told() -> None:
 
 def test_the_classes_of_a_data_function_are_its_numbers() -> None:
     with pytest.warns(hs.Notice, match="without channels: taken as gray"):
-        told("train", "--data", "mine:data", "--net", "mine:net", "--device", "cpu", "--epochs", "1", "--out", "r")
+        told(
+            "train",
+            "--data",
+            "mine:data",
+            "--net",
+            "mine:net",
+            "--device",
+            "cpu",
+            "--epochs",
+            "1",
+            "--out",
+            "r",
+        )
     with pytest.warns(hs.Notice, match="without channels: taken as gray"):
         rows = told("predict", "r", "u8.npy")
     assert [row["class"] for row in rows] == [str(row["label"]) for row in rows]

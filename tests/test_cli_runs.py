@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.cli.app import app
-from halfstep.compare.folder import held
+from halfstep.cli.main__app import app
+from halfstep.experiment.output_folder import held
 
 SMALL = ["--net", "mine:net", "--samples", "320", "--test-samples", "100"]
 MINE = """
@@ -94,7 +94,9 @@ def test_train_is_the_loop_one_would_write() -> None:
         assert torch.equal(weights[name], tensor)
 
 
-@pytest.mark.parametrize("options", [["--precision", "O2", "--ema", "0.9"], ["--accumulate", "3", "--clip-norm", "1"]])
+@pytest.mark.parametrize(
+    "options", [["--precision", "O2", "--ema", "0.9"], ["--accumulate", "3", "--clip-norm", "1"]]
+)
 def test_eval_gives_the_scores_of_training(options: list[str]) -> None:
     last = trained("r", "--epochs", "2", *options)["history"][-1]
     for source in ("r", "r/step-000000010", "r/weights.safetensors"):
@@ -109,11 +111,20 @@ def test_the_same_weights_in_another_precision(precision: str) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
     rounding = {"rounding": "kahan"} if "+" in precision else {}
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, hs.Precision(precision.partition("+")[0], **rounding))
+    model = hs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, hs.Precision(precision.partition("+")[0], **rounding)
+    )
     model.load("r/weights.safetensors")
     images, labels = (each[:100] for each in hs.data.sample(train=False))
-    test = hs.data.Dataset({"x": images[:, None], "y": labels}).map(hs.data.Rescale(1 / 255), "x").batch(500)
-    assert told("eval", "r", "--precision", precision)["scores"]["loss"] == model.evaluate(test)["loss"]
+    test = (
+        hs.data.Dataset({"x": images[:, None], "y": labels})
+        .map(hs.data.Rescale(1 / 255), "x")
+        .batch(500)
+    )
+    assert (
+        told("eval", "r", "--precision", precision)["scores"]["loss"]
+        == model.evaluate(test)["loss"]
+    )
 
 
 def test_the_average_is_what_ema_evaluates() -> None:
@@ -140,11 +151,16 @@ def test_a_resumed_run_ends_at_the_same_bits() -> None:
 def files(folder: str) -> dict[str, tuple[str, int]]:
     """Everything in a folder with its content and its time; the lock aside."""
     found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
-    return {str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns) for path in found}
+    return {
+        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in found
+    }
 
 
 def spoken(*line: str) -> str:
-    result = CliRunner().invoke(app, ["train", *SMALL, "--device", "cpu", *line], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["train", *SMALL, "--device", "cpu", *line], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -156,17 +172,23 @@ def test_a_run_that_has_its_epochs_is_left_as_it_is() -> None:
         told = spoken("--epochs", epochs, "--out", "r", "--resume", "auto")
         has = f"r has 2 epochs already, up to step 10, and --epochs is {epochs}: nothing was done."
         assert told == f"{has} To train further: --epochs 3, or more\n"
-        assert trained("r", "--epochs", epochs, "--resume", "auto") == first | {"resumed": "r/step-000000010"}
+        assert trained("r", "--epochs", epochs, "--resume", "auto") == first | {
+            "resumed": "r/step-000000010"
+        }
         assert files("r") == before
     Path("r/weights.safetensors").unlink()  # as after a kill before they were written
     spoken("--epochs", "2", "--out", "r", "--resume", "auto")
-    assert {name: content for name, (content, _) in files("r").items()} == {name: c for name, (c, _) in before.items()}
+    assert {name: content for name, (content, _) in files("r").items()} == {
+        name: c for name, (c, _) in before.items()
+    }
 
 
 def test_a_resumed_run_says_so_before_its_first_epoch() -> None:
     first = spoken("--epochs", "1", "--out", "r", "--schedule", "constant", "--resume", "auto")
     assert first.startswith("epoch 1/1 ")
-    lines = spoken("--epochs", "2", "--out", "r", "--schedule", "constant", "--resume", "auto").splitlines()
+    lines = spoken(
+        "--epochs", "2", "--out", "r", "--schedule", "constant", "--resume", "auto"
+    ).splitlines()
     assert lines[0] == "goes on after step 5, in epoch 2 of 2, from r/step-000000005"
     assert lines[1].startswith("epoch 2/2 ")
 
@@ -182,7 +204,9 @@ def test_what_stands_in_the_way_of_a_resume_comes_first() -> None:
 def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
     line = ["train", *SMALL, "--epochs", "100000", "--out", "r", "--schedule", "constant"]
     command = [sys.executable, "-c", "from halfstep.cli import main; main()", *line]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=project)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=project
+    )
     deadline = time.monotonic() + 60
     while not checkpoint.listing("r") and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -192,7 +216,9 @@ def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
     kept = checkpoint.latest("r")
     assert kept is not None
     again = shlex.join(["halfstep", *line, "--resume", "auto"])
-    assert said.endswith(f"stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}\n")
+    assert said.endswith(
+        f"stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}\n"
+    )
     assert "fit(resume=" not in said  # the library's own line, which a script gets
 
 
@@ -223,14 +249,33 @@ def test_a_builder_trains_and_is_evaluated_on_its_validation_data() -> None:
 def test_what_a_builder_decided_is_refused_beside_it() -> None:
     with pytest.raises(ValueError, match="--lr, --net: expected no such option beside --build"):
         told("train", "--build", "mine:parts", "--lr", "0.1", "--net", "mlp", "--epochs", "1")
-    told("train", "--build", "mine:parts", "--epochs", "1", "--out", "r", "--seed", "3", "--sink", "2")
+    told(
+        "train",
+        "--build",
+        "mine:parts",
+        "--epochs",
+        "1",
+        "--out",
+        "r",
+        "--seed",
+        "3",
+        "--sink",
+        "2",
+    )
     with pytest.raises(ValueError, match="eval: --precision beside a builder"):
         told("eval", "r", "--precision", "fp32")
 
 
 def test_a_builder_that_asks_for_proof_on_a_cpu_is_told() -> None:
-    said = CliRunner().invoke(app, ["train", "--build", "mine:proved", "--epochs", "1", "--out", "r"]).stderr
-    assert said == "note: verify=2: there is nothing to verify on cpu, where no step is replayed from a graph\n"
+    said = (
+        CliRunner()
+        .invoke(app, ["train", "--build", "mine:proved", "--epochs", "1", "--out", "r"])
+        .stderr
+    )
+    assert (
+        said
+        == "note: verify=2: there is nothing to verify on cpu, where no step is replayed from a graph\n"
+    )
 
 
 # predictions
@@ -242,7 +287,9 @@ def test_predictions_are_the_networks_own() -> None:
     np.save("bytes.npy", images[:7].numpy())
     np.save("floats.npy", (images[:7, None].float() / 255).numpy())
     for name in ("bytes", "floats"):
-        CliRunner().invoke(app, ["predict", "r", f"{name}.npy", "--out", f"{name}-out.npy"], catch_exceptions=False)
+        CliRunner().invoke(
+            app, ["predict", "r", f"{name}.npy", "--out", f"{name}-out.npy"], catch_exceptions=False
+        )
     net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
     model = hs.Model(net, precision="O2")
     model.load("r/weights.safetensors")
@@ -251,7 +298,9 @@ def test_predictions_are_the_networks_own() -> None:
         assert torch.equal(torch.from_numpy(np.load(f"{name}-out.npy")), expected)
     rows = told("predict", "r", "bytes.npy")
     assert [row["label"] for row in rows] == expected.argmax(1).tolist()
-    assert [row["probability"] for row in rows] == [round(p, 6) for p in expected.double().softmax(1).amax(1).tolist()]
+    assert [row["probability"] for row in rows] == [
+        round(p, 6) for p in expected.double().softmax(1).amax(1).tolist()
+    ]
     assert rows[0]["class"] == ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker",
                                 "Bag", "Ankle boot")[rows[0]["label"]]  # fmt: skip
     whole = told("predict", "r", "sample")
@@ -264,7 +313,9 @@ def test_every_prediction_has_every_column() -> None:
     """A builder's data has no names: the class is empty, not left out. Gray floats without a channel are taken."""
     told("train", "--build", "mine:two", "--epochs", "1", "--out", "own")
     np.save("x.npy", torch.randn(2, 6).numpy())
-    assert [list(row) for row in told("predict", "own", "x.npy")] == [["input", "label", "class", "probability"]] * 2
+    assert [list(row) for row in told("predict", "own", "x.npy")] == [
+        ["input", "label", "class", "probability"]
+    ] * 2
     assert [row["class"] for row in told("predict", "own", "x.npy")] == [None, None]
     page = CliRunner().invoke(app, ["predict", "own", "x.npy"]).stdout.splitlines()
     assert page[0] == "input,label,class,probability"
@@ -275,7 +326,9 @@ def test_every_prediction_has_every_column() -> None:
     np.save("whole.npy", (images[:3, None] / 255).numpy())
     one, other = (told("predict", "r", name) for name in ("gray.npy", "whole.npy"))
     assert [row["probability"] for row in one] == [row["probability"] for row in other]
-    with pytest.raises(FileNotFoundError, match=r"found nothing at 'sampel'\. Did you mean 'sample'"):
+    with pytest.raises(
+        FileNotFoundError, match=r"found nothing at 'sampel'\. Did you mean 'sample'"
+    ):
         told("predict", "r", "sampel")
 
 
@@ -289,7 +342,9 @@ def test_images_are_predicted_as_their_pixels_are() -> None:
     CliRunner().invoke(app, ["predict", "r", "photos", "--out", "p.csv"], catch_exceptions=False)
     rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
     assert [row["input"] for row in rows] == [f"photos/{i}.png" for i in range(3)]
-    assert [float(row["probability"]) for row in rows] == [row["probability"] for row in told("predict", "r", "x.npy")]
+    assert [float(row["probability"]) for row in rows] == [
+        row["probability"] for row in told("predict", "r", "x.npy")
+    ]
     Image.fromarray(images[0].numpy()).resize((56, 40)).save("big.png")
     with pytest.warns(hs.Notice, match="images of 56 × 40 are resized to 28 × 28"):
         assert len(told("predict", "r", "big.png")) == 1
@@ -302,10 +357,16 @@ def test_replay_of_a_run_by_flags_needs_no_builder_and_labels_the_scale() -> Non
     trained("r", "--epochs", "1", "--precision", "O2")
     found = told("replay", "r", "--step", "3")
     logged = [json.loads(line) for line in Path("r/log.jsonl").read_text().splitlines()]
-    assert found["loss"] == next(row["loss"] for row in logged if row["kind"] == "step" and row["global_step"] == 3)
-    shown = CliRunner().invoke(app, ["replay", "r", "--step", "3", "--save", "s.safetensors"]).output
+    assert found["loss"] == next(
+        row["loss"] for row in logged if row["kind"] == "step" and row["global_step"] == 3
+    )
+    shown = (
+        CliRunner().invoke(app, ["replay", "r", "--step", "3", "--save", "s.safetensors"]).output
+    )
     assert "grad …: times the loss scale, 65536; divide by it for the gradient." in shown
-    gradients = [t / 65536 for name, t in load_file("s.safetensors").items() if name.startswith("gradient.")]
+    gradients = [
+        t / 65536 for name, t in load_file("s.safetensors").items() if name.startswith("gradient.")
+    ]
     norm = torch.stack([g.double().norm() for g in gradients]).norm()
     assert float(norm) == pytest.approx(found["grad_norm"], rel=1e-6)  # float32 sums
 
@@ -315,15 +376,23 @@ def test_replay_of_a_run_by_flags_needs_no_builder_and_labels_the_scale() -> Non
 
 def test_mistakes_about_folders_are_told() -> None:
     trained("r", "--epochs", "1")
-    with pytest.raises(ValueError, match=r"r holds a run already, up to step-000000005\. Go on with --resume auto"):
+    with pytest.raises(
+        ValueError, match=r"r holds a run already, up to step-000000005\. Go on with --resume auto"
+    ):
         trained("r", "--epochs", "1")
-    with pytest.raises(ValueError, match=r"holds another run: lr was 0\.02 and is 1\.0\. Repeat the command"):
+    with pytest.raises(
+        ValueError, match=r"holds another run: lr was 0\.02 and is 1\.0\. Repeat the command"
+    ):
         trained("r", "--epochs", "1", "--lr", "1", "--resume", "auto")
-    with pytest.raises(FileNotFoundError, match="resume: expected auto, a checkpoint or the folder of a run"):
+    with pytest.raises(
+        FileNotFoundError, match="resume: expected auto, a checkpoint or the folder of a run"
+    ):
         trained("new", "--epochs", "1", "--resume", "nothing")
     with held(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
         trained("busy", "--epochs", "1")
-    with pytest.raises(FileNotFoundError, match="eval: expected a run, a checkpoint or a safetensors file"):
+    with pytest.raises(
+        FileNotFoundError, match="eval: expected a run, a checkpoint or a safetensors file"
+    ):
         told("eval", "nothing")
     Path("r/run.json").write_text("{}")
     with pytest.raises(ValueError, match="expected what this version of halfstep train writes"):

@@ -18,7 +18,7 @@ from halfstep import checkpoint
 from halfstep.cli import main
 from halfstep.compare import summary, table
 from halfstep.report import charts, page, read
-from halfstep.report.values import parse
+from halfstep.report.load__values import parse
 
 FIT = "--net own:net --samples 128 --test-samples 50 --device cpu"
 OWN = """
@@ -108,7 +108,9 @@ def test_a_comparison_seeds_numpy_too(told: Told) -> None:
         np.random.rand()  # noqa: NPY002
         line = f"compare {FIT.replace('own:net', 'own:drawn')} --precisions fp32 --seeds 2 --epochs 1 --out {out}"
         assert told(line)[0] == 0
-        found.append([run["loss"] for run in json.loads(Path(out, "compare.json").read_text())["runs"]])
+        found.append(
+            [run["loss"] for run in json.loads(Path(out, "compare.json").read_text())["runs"]]
+        )
     assert found[0] == found[1]
     assert found[0][0] != found[0][1]
 
@@ -137,7 +139,9 @@ def test_fewer_epochs_than_a_stopped_run_has_begun_change_nothing(told: Told) ->
 def test_weights_that_fit_are_written_when_the_last_checkpoint_does_not(told: Told) -> None:
     assert told(f"train {FIT} --epochs 1 --out whole")[0] == 0
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, limits[1]))  # 12,730 weights; a checkpoint has momentum too
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (80_000, limits[1])
+    )  # 12,730 weights; a checkpoint has momentum too
     try:
         code, said = told(f"train {FIT} --epochs 1 --out r")
     finally:
@@ -145,19 +149,23 @@ def test_weights_that_fit_are_written_when_the_last_checkpoint_does_not(told: To
     assert code == 2
     assert said.endswith("Training is done, and its weights are in r/weights.safetensors.\n")
     assert not checkpoint.listing("r")
-    assert Path("r/weights.safetensors").read_bytes() == Path("whole/weights.safetensors").read_bytes()
+    assert (
+        Path("r/weights.safetensors").read_bytes() == Path("whole/weights.safetensors").read_bytes()
+    )
 
 
 def test_a_comparison_has_no_weights_to_evaluate(told: Told) -> None:
-    line = f"compare {FIT} --precisions fp32 --seeds 1 --epochs 1 --lr 0.1 --schedule constant --out c"
+    line = (
+        f"compare {FIT} --precisions fp32 --seeds 1 --epochs 1 --lr 0.1 --schedule constant --out c"
+    )
     assert told(line)[0] == 0
     for place in ("c", "c/runs/fp32-s0"):
         code, said = told(f"eval {place}")
-        again = (
-            "train --net own:net --data sample --epochs 1 --batch 64 --optimizer momentum --lr 0.1 --schedule constant"
-        )
+        again = "train --net own:net --data sample --epochs 1 --batch 64 --optimizer momentum --lr 0.1 --schedule constant"
         assert code == 2
-        assert said.startswith("halfstep: eval: c is a comparison, which keeps results and no weights")
+        assert said.startswith(
+            "halfstep: eval: c is a comparison, which keeps results and no weights"
+        )
         assert f"halfstep {again} --precision fp32 --out runs/chosen" in said
 
 
@@ -167,13 +175,28 @@ def test_a_comparison_has_no_weights_to_evaluate(told: Told) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("loaders", "--data: expected samples as the training data of 'own:loaders', got DataLoader. Return (train, "),
-        ("wrapped", "--data: expected samples as the training data of 'own:wrapped', got Loader. Return (train, test)"),
-        ("batched", "as the test data of 'own:batched', got batches; leave .batch() to the command. Return (train, "),
-        ("needs", "expected the data function own:needs to need no arguments, and it asks for root: give it a default"),
+        (
+            "loaders",
+            "--data: expected samples as the training data of 'own:loaders', got DataLoader. Return (train, ",
+        ),
+        (
+            "wrapped",
+            "--data: expected samples as the training data of 'own:wrapped', got Loader. Return (train, test)",
+        ),
+        (
+            "batched",
+            "as the test data of 'own:batched', got batches; leave .batch() to the command. Return (train, ",
+        ),
+        (
+            "needs",
+            "expected the data function own:needs to need no arguments, and it asks for root: give it a default",
+        ),
         ("no_test", "--data: expected at least one sample as the test data of 'own:no_test'"),
         ("no_train", "--data: expected at least one sample as the training data of 'own:no_train'"),
-        ("one_part", "got the columns ['x'] of own:one_part. A data function returns (train, test): (x, y), (x_test"),
+        (
+            "one_part",
+            "got the columns ['x'] of own:one_part. A data function returns (train, test): (x, y), (x_test",
+        ),
         ("lodaers", "has no attribute 'lodaers'. Did you mean own:loaders?"),
     ],
 )
@@ -202,7 +225,9 @@ def test_a_sample_that_raises_is_named(told: Told, project: Path) -> None:
     code, said = told("train --net own:net --data own:torn --epochs 1 --out r")
     assert code == 2
     assert said == f"halfstep: RuntimeError: torn\n{where}\n(--debug shows where it was raised)\n"
-    code, said = told("compare --net own:net --data own:torn --epochs 1 --seeds 1 --precisions fp32 --out c")
+    code, said = told(
+        "compare --net own:net --data own:torn --epochs 1 --seeds 1 --precisions fp32 --out c"
+    )
     assert code == 1
     assert f"fp32 seed 0 failed: RuntimeError: torn\n{where}\n" in said
 
@@ -210,7 +235,10 @@ def test_a_sample_that_raises_is_named(told: Told, project: Path) -> None:
 def test_what_to_do_to_batches_is_told_for_a_function_that_makes_none(told: Told) -> None:
     code, said = told("train --net own:net --data own:doubles --epochs 1 --out r")
     assert code == 2
-    assert "on both parts (hs.data.Dataset(…) where they are none): .map(hs.data.Cast(torch.float32), 'x')" in said
+    assert (
+        "on both parts (hs.data.Dataset(…) where they are none): .map(hs.data.Cast(torch.float32), 'x')"
+        in said
+    )
     assert told("train --net own:net --data own:mended --epochs 1 --out r")[0] == 0
 
 
@@ -223,7 +251,10 @@ def test_a_folder_named_too_deep(told: Told) -> None:
         code, said = told(f"train --data {place}")
         deep = place.rstrip("/")
         assert code == 2
-        assert said == f"halfstep: --data: {deep} is a part of photos, which has train/ and test/: say --data photos\n"
+        assert (
+            said
+            == f"halfstep: --data: {deep} is a part of photos, which has train/ and test/: say --data photos\n"
+        )
     assert told("data check photos/train")[1].endswith("own files: name photos to them\n")
 
 
@@ -258,7 +289,10 @@ def test_seed_0_alone(told: Told) -> None:
     ("error", "said"),
     [
         ("RuntimeError: torn", "RuntimeError: torn"),
-        ("ValueError: step 3: expected a. Do b, then c.\nat step 3", "ValueError: step 3: expected a"),
+        (
+            "ValueError: step 3: expected a. Do b, then c.\nat step 3",
+            "ValueError: step 3: expected a",
+        ),
         ("ValueError: version 1.5 is none. Do b", "ValueError: version 1.5 is none"),
         ("E: " + "word " * 30, "E: " + "word " * 14 + "word…"),
     ],
@@ -270,10 +304,21 @@ def test_an_error_in_a_cell_is_its_first_sentence(error: str, said: str) -> None
 
 def test_an_error_stands_whole_once_below_the_table() -> None:
     error = f"ValueError: {'expected this ' * 20}. Do that."
-    runs = [{"precision": "fp32", "seed": s, "status": "failed", "error": error, "skipped": 0} for s in (0, 1)]
-    spec = {"precisions": ["fp32"], "seeds": [0, 1], "samples": 10, "test_samples": 10, "margin": 0.5}
+    runs = [
+        {"precision": "fp32", "seed": s, "status": "failed", "error": error, "skipped": 0}
+        for s in (0, 1)
+    ]
+    spec = {
+        "precisions": ["fp32"],
+        "seeds": [0, 1],
+        "samples": 10,
+        "test_samples": 10,
+        "margin": 0.5,
+    }
     rows = summary.rows(spec, runs)
-    told = table.text({"rows": rows, "runs": runs, "recommendation": summary.recommend(spec, rows, runs)})
+    told = table.text(
+        {"rows": rows, "runs": runs, "recommendation": summary.recommend(spec, rows, runs)}
+    )
     assert told.count(error) == 1
     assert ".." not in told
     assert max(len(line) for line in told.splitlines() if error not in line) < 230
@@ -298,10 +343,23 @@ def test_memory_of_a_process_is_not_compared_below_20_mib() -> None:
 
 
 def test_memory_is_the_median_of_the_seeds() -> None:
-    done = {"status": "done", "acc": 0.5, "loss": 1.0, "skipped": 0, "final_scale": None, "ms_per_step": 1.0}
+    done = {
+        "status": "done",
+        "acc": 0.5,
+        "loss": 1.0,
+        "skipped": 0,
+        "final_scale": None,
+        "ms_per_step": 1.0,
+    }
     done |= {"s_per_epoch": 1.0, "precision": "fp32"}
     runs = [{**done, "seed": s, "peak_memory": m} for s, m in enumerate((10, 90, 20))]
-    spec = {"precisions": ["fp32"], "seeds": [0, 1, 2], "samples": 10, "test_samples": 10, "margin": 0.5}
+    spec = {
+        "precisions": ["fp32"],
+        "seeds": [0, 1, 2],
+        "samples": 10,
+        "test_samples": 10,
+        "margin": 0.5,
+    }
     assert summary.rows(spec, runs)[0]["peak_memory"] == 20
 
 
@@ -309,17 +367,27 @@ def test_the_page_of_a_run_says_what_it_was(told: Told) -> None:
     assert told(f"train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r")[0] == 0
     found = parse(read("r"))
     assert found.command == f"halfstep train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r"
-    assert (found.spec["precision"], found.spec["net"], found.spec["lr"]) == ("O2+bf16", "own:net", 0.05)
+    assert (found.spec["precision"], found.spec["net"], found.spec["lr"]) == (
+        "O2+bf16",
+        "own:net",
+        0.05,
+    )
     assert found.date == json.loads(Path("r/run.json").read_text())["date"]
     assert found.environment["torch"] == torch.__version__
     shown = page(read("r"))
-    assert "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05" in shown
+    assert (
+        "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05" in shown
+    )
     Path("r/run.json").write_text("{")  # damaged: the log is still worth a page
     assert parse(read("r")).command == ""
 
 
-@pytest.mark.parametrize(("value", "lo", "hi"), [(0.0, 0.0, 0.5), (1.0, 0.9, 1.0), (0.5, 0.45, 0.55)])
-def test_an_axis_of_accuracy_stays_within_0_and_100_percent(value: float, lo: float, hi: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "lo", "hi"), [(0.0, 0.0, 0.5), (1.0, 0.9, 1.0), (0.5, 0.45, 0.55)]
+)
+def test_an_axis_of_accuracy_stays_within_0_and_100_percent(
+    value: float, lo: float, hi: float
+) -> None:
     epochs = [{"epoch": 1, "valid_acc": value}]
     run = {"precision": "r", "seed": 0, "epochs": epochs, "status": "done"}
     given = {"halfstep_compare": 1, "runs": [run], "rows": [{"precision": "r"}]}

@@ -8,8 +8,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli import text, words
-from halfstep.cli.app import app
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.cli.main__app import app
 from halfstep.errors import meant
 from halfstep.precision import TABLE
 
@@ -26,7 +27,13 @@ def test_the_precision_that_was_meant(word: str) -> None:
 
 @pytest.mark.parametrize(
     ("word", "name"),
-    [("MLP", "mlp"), ("ResNet-18", "resnet18"), ("resnet", "resnet18"), ("resnt50", "resnet50"), ("vgg", None)],
+    [
+        ("MLP", "mlp"),
+        ("ResNet-18", "resnet18"),
+        ("resnet", "resnet18"),
+        ("resnt50", "resnet50"),
+        ("vgg", None),
+    ],
 )
 def test_the_network_that_was_meant(word: str, name: str | None) -> None:
     assert meant(word, words.NETS) == name
@@ -35,7 +42,9 @@ def test_the_network_that_was_meant(word: str, name: str | None) -> None:
     assert (f"did you mean '{name}'?" in str(told.value)) == (name is not None)
 
 
-@pytest.mark.parametrize(("word", "name"), [("minst", "mnist"), ("samples", "sample"), ("CIFAR", "cifar10")])
+@pytest.mark.parametrize(
+    ("word", "name"), [("minst", "mnist"), ("samples", "sample"), ("CIFAR", "cifar10")]
+)
 def test_the_data_that_was_meant(word: str, name: str) -> None:
     for line in (["data", "check", word], ["train", "--data", word]):
         with pytest.raises(ValueError, match=f"no such folder. Did you mean '{name}'"):
@@ -74,7 +83,10 @@ def test_words_after_a_plus_are_read_everywhere() -> None:
             lambda: hs.Precision("O2+bf16", dtype="float16"),
             "received 'O2[+]bf16' and 'float16' too, expected one dtype",
         ),
-        (lambda: hs.Precision("fp16+kahan+stochastic"), "and 'kahan' too, expected one rounding; leave one"),
+        (
+            lambda: hs.Precision("fp16+kahan+stochastic"),
+            "and 'kahan' too, expected one rounding; leave one",
+        ),
         (lambda: hs.Precision("fp32+bf16"), "'fp32' computes in float32"),
         (lambda: hs.Precision("fp8+bf16"), "planned, not there yet"),
         (lambda: hs.Precision("O2+"), r"received 'O2\+', expected fp16, bf16 or a rounding"),
@@ -91,11 +103,23 @@ def test_words_that_contradict_are_refused(make: object, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (["train", "--batch", "abc"], "Invalid value for '--batch': expected a whole number, got 'abc'"),
-        (["compare", "--epochs", "1.5"], "Invalid value for '--epochs': expected a whole number, got '1.5'"),
+        (
+            ["train", "--batch", "abc"],
+            "Invalid value for '--batch': expected a whole number, got 'abc'",
+        ),
+        (
+            ["compare", "--epochs", "1.5"],
+            "Invalid value for '--epochs': expected a whole number, got '1.5'",
+        ),
         (["info", "--seconds", "q"], "Invalid value for '--seconds': expected a number, got 'q'"),
-        (["data", "show", "sample", "--samples", "x"], "'--samples': expected a whole number, got 'x'"),
-        (["eval", "r", "--split", "foo"], "Invalid value for '--split': 'foo' is not one of 'test', 'train'."),
+        (
+            ["data", "show", "sample", "--samples", "x"],
+            "'--samples': expected a whole number, got 'x'",
+        ),
+        (
+            ["eval", "r", "--split", "foo"],
+            "Invalid value for '--split': 'foo' is not one of 'test', 'train'.",
+        ),
     ],
 )
 def test_a_value_that_does_not_parse_is_named(line: list[str], said: str) -> None:
@@ -107,7 +131,10 @@ def test_a_value_that_does_not_parse_is_named(line: list[str], said: str) -> Non
 def test_help_of_report_keeps_its_examples_on_lines_of_their_own() -> None:
     lines = CliRunner().invoke(app, ["report", "--help"]).output.splitlines()
     start = lines.index("  halfstep report runs/demo --open")
-    assert lines[start + 1] == "  halfstep report runs/demo --format md --out - | gh pr comment 12 --body-file -"
+    assert (
+        lines[start + 1]
+        == "  halfstep report runs/demo --format md --out - | gh pr comment 12 --body-file -"
+    )
     assert lines[start + 2] == "  halfstep report runs/mine/log.jsonl --out pages"
 
 
@@ -132,4 +159,9 @@ def test_the_command_that_goes_on(given: str, again: str, monkeypatch: pytest.Mo
 
 
 def test_numbers_of_things() -> None:
-    assert [text.plural(n, "epoch") for n in (0, 1, 2, 1000)] == ["0 epochs", "1 epoch", "2 epochs", "1,000 epochs"]
+    assert [text.plural(n, "epoch") for n in (0, 1, 2, 1000)] == [
+        "0 epochs",
+        "1 epoch",
+        "2 epochs",
+        "1,000 epochs",
+    ]

@@ -19,10 +19,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.app import app as whole
 from halfstep.cli.compare import compare as command
-from halfstep.compare import Settings, compare, folder, summary, table
+from halfstep.cli.main__app import app as whole
+from halfstep.compare import Settings, compare, summary, table
 from halfstep.compare.progress import Lines
+from halfstep.experiment import output_folder as folder
 
 MINE = """
 import os
@@ -53,7 +54,14 @@ def pairs():
 def flat(inputs):
     return nn.Linear(inputs, 3)
 """
-SMALL = {"net": "mine:tiny", "samples": 160, "test_samples": 100, "epochs": 2, "batch": 32, "seeds": (0, 1)}
+SMALL = {
+    "net": "mine:tiny",
+    "samples": 160,
+    "test_samples": 100,
+    "epochs": 2,
+    "batch": 32,
+    "seeds": (0, 1),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,10 +89,14 @@ def test_a_run_is_what_a_plain_loop_gives() -> None:
             loss.backward()
             opt.step()
             losses.append(loss.item())
-    assert found["curve"]["loss"] == pytest.approx(losses, rel=1e-5)  # fused and plain updates round apart
+    assert found["curve"]["loss"] == pytest.approx(
+        losses, rel=1e-5
+    )  # fused and plain updates round apart
     test_images, test_labels = hs.data.sample(train=False)
     right = net(test_images[:100].float() * (1 / 255)).argmax(1) == test_labels[:100]
-    assert found["acc"] == pytest.approx(right.double().mean().item(), abs=0.011)  # one image may tip
+    assert found["acc"] == pytest.approx(
+        right.double().mean().item(), abs=0.011
+    )  # one image may tip
     assert found["steps"] == found["updates"] == 10
     assert found["samples"] == 320
 
@@ -93,7 +105,9 @@ def test_every_precision_starts_from_the_same_weights_and_batches() -> None:
     runs = compare(settings(precisions=("fp32", "fp64", "O2")), "out")["runs"]
     first = {(r["precision"], r["seed"]): r["curve"]["loss"] for r in runs}
     for seed in (0, 1):
-        assert first["fp64", seed] == pytest.approx(first["fp32", seed], rel=1e-4)  # float32's rounding, ten steps on
+        assert first["fp64", seed] == pytest.approx(
+            first["fp32", seed], rel=1e-4
+        )  # float32's rounding, ten steps on
         assert first["O2", seed] == pytest.approx(first["fp32", seed], rel=1e-2)  # float16's
     assert first["fp32", 0] != first["fp32", 1]
 
@@ -102,30 +116,52 @@ def test_the_summary_keeps_the_contract() -> None:
     told = compare(settings(), "out", command="halfstep compare …")
     assert json.loads(Path("out/compare.json").read_text()) == told
     assert {p.name for p in Path("out/runs").iterdir()} == {"fp32-s0", "fp32-s1", "O2-s0", "O2-s1"}
-    assert [p.name for p in Path("out/runs/O2-s1").iterdir()] == ["result.json"]  # no checkpoints left
+    assert [p.name for p in Path("out/runs/O2-s1").iterdir()] == [
+        "result.json"
+    ]  # no checkpoints left
     assert (told["halfstep_compare"], told["title"]) == (1, "mine:tiny on sample")
-    assert (told["spec"]["samples"], told["spec"]["test_samples"], told["spec"]["schedule"]) == (160, 100, "linear")
+    assert (told["spec"]["samples"], told["spec"]["test_samples"], told["spec"]["schedule"]) == (
+        160,
+        100,
+        "linear",
+    )
     run = told["runs"][-1]
     assert run == json.loads(Path("out/runs/O2-s1/result.json").read_text())
-    assert (run["precision"], run["seed"], run["status"], run["final_scale"]) == ("O2", 1, "done", 65536)
+    assert (run["precision"], run["seed"], run["status"], run["final_scale"]) == (
+        "O2",
+        1,
+        "done",
+        65536,
+    )
     assert [epoch["epoch"] for epoch in run["epochs"]] == [1, 2]
     assert run["acc"] == run["epochs"][-1]["valid_acc"]
     assert {d["weight"] for d in run["dtypes"] if d["kind"] == "Linear"} == {"float16"}
     assert run["s_per_epoch"] == pytest.approx(5 * run["ms_per_step"] / 1000)
     assert [row["precision"] for row in told["rows"]] == ["fp32", "O2"]
     row = told["rows"][1]
-    assert (row["n"], row["failed"], row["verdict_kind"]) == (2, 0, "unknown")  # 100 images prove nothing
+    assert (row["n"], row["failed"], row["verdict_kind"]) == (
+        2,
+        0,
+        "unknown",
+    )  # 100 images prove nothing
     pairs = {(r["precision"], r["seed"]): r["acc"] for r in told["runs"]}
     mean = 50 * sum(pairs["O2", s] - pairs["fp32", s] for s in (0, 1))
     assert row["difference"] == pytest.approx(mean)
 
 
-def test_finished_runs_are_not_repeated_and_more_may_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_runs_are_not_repeated_and_more_may_be_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     before = compare(settings(), "out")
     again = compare(settings(), "out", progress=Lines())
     assert again["runs"] == before["runs"]
-    assert "2 precisions × 2 seeds × 2 epochs, batch 32, on cpu, 4 runs are done already" in capsys.readouterr().out
-    more = compare(settings(seeds=(0, 1, 2), precisions=("fp32", "O2", "O1")), "out", progress=Lines())
+    assert (
+        "2 precisions × 2 seeds × 2 epochs, batch 32, on cpu, 4 runs are done already"
+        in capsys.readouterr().out
+    )
+    more = compare(
+        settings(seeds=(0, 1, 2), precisions=("fp32", "O2", "O1")), "out", progress=Lines()
+    )
     assert [r for r in more["runs"] if r in before["runs"]] == before["runs"]
     assert len(more["runs"]) == 9
     assert capsys.readouterr().out.count("ms/step") == 5
@@ -145,7 +181,9 @@ def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], said:
     Path("out").mkdir()
     spec = {**settings().asked(), "samples": 160, "test_samples": 100}
     around = {"device": "x", "torch": "y", "threads": 1}
-    folder.write_json(Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around})
+    folder.write_json(
+        Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
+    )
     asked = {**settings(**change).asked(), "test_samples": 100}
     folder.check(Path("out"), {**spec, "margin": 2.0}, around)
     with pytest.raises(ValueError, match=f"{said}.*--fresh"):
@@ -159,12 +197,17 @@ def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], said:
             {"threads": 2},
             "holds this comparison, begun otherwise: threads was 1 and is 2. Go on with OMP_NUM_THREADS=1 in",
         ),
-        ({"torch": "z"}, "torch was 'y' and is 'z'. Repeat it where it was begun, name another folder"),
+        (
+            {"torch": "z"},
+            "torch was 'y' and is 'z'. Repeat it where it was begun, name another folder",
+        ),
     ],
 )
 def test_other_surroundings_are_refused_with_a_way_back(change: dict[str, Any], said: str) -> None:
     spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": 1}
-    folder.write_json(Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around})
+    folder.write_json(
+        Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
+    )
     with pytest.raises(ValueError, match=re.escape(said)):
         folder.check(Path("out"), spec, {**around, **change})
     with pytest.raises(ValueError, match="holds another comparison: batch was 32 and is 16; "):
@@ -175,7 +218,9 @@ def test_more_threads_than_cores_are_not_advised() -> None:
     """OMP_NUM_THREADS=8 gives two on two cores, so that the advice would not work."""
     many = 1 + (os.cpu_count() or 1)
     spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": many}
-    folder.write_json(Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around})
+    folder.write_json(
+        Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
+    )
     with pytest.raises(ValueError, match=r"Repeat it where it was begun, .*--fresh"):
         folder.check(Path("out"), spec, {**around, "threads": 1})
 
@@ -233,14 +278,20 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on() -> None:
         ({"epochs": 0}, ValueError, "epochs: expected a whole number of 1 or more, got 0"),
         ({"lr": -1.0}, ValueError, "lr: expected a number above 0"),
         ({"margin": float("nan")}, ValueError, "margin"),
-        ({"optimizer": "lion"}, ValueError, "expected one of sgd, momentum, adam, adamw, got 'lion'$"),
+        (
+            {"optimizer": "lion"},
+            ValueError,
+            "expected one of sgd, momentum, adam, adamw, got 'lion'$",
+        ),
         ({"optimizer": "Adam"}, ValueError, "got 'Adam'. Did you mean 'adam'"),
         ({"schedule": "sine"}, ValueError, "expected one of constant, linear"),
         ({"device": "tpu"}, ValueError, "expected auto, cpu or cuda"),
         ({"device": "cuda:99"}, ValueError, "CUDA devices here"),
     ],
 )
-def test_settings_are_checked_as_one_value(change: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_settings_are_checked_as_one_value(
+    change: dict[str, Any], error: type[Exception], said: str
+) -> None:
     with pytest.raises(error, match=said):
         settings(**change)
 
@@ -254,7 +305,11 @@ def test_settings_are_checked_as_one_value(change: dict[str, Any], error: type[E
         ({"net": "mine:odd"}, TypeError, "size"),
         ({"net": "mine:text"}, TypeError, "to return a torch.nn.Module"),
         ({"net": "mine:flat", "data": "mine:text"}, TypeError, "expected 'mine:text' to return"),
-        ({"net": "resnet18", "data": "mine:pairs"}, ValueError, "resnet18 does not take inputs of 6"),
+        (
+            {"net": "resnet18", "data": "mine:pairs"},
+            ValueError,
+            "resnet18 does not take inputs of 6",
+        ),
         ({"data": "nowhere"}, ValueError, "expected sample, mnist.*there is no such folder"),
         ({"data": "fashion_mnist"}, ValueError, "no such folder. Did you mean 'fashion-mnist'"),
         ({"data": "."}, ValueError, "expected train/ and test/ .*holds none of these"),
@@ -271,7 +326,9 @@ def test_what_does_not_fit_is_told_before_the_first_run(
 
 
 def test_data_and_network_of_the_users_own() -> None:
-    found = compare(settings(net="mine:flat", data="mine:pairs", samples=None, test_samples=None), "out")
+    found = compare(
+        settings(net="mine:flat", data="mine:pairs", samples=None, test_samples=None), "out"
+    )
     assert (found["spec"]["samples"], found["spec"]["test_samples"]) == (64, 32)
 
 
@@ -288,11 +345,19 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     from halfstep.compare.verdict import pack
 
     wrong = {"fp32": 0, "near": 2, "far": 200, "slow": 0}
-    spec = {"precisions": list(wrong), "seeds": [0, 1, 2], "margin": 0.5, "samples": 640, "test_samples": 4000}
+    spec = {
+        "precisions": list(wrong),
+        "seeds": [0, 1, 2],
+        "margin": 0.5,
+        "samples": 640,
+        "test_samples": 4000,
+    }
 
     def advice(times: dict[str, tuple[float, ...]]) -> dict[str, Any]:
         runs = [
-            result(name, seed, 1 - count / 4000, times[name][seed], pack(torch.arange(4000) >= count))
+            result(
+                name, seed, 1 - count / 4000, times[name][seed], pack(torch.arange(4000) >= count)
+            )
             for name, count in wrong.items()
             for seed in (0, 1, 2)
         ]
@@ -308,15 +373,25 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     )
     noisy = advice({"fp32": (4, 4, 4), "near": (2, 2, 5), "far": (1, 1, 1), "slow": (5, 5, 5)})
     assert noisy["precision"] == "fp32"
-    assert noisy["reason"] == "near, slow are as accurate, but not faster in every seed by 5 % or more"
+    assert (
+        noisy["reason"] == "near, slow are as accurate, but not faster in every seed by 5 % or more"
+    )
     slower = advice({"fp32": (4, 4, 4), "near": (7, 7, 7), "far": (1, 1, 1), "slow": (5, 5, 5)})
     assert slower["reason"] == "near, slow are as accurate, but slower (7, 5 ms a step against 4)"
 
 
 def test_samples_per_second_follow_from_the_step() -> None:
     """Two seeds, 10 batches of 64: the median step is 3 ms, and 64 samples in 3 ms are not the mean of both rates."""
-    spec = {"precisions": ["fp32"], "seeds": [0, 1], "margin": 0.5, "samples": 640, "test_samples": 8}
-    [row] = summary.rows(spec, [result("fp32", seed, 1.0, ms, "/w==") for seed, ms in enumerate((2.0, 4.0))])
+    spec = {
+        "precisions": ["fp32"],
+        "seeds": [0, 1],
+        "margin": 0.5,
+        "samples": 640,
+        "test_samples": 8,
+    }
+    [row] = summary.rows(
+        spec, [result("fp32", seed, 1.0, ms, "/w==") for seed, ms in enumerate((2.0, 4.0))]
+    )
     assert (row["ms_per_step"], row["s_per_epoch"]) == (3.0, 0.03)
     assert row["samples_per_s"] == pytest.approx(64 / 3e-3)
 
@@ -325,17 +400,33 @@ def test_samples_per_second_follow_from_the_step() -> None:
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.command()(command)
-FLAGS = ["--net", "mine:tiny", "--samples", "160", "--test-samples", "100", "--epochs", "1", "--batch", "32"]
+FLAGS = [
+    "--net",
+    "mine:tiny",
+    "--samples",
+    "160",
+    "--test-samples",
+    "100",
+    "--epochs",
+    "1",
+    "--batch",
+    "32",
+]
 
 
 def test_the_command_prints_lines_table_and_report() -> None:
-    ran = CliRunner().invoke(app, [*FLAGS, "--precisions", "fp32,O1", "--seeds", "1", "--plain", "--out", "out"])
+    ran = CliRunner().invoke(
+        app, [*FLAGS, "--precisions", "fp32,O1", "--seeds", "1", "--plain", "--out", "out"]
+    )
     assert ran.exit_code == 0, ran.output
     lines = ran.output.splitlines()
     assert (
-        lines[0] == "mine:tiny on sample: 160 samples, 100 to test; 2 precisions × 1 seed × 1 epoch, batch 32, on cpu"
+        lines[0]
+        == "mine:tiny on sample: 160 samples, 100 to test; 2 precisions × 1 seed × 1 epoch, batch 32, on cpu"
     )
-    assert re.fullmatch(r"loss: \d\.\d{6}  \[   32/  160\]", next(line for line in lines if line.startswith("loss")))
+    assert re.fullmatch(
+        r"loss: \d\.\d{6}  \[   32/  160\]", next(line for line in lines if line.startswith("loss"))
+    )
     assert "\x1b" not in ran.output
     start = next(i for i, line in enumerate(lines) if line.startswith("precision"))
     assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["fp32", "O1"]
@@ -386,12 +477,17 @@ def test_stopped_it_says_what_is_kept_and_how_to_go_on() -> None:
     ]
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from halfstep.cli import main; main()"  # a shell's background jobs ignore SIGINT
-    process = subprocess.Popen([sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *line], stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not list(Path("out").glob("runs/*/step-*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert "stopped; out keeps 0 of 1 runs and a checkpoint of the next. The same command goes on from here, " in said
+    assert (
+        "stopped; out keeps 0 of 1 runs and a checkpoint of the next. The same command goes on from here, "
+        in said
+    )
     assert said.endswith(f"less --fresh: {shlex.join(['halfstep', *line[:-1]])}\n")

@@ -12,10 +12,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.app import app
-from halfstep.compare import Settings, layout, recipe
-from halfstep.compare.material import material
-from halfstep.data.get.look import SAMPLE
+from halfstep.cli.main__app import app
+from halfstep.compare import Settings
+from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.readers import split_folder as layout
+from halfstep.experiment import build as recipe
+from halfstep.experiment.datasets import material
 
 MINE = """
 import halfstep as hs
@@ -75,7 +77,11 @@ def test_split_images_are_read_by_both(other: str) -> None:
 def test_files_of_known_sets_are_read_by_both() -> None:
     found = checked(str(SAMPLE))
     given = material(Settings(data=str(SAMPLE)))
-    assert [part["samples"] for part in found["parts"]] == [given.train.size, given.test.size] == [11_000, 2_000]
+    assert (
+        [part["samples"] for part in found["parts"]]
+        == [given.train.size, given.test.size]
+        == [11_000, 2_000]
+    )
 
 
 def test_classes_alone_can_be_looked_at_and_both_say_how_to_split_them() -> None:
@@ -90,7 +96,11 @@ def test_classes_alone_can_be_looked_at_and_both_say_how_to_split_them() -> None
 
 @pytest.mark.parametrize(
     ("folders", "said"),
-    [(["train/cat"], "p has train/ and no test/"), (["test/cat"], "p has test/ and no train/"), ([], "holds none of")],
+    [
+        (["train/cat"], "p has train/ and no test/"),
+        (["test/cat"], "p has test/ and no train/"),
+        ([], "holds none of"),
+    ],
 )
 def test_what_a_folder_lacks_is_told_alike(folders: list[str], said: str) -> None:
     Path("p").mkdir()
@@ -114,7 +124,9 @@ def test_several_sizes_are_noted_and_refused_as_the_datas_fault() -> None:
     assert checked(name)["notes"] == ["images of different sizes: halfstep train and compare take one size. "
                                       "Resize the files first."]  # fmt: skip
     settings = Settings(data=name)
-    with pytest.raises(ValueError, match=r"^data: p: column 'image': expected samples of one shape"):
+    with pytest.raises(
+        ValueError, match=r"^data: p: column 'image': expected samples of one shape"
+    ):
         recipe.check(settings, material(settings))
 
 
@@ -151,7 +163,8 @@ def test_bytes_that_are_no_images_are_refused_with_the_line_to_write() -> None:
 def test_floats_without_a_channel_are_refused_where_one_is_needed() -> None:
     settings = Settings(data="mine:floats", net="resnet18")
     with pytest.raises(
-        ValueError, match=r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]"
+        ValueError,
+        match=r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]",
     ):
         recipe.check(settings, material(settings))
     settings = Settings(data="mine:floats")
@@ -164,4 +177,7 @@ def test_classes_are_counted_by_the_labels() -> None:
     train = hs.data.sample()[1][:40] + 13
     assert given.classes == int(train.max()) + 1
     assert recipe.network(settings, given, 0)(torch.zeros(1, 1, 28, 28)).shape == (1, given.classes)
-    assert material(Settings(data="mine:channels")).classes == int(np.max(hs.data.sample()[1][:40].numpy())) + 1
+    assert (
+        material(Settings(data="mine:channels")).classes
+        == int(np.max(hs.data.sample()[1][:40].numpy())) + 1
+    )

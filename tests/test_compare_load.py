@@ -8,14 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfstep.compare import Settings, compare, load
-from halfstep.compare.load import Crowd, Load, said
+from halfstep.compare import Settings, compare
 from halfstep.compare.progress import Lines
 from halfstep.engine import Run
+from halfstep.experiment import machine as load
+from halfstep.experiment.machine import Crowd, Load, said
 
 COMMAND = "halfstep compare --seeds 5"
 RUN = Run(None, 1, None)
-linux = pytest.mark.skipif(not Path("/proc/stat").is_file(), reason="the system tells nothing of its cores")
+linux = pytest.mark.skipif(
+    not Path("/proc/stat").is_file(), reason="the system tells nothing of its cores"
+)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,9 @@ def test_a_comparison_says_it_among_its_lines(
     monkeypatch.setattr(Load, "others", lambda self: 1.0)
     monkeypatch.setattr(load, "_FIRST_S", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + (os.cpu_count() or 1))
-    settings = Settings(precisions=("fp32", "O2"), seeds=(0,), epochs=1, samples=64, test_samples=10, device="cpu")
+    settings = Settings(
+        precisions=("fp32", "O2"), seeds=(0,), epochs=1, samples=64, test_samples=10, device="cpu"
+    )
     compare(settings, tmp_path / "out", progress=Lines(), command=COMMAND)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["note:", "[1/2]", "[2/2]"]
@@ -101,7 +106,9 @@ def test_a_device_with_units_of_its_own_is_left_alone(monkeypatch: pytest.Monkey
     assert told == []
 
 
-def test_a_system_that_does_not_tell_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_system_that_does_not_tell_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for content in (None, "", "cpu x y\n", "cpu 1 2\n"):
         path = tmp_path / "stat"
         if content is not None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfstep as hs
-from halfstep.step.compiled import COST_S, GAIN, SHAPES, leaves, pays
-from halfstep.step.generate import _rewriting
+from halfstep.compiler.backend import _rewriting
+from halfstep.step.fast.compiled_forward import COST_S, GAIN, SHAPES, leaves, pays
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -35,7 +35,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are traced and differentiated ahead of time for real, and run by torch's own kernels."""
     made = torch._dynamo.lookup_backend("aot_eager")
     monkeypatch.setattr(
-        "torch._inductor.compile_fx.compile_fx", lambda graph, inputs, config_patches: made(graph, inputs)
+        "torch._inductor.compile_fx.compile_fx",
+        lambda graph, inputs, config_patches: made(graph, inputs),
     )
 
 
@@ -45,7 +46,9 @@ def programs() -> int:
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3))
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3)
+    )
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -58,7 +61,9 @@ def build(net: nn.Module, loss: Any = None, **options: Any) -> hs.TrainStep:
     return hs.TrainStep(net, loss, optimizer, **options)
 
 
-def train(net: nn.Module, loss: Any, batches: list[Any], **options: Any) -> tuple[list[float], list[Tensor]]:
+def train(
+    net: nn.Module, loss: Any, batches: list[Any], **options: Any
+) -> tuple[list[float], list[Tensor]]:
     """Losses and weights, buffers too, after the batches; every run draws the same random numbers."""
     torch.manual_seed(2)
     step = build(net, loss, **options)
@@ -213,7 +218,9 @@ def identities(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
 
 
 @pytest.mark.parametrize("precision", ["O1", "O2", "O3", "fp16", "bf16"])
-def test_only_kept_modules_need_the_identity_of_a_tensor(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kept_modules_need_the_identity_of_a_tensor(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert identities(monkeypatch, name=precision) == 0
     if precision == "O2":
         assert identities(monkeypatch, name=precision, keep={"4": "fp32"}) > 0
@@ -339,20 +346,29 @@ def test_a_program_that_cannot_be_made_leaves_no_trace(monkeypatch: pytest.Monke
         losses += [float(step(X, Y).loss)]
     losses += [float(step(X, Y).loss) for _ in range(2)]
     assert losses == plain[0]
-    assert all(torch.equal(a, b) for a, b in zip((*net.parameters(), *net.buffers()), plain[1], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip((*net.parameters(), *net.buffers()), plain[1], strict=True)
+    )
     assert step.compiled(True) is False
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_program_that_cannot_be_made_is_an_error_where_it_was_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_made_is_an_error_where_it_was_demanded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
     net = small()
     step = build(net, nn.CrossEntropyLoss(), compile=True)
     step(X, Y)
     before = [t.clone() for t in (*net.parameters(), *net.buffers())]
-    with pytest.raises(RuntimeError, match=r"compile=True: .*this backend makes nothing.*compile=False"):
+    with pytest.raises(
+        RuntimeError, match=r"compile=True: .*this backend makes nothing.*compile=False"
+    ):
         step(X, Y)
-    assert all(torch.equal(a, b) for a, b in zip((*net.parameters(), *net.buffers()), before, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip((*net.parameters(), *net.buffers()), before, strict=True)
+    )
 
 
 def broken(graph: Any, inputs: Any, config_patches: Any) -> Any:
@@ -406,10 +422,16 @@ assert len(notices) == 1 and "training goes on uncompiled" in notices[0] and not
 
 def test_without_a_compiler_and_with_one_that_fails(tmp_path: Path) -> None:
     failing = tmp_path / "g++"
-    failing.write_text('#!/bin/sh\ncase "$1" in --version) exec g++ --version;; esac\necho out of order >&2\nexit 1\n')
+    failing.write_text(
+        '#!/bin/sh\ncase "$1" in --version) exec g++ --version;; esac\necho out of order >&2\nexit 1\n'
+    )
     failing.chmod(0o755)
     code = NO_COMPILER.replace("FAILING", repr(str(failing)))
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    env = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=200, env=env,
         cwd=Path(hs.__file__).parent.parent,
@@ -435,7 +457,9 @@ def generated(precision: str | hs.Precision) -> float:
             step(X, Y)
         assert step.compiled.on is compile
         runs.append(
-            torch.cat([(p.double() - q).flatten() for p, q in zip(mine.parameters(), start, strict=True)]).detach()
+            torch.cat(
+                [(p.double() - q).flatten() for p, q in zip(mine.parameters(), start, strict=True)]
+            ).detach()
         )
     return float((runs[1] - runs[0]).abs().max() / runs[0].abs().max())
 
@@ -452,7 +476,9 @@ LOW = {"O1": 2.0**-10, "O2": 2.0**-10, "O3": 2.0**-10, "fp16": 2.0**-10, "bf16":
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("precision", LOW)
-def test_generated_half_code_rounds_where_single_operations_do(precision: str, kernels: Any) -> None:
+def test_generated_half_code_rounds_where_single_operations_do(
+    precision: str, kernels: Any
+) -> None:
     # Every rounding of the precision is kept, so that only sums in another order differ: by 1 ulp of the low dtype per
     # rounded intermediate, of which there are 4 on each way; 8 ulp is the limit set.
     assert generated(hs.Precision(precision, kernels=kernels)) <= 8 * LOW[precision]
@@ -464,7 +490,11 @@ class Scaled(nn.Linear):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(torch.__version__ < "2.12", reason="vector code of torch 2.11 does not round between", strict=True)
+@pytest.mark.xfail(
+    torch.__version__ < "2.12",
+    reason="vector code of torch 2.11 does not round between",
+    strict=True,
+)
 def test_generated_code_overflows_where_half_does() -> None:
     """1.3e5 is inf in float16; fused vector code computes in float32, and would bring it back unseen."""
     net, x, y = Scaled(64, 32), torch.randn(64, 64), torch.arange(64) % 32
@@ -479,7 +509,9 @@ def test_generated_code_overflows_where_half_does() -> None:
 
 @pytest.mark.slow
 def test_generated_code_keeps_a_kept_module_in_fp32() -> None:
-    assert generated(hs.Precision("O1", keep={"0": "fp32"})) <= 16 * 2.0**-23  # as in fp32: no product is low
+    assert (
+        generated(hs.Precision("O1", keep={"0": "fp32"})) <= 16 * 2.0**-23
+    )  # as in fp32: no product is low
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O2"])

@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.count import denominator, hugging_face
+from halfstep.step.loss_terms import denominator, hugging_face
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = 1e-12  # float64, at most 60 terms summed in another order
 C = 4
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0], dtype=torch.float64)
 Sample = Callable[[int], tuple[Any, ...]]
-MEAN_OF_KL = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")  # torch's remark on KLDivLoss
+MEAN_OF_KL = pytest.mark.filterwarnings(
+    "ignore:reduction. 'mean' divides:UserWarning"
+)  # torch's remark on KLDivLoss
 
 
 def real(*shape: int) -> Tensor:
@@ -41,7 +43,12 @@ def sign(*shape: int) -> Tensor:
 
 
 def sequences(n: int) -> tuple[Any, ...]:
-    return real(7, n, C).log_softmax(-1), torch.randint(1, C, (n, 3)), torch.full((n,), 7), torch.randint(1, 4, (n,))
+    return (
+        real(7, n, C).log_softmax(-1),
+        torch.randint(1, C, (n, 3)),
+        torch.full((n,), 7),
+        torch.randint(1, 4, (n,)),
+    )
 
 
 CLASS_LOSS: list[tuple[dict[str, Any], Sample]] = [
@@ -67,21 +74,37 @@ CASES: dict[str, list[tuple[dict[str, Any], Sample]]] = {
     "SmoothL1Loss": [*PAIR, ({"beta": 0.3}, PAIR[0][1])],
     "HuberLoss": [*PAIR, ({"delta": 0.3}, PAIR[0][1])],
     "BCELoss": [({"weight": WEIGHT}, lambda n: (real(n, C).sigmoid(), torch.rand(n, C).double()))],
-    "BCEWithLogitsLoss": [({"pos_weight": WEIGHT}, lambda n: (real(n, C), torch.rand(n, C).double()))],
+    "BCEWithLogitsLoss": [
+        ({"pos_weight": WEIGHT}, lambda n: (real(n, C), torch.rand(n, C).double()))
+    ],
     "PoissonNLLLoss": [({"full": True}, lambda n: (real(n, 3), torch.randint(9, (n, 3)).double()))],
-    "GaussianNLLLoss": [({"full": True}, lambda n: (real(n, 3), real(n, 3), torch.rand(n, 1).double() + 0.1))],
+    "GaussianNLLLoss": [
+        ({"full": True}, lambda n: (real(n, 3), real(n, 3), torch.rand(n, 1).double() + 0.1))
+    ],
     "SoftMarginLoss": [({}, lambda n: (real(n, 3), sign(n, 3)))],
     "HingeEmbeddingLoss": [({"margin": 0.7}, lambda n: (real(n, 3), sign(n, 3)))],
-    "KLDivLoss": [({"log_target": True}, lambda n: (real(n, C).log_softmax(1), real(n, C).log_softmax(1)))],
+    "KLDivLoss": [
+        ({"log_target": True}, lambda n: (real(n, C).log_softmax(1), real(n, C).log_softmax(1)))
+    ],
     "MarginRankingLoss": [({"margin": 0.1}, lambda n: (real(n), real(n), sign(n)))],
-    "MultiMarginLoss": [({"weight": WEIGHT, "p": 2}, lambda n: (real(n, C), torch.randint(C, (n,))))],
-    "MultiLabelMarginLoss": [({}, lambda n: (real(n, C), torch.tensor([[3, 0, -1, 1]]).repeat(n, 1)))],
-    "MultiLabelSoftMarginLoss": [({"weight": WEIGHT}, lambda n: (real(n, C), torch.randint(2, (n, C)).double()))],
+    "MultiMarginLoss": [
+        ({"weight": WEIGHT, "p": 2}, lambda n: (real(n, C), torch.randint(C, (n,))))
+    ],
+    "MultiLabelMarginLoss": [
+        ({}, lambda n: (real(n, C), torch.tensor([[3, 0, -1, 1]]).repeat(n, 1)))
+    ],
+    "MultiLabelSoftMarginLoss": [
+        ({"weight": WEIGHT}, lambda n: (real(n, C), torch.randint(2, (n, C)).double()))
+    ],
     "CosineEmbeddingLoss": [({"margin": 0.1}, lambda n: (real(n, 3), real(n, 3), sign(n)))],
     "TripletMarginLoss": [({"swap": True}, lambda n: (real(n, 3), real(n, 3), real(n, 3)))],
     "CTCLoss": [({}, sequences)],
 }
-UNKNOWN = {"NLLLoss2d", "LinearCrossEntropyLoss", "TripletMarginWithDistanceLoss"}  # count= is needed for these
+UNKNOWN = {
+    "NLLLoss2d",
+    "LinearCrossEntropyLoss",
+    "TripletMarginWithDistanceLoss",
+}  # count= is needed for these
 FUNCTIONS = {  # the functional form of each
     "CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss": "mse_loss", "L1Loss": "l1_loss",
     "SmoothL1Loss": "smooth_l1_loss", "HuberLoss": "huber_loss", "BCELoss": "binary_cross_entropy",
@@ -96,7 +119,10 @@ UNKNOWN_FUNCTIONS = {"linear_cross_entropy", "triplet_margin_with_distance_loss"
 
 
 def forms(name: str) -> list[tuple[str, Any]]:
-    return [("module", getattr(nn, name)), ("function", partial(partial, getattr(F, FUNCTIONS[name])))]
+    return [
+        ("module", getattr(nn, name)),
+        ("function", partial(partial, getattr(F, FUNCTIONS[name]))),
+    ]
 
 
 EVERY = [
@@ -110,21 +136,33 @@ EVERY = [
 def pieces(sample: Sample, name: str) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
     """A full batch, and the same cut into 1 + 4 + 2 + 5 rows."""
     full, sizes = sample(12), (1, 4, 2, 5)
-    parts = [t.split(sizes, dim=1 if name == "CTCLoss" and i == 0 else 0) for i, t in enumerate(full)]
+    parts = [
+        t.split(sizes, dim=1 if name == "CTCLoss" and i == 0 else 0) for i, t in enumerate(full)
+    ]
     return full, list(zip(*parts, strict=True))
 
 
 def test_every_loss_of_torch_is_counted_or_listed_as_unknown() -> None:
-    classes = [c for c in vars(nn.modules.loss).values() if inspect.isclass(c) and issubclass(c, nn.Module)]
-    modules = {c.__name__ for c in classes if c.__module__ == nn.modules.loss.__name__ and c.__name__[0] != "_"}
+    classes = [
+        c for c in vars(nn.modules.loss).values() if inspect.isclass(c) and issubclass(c, nn.Module)
+    ]
+    modules = {
+        c.__name__
+        for c in classes
+        if c.__module__ == nn.modules.loss.__name__ and c.__name__[0] != "_"
+    }
     assert modules - UNKNOWN == set(CASES)
     public = {n: f for n, f in vars(F).items() if n[0] != "_"}
     named = {n for n, f in public.items() if inspect.isroutine(f) and "reduction" in parameters(f)}
     assert named - UNKNOWN_FUNCTIONS == set(FUNCTIONS.values())
     assert set(FUNCTIONS) == set(CASES)
-    assert not any(denominator(getattr(F, name)).known for name in UNKNOWN_FUNCTIONS if hasattr(F, name))
+    assert not any(
+        denominator(getattr(F, name)).known for name in UNKNOWN_FUNCTIONS if hasattr(F, name)
+    )
     assert not denominator(nn.TripletMarginWithDistanceLoss()).known
-    assert not denominator(type("Mine", (nn.MSELoss,), {})()).known, "a subclass may average otherwise"
+    assert not denominator(type("Mine", (nn.MSELoss,), {})()).known, (
+        "a subclass may average otherwise"
+    )
 
 
 def parameters(function: Any) -> Any:
@@ -136,7 +174,9 @@ def parameters(function: Any) -> Any:
 
 @MEAN_OF_KL
 @pytest.mark.parametrize(("name", "make", "settings", "sample"), EVERY)
-def test_the_full_mean_is_the_counted_mean_of_its_parts(name: str, make: Any, settings: Any, sample: Sample) -> None:
+def test_the_full_mean_is_the_counted_mean_of_its_parts(
+    name: str, make: Any, settings: Any, sample: Sample
+) -> None:
     for reduction in ("mean", "batchmean") if name == "KLDivLoss" else ("mean",):
         loss = make(**settings, reduction=reduction)
         terms = denominator(loss)
@@ -148,29 +188,41 @@ def test_the_full_mean_is_the_counted_mean_of_its_parts(name: str, make: Any, se
         assert math.isclose(sum(sums) / sum(counts), loss(*full).item(), rel_tol=EXACT)
         assert math.isclose(sum(counts), float(terms.count(*full)), rel_tol=EXACT)
         if terms.summed is not None:
-            assert math.isclose(terms.summed(*full).item() / sum(counts), loss(*full).item(), rel_tol=EXACT)
-            assert getattr(loss, "reduction", reduction) == reduction, "the user's loss is left as it was"
+            assert math.isclose(
+                terms.summed(*full).item() / sum(counts), loss(*full).item(), rel_tol=EXACT
+            )
+            assert getattr(loss, "reduction", reduction) == reduction, (
+                "the user's loss is left as it was"
+            )
 
 
 @pytest.mark.parametrize(("name", "make", "settings", "sample"), EVERY)
-def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(name: str, make: Any, settings: Any, sample: Sample) -> None:
+def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(
+    name: str, make: Any, settings: Any, sample: Sample
+) -> None:
     for reduction in ("sum", "none"):
         loss = make(**settings, reduction=reduction)
         terms = denominator(loss)
         assert (terms.known, terms.count) == (True, None)
         full, parts = pieces(sample, name)
-        assert math.isclose(sum(loss(*p).sum().item() for p in parts), loss(*full).sum().item(), rel_tol=EXACT)
+        assert math.isclose(
+            sum(loss(*p).sum().item() for p in parts), loss(*full).sum().item(), rel_tol=EXACT
+        )
 
 
 @pytest.mark.parametrize("weight", [None, torch.rand(200).double() + 0.5], ids=["plain", "weights"])
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.NLLLoss, partial(partial, F.cross_entropy)])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss, nn.NLLLoss, partial(partial, F.cross_entropy)]
+)
 def test_class_156_in_uint8_is_no_ignored_label(loss: Any, weight: Tensor | None) -> None:
     labels = torch.tensor([156, 3, 156, 199], dtype=torch.uint8)  # 156 is -100 modulo 256
     count = denominator(loss(weight=weight)).count
     assert count is not None
     expected = 4.0 if weight is None else sum(float(weight[k]) for k in (156, 3, 156, 199))
     assert math.isclose(float(count(real(4, 200), labels)), expected, rel_tol=EXACT)
-    assert float(count(real(4, 200), torch.tensor([156, -100, -100, -100]))) == (1 if weight is None else weight[156])
+    assert float(count(real(4, 200), torch.tensor([156, -100, -100, -100]))) == (
+        1 if weight is None else weight[156]
+    )
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ForCausalLM", 2), ("ForMaskedLM", 3)])
@@ -187,7 +239,9 @@ def test_uint8_labels_of_class_156_train_as_int64_does() -> None:
     start = nn.Linear(3, 200)
     for dtype in (torch.int64, torch.uint8):
         net = copy.deepcopy(start)
-        step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=2)
+        step = hs.TrainStep(
+            net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=2
+        )
         records = [step(a, b) for a, b in zip(x.split(4), labels.to(dtype).split(4), strict=True)]
         assert records[-1].updated
         weights.append(net.weight.detach())
@@ -215,8 +269,12 @@ def test_micro_batches_of_different_lengths_weigh_by_their_terms(name: str) -> N
     mean, each = (getattr(nn, name)(reduction=reduction) for reduction in ("mean", "none"))
     count = denominator(mean).count
     assert count is not None
-    weighted = sum(float(count(*p)) * mean(*p).item() for p in parts) / sum(float(count(*p)) for p in parts)
-    assert math.isclose(weighted, torch.cat([each(*p).flatten() for p in parts]).mean().item(), rel_tol=EXACT)
+    weighted = sum(float(count(*p)) * mean(*p).item() for p in parts) / sum(
+        float(count(*p)) for p in parts
+    )
+    assert math.isclose(
+        weighted, torch.cat([each(*p).flatten() for p in parts]).mean().item(), rel_tol=EXACT
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +286,9 @@ def test_micro_batches_of_different_lengths_weigh_by_their_terms(name: str) -> N
         (nn.CTCLoss(), (real(7, C), torch.tensor([1, 2]), torch.tensor(7), torch.tensor(2))),
     ],
 )
-def test_a_sample_without_a_batch_dimension_is_one_term(loss: nn.Module, arguments: tuple[Any, ...]) -> None:
+def test_a_sample_without_a_batch_dimension_is_one_term(
+    loss: nn.Module, arguments: tuple[Any, ...]
+) -> None:
     count = denominator(loss).count
     assert count is not None
     assert float(count(*arguments)) == 1
@@ -315,8 +375,12 @@ def test_a_window_without_terms_moves_nothing(
     before = step.fingerprints()
     record = cycle(0 if empty else 4, 3 if window == "class of weight 0" else -100)
     after = step.fingerprints()
-    kept = [name for name in after if not name.startswith("state.cycle.")]  # copies of buffers as the cycle began
-    assert [n for n in kept if n not in before or not torch.equal(after[n], before[n])] == ["state.steps"]
+    kept = [
+        name for name in after if not name.startswith("state.cycle.")
+    ]  # copies of buffers as the cycle began
+    assert [n for n in kept if n not in before or not torch.equal(after[n], before[n])] == [
+        "state.steps"
+    ]
     assert not record.updated
     assert not record.skipped
     assert record.loss == record.cycle_loss == 0

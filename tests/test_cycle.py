@@ -41,7 +41,9 @@ def labels(*shape: int, keep: float = 0.7) -> Tensor:
     return torch.where(torch.rand(shape) < keep, target, IGNORED).to(DEVICE)
 
 
-def full_steps(net: nn.Module, make: Any, loss: Any, cycles: Cycles) -> list[tuple[Tensor, list[Tensor]]]:
+def full_steps(
+    net: nn.Module, make: Any, loss: Any, cycles: Cycles
+) -> list[tuple[Tensor, list[Tensor]]]:
     """Plain torch: one update per full batch; the loss and the gradients of each."""
     optimizer, seen = make(net.parameters()), []
     for micros in cycles:
@@ -50,7 +52,9 @@ def full_steps(net: nn.Module, make: Any, loss: Any, cycles: Cycles) -> list[tup
         value = loss(net(*inputs), target).sum()
         value.backward()
         optimizer.step()
-        seen.append((value.detach(), [p.grad.clone() for p in net.parameters() if p.grad is not None]))
+        seen.append(
+            (value.detach(), [p.grad.clone() for p in net.parameters() if p.grad is not None])
+        )
     return seen
 
 
@@ -59,7 +63,9 @@ def split_steps(
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """The same through TrainStep, micro-batch by micro-batch; a cycle shorter than `accumulate` ends by flush."""
     optimizer, grads = make(net.parameters()), []
-    optimizer.register_step_pre_hook(lambda o, *_: grads.append([p.grad.clone() for p in net.parameters()]))
+    optimizer.register_step_pre_hook(
+        lambda o, *_: grads.append([p.grad.clone() for p in net.parameters()])
+    )
     step = hs.TrainStep(net, loss, optimizer, precision="fp64", **options)
     losses = []
     for micros in cycles:
@@ -77,7 +83,9 @@ def assert_near(got: Tensor, expected: Tensor) -> None:
     assert (got - expected).abs().max() <= EXACT * expected.abs().max()
 
 
-def assert_same_training(make: Any, loss: Any, cycles: Cycles, *, out: int = CLASSES, **options: Any) -> None:
+def assert_same_training(
+    make: Any, loss: Any, cycles: Cycles, *, out: int = CLASSES, **options: Any
+) -> None:
     plain, split = network(out), network(out)
     expected = full_steps(plain, make, loss, cycles)
     for got, want in zip(split_steps(split, make, loss, cycles, **options), expected, strict=True):
@@ -103,10 +111,18 @@ def has_terms(micros: list[Batch]) -> bool:
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
 )
 def test_any_split_with_masks_and_class_weights_is_the_full_batch(
-    splits: list[list[int]], seed: int, blank: int, weighted: bool, smoothing: float, keep: float, optimizer: str
+    splits: list[list[int]],
+    seed: int,
+    blank: int,
+    weighted: bool,
+    smoothing: float,
+    keep: float,
+    optimizer: str,
 ) -> None:
     torch.manual_seed(seed)
-    weight = torch.tensor([0.3, 2.0, 1.0, 0.7], dtype=torch.float64, device=DEVICE) if weighted else None
+    weight = (
+        torch.tensor([0.3, 2.0, 1.0, 0.7], dtype=torch.float64, device=DEVICE) if weighted else None
+    )
     cycles = [[(draw(n, 3), labels(n, keep=keep)) for n in sizes] for sizes in splits]
     for micros in cycles:  # one micro-batch of each cycle holds nothing but ignored targets
         micros[blank % len(micros)][1].fill_(IGNORED)
@@ -117,12 +133,16 @@ def test_any_split_with_masks_and_class_weights_is_the_full_batch(
 
 @settings(max_examples=20)
 @given(sizes=SPLITS.filter(any), tokens=st.integers(1, 4), seed=st.integers(0, 2**20))
-def test_any_split_of_masked_sequences_is_the_full_batch(sizes: list[int], tokens: int, seed: int) -> None:
+def test_any_split_of_masked_sequences_is_the_full_batch(
+    sizes: list[int], tokens: int, seed: int
+) -> None:
     """Per-token losses over [B, T] labels, by torch's table and by a hand-written mean with count=."""
 
     def masked_mean(out: Tensor, target: Tensor) -> Tensor:
         mask = target != IGNORED
-        each = F.cross_entropy(out.transpose(1, 2), target, reduction="none")  # [B, T], 0 where ignored
+        each = F.cross_entropy(
+            out.transpose(1, 2), target, reduction="none"
+        )  # [B, T], 0 where ignored
         return (each * mask).sum() / mask.sum()
 
     def tokens_in(batch: Any) -> Tensor:
@@ -131,26 +151,41 @@ def test_any_split_of_masked_sequences_is_the_full_batch(sizes: list[int], token
     torch.manual_seed(seed)
     micros = [(draw(n, tokens, 3), labels(n, tokens, keep=0.5)) for n in sizes]
     cycles = [micros] if has_terms(micros) else []
-    assert_same_training(OPTIMIZERS["sgd"], masked_mean, cycles, accumulate=len(sizes), count=tokens_in)
-    by_table = {"forward": lambda net, x, y: (net(x).flatten(0, 1), y.flatten()), "accumulate": len(sizes)}
+    assert_same_training(
+        OPTIMIZERS["sgd"], masked_mean, cycles, accumulate=len(sizes), count=tokens_in
+    )
+    by_table = {
+        "forward": lambda net, x, y: (net(x).flatten(0, 1), y.flatten()),
+        "accumulate": len(sizes),
+    }
     plain, split = network(), network()
     expected = full_steps(plain, OPTIMIZERS["sgd"], masked_mean, cycles)
     got = split_steps(split, OPTIMIZERS["sgd"], nn.CrossEntropyLoss(), cycles, **by_table)
-    assert all(torch.isclose(a[0], b[0], rtol=EXACT, atol=0) for a, b in zip(got, expected, strict=True))
+    assert all(
+        torch.isclose(a[0], b[0], rtol=EXACT, atol=0) for a, b in zip(got, expected, strict=True)
+    )
     for p, q in zip(split.parameters(), plain.parameters(), strict=True):
         assert_near(p.detach(), q.detach())
 
 
 @settings(max_examples=20)
-@given(sizes=SPLITS.filter(any), seed=st.integers(0, 2**20), optimizer=st.sampled_from(sorted(OPTIMIZERS)))
+@given(
+    sizes=SPLITS.filter(any),
+    seed=st.integers(0, 2**20),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+)
 @pytest.mark.parametrize(
     "loss", [nn.MSELoss(), nn.HuberLoss(), nn.MSELoss(reduction="sum"), nn.L1Loss(reduction="none")]
 )
-def test_any_split_of_a_regression_is_the_full_batch(loss: Any, sizes: list[int], seed: int, optimizer: str) -> None:
+def test_any_split_of_a_regression_is_the_full_batch(
+    loss: Any, sizes: list[int], seed: int, optimizer: str
+) -> None:
     """Means are weighted by their elements; sums, and losses that stay arrays, add up as they are."""
     torch.manual_seed(seed)
     micros = [(draw(n, 3), draw(n, 2)) for n in sizes]
-    assert_same_training(OPTIMIZERS[optimizer], loss, [micros, micros], out=2, accumulate=len(sizes) + seed % 2)
+    assert_same_training(
+        OPTIMIZERS[optimizer], loss, [micros, micros], out=2, accumulate=len(sizes) + seed % 2
+    )
 
 
 class OwnLoss(nn.Module):
@@ -164,12 +199,16 @@ class OwnLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
         logits = self.head(self.embed(input_ids))[:, :-1]
-        return SimpleNamespace(loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+        return SimpleNamespace(
+            loss=F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()), logits=logits
+        )
 
 
 @settings(max_examples=20)
 @given(sizes=st.lists(st.integers(0, 4), min_size=2, max_size=5), seed=st.integers(0, 2**20))
-def test_any_split_of_a_network_with_its_own_loss_is_the_full_batch(sizes: list[int], seed: int) -> None:
+def test_any_split_of_a_network_with_its_own_loss_is_the_full_batch(
+    sizes: list[int], seed: int
+) -> None:
     torch.manual_seed(seed)
     micros = [{"input_ids": labels(n, 5, keep=1), "labels": labels(n, 5, keep=0.3)} for n in sizes]
     whole = {key: torch.cat([m[key] for m in micros]) for key in micros[0]}
@@ -178,7 +217,11 @@ def test_any_split_of_a_network_with_its_own_loss_is_the_full_batch(sizes: list[
     nets = [OwnLoss().to(DEVICE, torch.float64) for _ in range(2)]
     nets[1].load_state_dict(nets[0].state_dict())
     step = hs.TrainStep(
-        nets[0], None, torch.optim.SGD(nets[0].parameters(), lr=1.0), precision="fp64", accumulate=len(sizes)
+        nets[0],
+        None,
+        torch.optim.SGD(nets[0].parameters(), lr=1.0),
+        precision="fp64",
+        accumulate=len(sizes),
     )
     for micro in micros:
         record = step(micro)
@@ -193,7 +236,9 @@ def test_any_split_of_a_network_with_its_own_loss_is_the_full_batch(sizes: list[
 def test_sparse_gradients_accumulate_and_a_micro_batch_without_terms_adds_none() -> None:
     def mean(out: Tensor, target: Tensor) -> Tensor:
         mask = target != IGNORED
-        return ((out.squeeze(-1) - target) ** 2 * mask).sum() / mask.sum()  # 0/0 when nothing is left
+        return (
+            (out.squeeze(-1) - target) ** 2 * mask
+        ).sum() / mask.sum()  # 0/0 when nothing is left
 
     def embedding(*, sparse: bool) -> nn.Module:
         torch.manual_seed(0)
@@ -215,7 +260,9 @@ def test_63_batches_at_cycle_8_are_8_updates_and_nothing_leaks_into_the_next_pas
     cycles = [batches[i : i + 8] for i in range(0, 63, 8)] * 2
     assert [len(c) for c in cycles[:8]] == [8] * 7 + [7]
     full_steps(plain, OPTIMIZERS["adam"], nn.MSELoss(), cycles)
-    step = hs.TrainStep(split, nn.MSELoss(), OPTIMIZERS["adam"](split.parameters()), precision="fp64", accumulate=8)
+    step = hs.TrainStep(
+        split, nn.MSELoss(), OPTIMIZERS["adam"](split.parameters()), precision="fp64", accumulate=8
+    )
     for passes in (1, 2):
         updated = [bool(step(*batch).updated) for batch in batches]
         assert updated == ([False] * 7 + [True]) * 7 + [False] * 7
@@ -232,10 +279,15 @@ def test_63_batches_at_cycle_8_are_8_updates_and_nothing_leaks_into_the_next_pas
     ("dtype", "bound"),
     [
         (torch.float64, 1e-12),
-        (torch.float32, 10 * 2.0**-23),  # ten AdamW updates of weights below 2, each rounded to within one ulp
+        (
+            torch.float32,
+            10 * 2.0**-23,
+        ),  # ten AdamW updates of weights below 2, each rounded to within one ulp
     ],
 )
-def test_the_seed_network_at_batch_8_and_cycle_8_lands_where_batch_64_does(dtype: torch.dtype, bound: float) -> None:
+def test_the_seed_network_at_batch_8_and_cycle_8_lands_where_batch_64_does(
+    dtype: torch.dtype, bound: float
+) -> None:
     """Seed 001's data: 63 samples, so that the last of the eight batches holds 7. Its loss has shape (1,)."""
 
     def squared(out: Tensor, y: Tensor) -> Tensor:
@@ -243,7 +295,9 @@ def test_the_seed_network_at_batch_8_and_cycle_8_lands_where_batch_64_does(dtype
 
     def trained(batch: int, cycle: int) -> list[Tensor]:
         torch.manual_seed(42)
-        net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 1)).to(DEVICE, dtype)
+        net = nn.Sequential(
+            nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 1)
+        ).to(DEVICE, dtype)
         for p in net.parameters():
             nn.init.uniform_(p)
         y = torch.arange(1, 64, dtype=dtype, device=DEVICE).unsqueeze(1)
@@ -268,7 +322,9 @@ def test_sens_multiplies_the_gradient_and_leaves_the_reported_loss(accumulate: i
     sgd = partial(torch.optim.SGD, lr=1.0)
     (loss, plain), *_ = split_steps(network(2), sgd, nn.MSELoss(), [micros], accumulate=accumulate)
     for sens in (-3.0, torch.tensor(-3.0), torch.tensor(-3.0, dtype=torch.float64, device=DEVICE)):
-        (same, grads), *_ = split_steps(network(2), sgd, nn.MSELoss(), [micros], accumulate=accumulate, sens=sens)
+        (same, grads), *_ = split_steps(
+            network(2), sgd, nn.MSELoss(), [micros], accumulate=accumulate, sens=sens
+        )
         assert torch.equal(same, loss)
         for g, p in zip(grads, plain, strict=True):
             assert_near(g, -3 * p)
@@ -294,7 +350,9 @@ def test_an_unknown_loss_needs_a_count_and_the_advice_in_the_error_works() -> No
         return (out - target).abs().pow(1.5).mean()
 
     micros = [(draw(n, 3), draw(n, 2)) for n in (1, 4)]
-    with pytest.raises(ValueError, match=r"accumulate=2: .*mine is not a loss of torch.nn; give count=") as error:
+    with pytest.raises(
+        ValueError, match=r"accumulate=2: .*mine is not a loss of torch.nn; give count="
+    ) as error:
         split_steps(network(2), OPTIMIZERS["sgd"], mine, [micros], accumulate=2)
     advice = str(error.value).partition("for instance count=")[2]
     assert_same_training(OPTIMIZERS["sgd"], mine, [micros], out=2, accumulate=2, count=eval(advice))
@@ -303,7 +361,9 @@ def test_an_unknown_loss_needs_a_count_and_the_advice_in_the_error_works() -> No
 def test_batch_norm_in_a_cycle_gets_one_notice() -> None:
     def build(accumulate: int) -> hs.TrainStep:
         net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)).to(DEVICE)
-        return hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=accumulate)
+        return hs.TrainStep(
+            net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=accumulate
+        )
 
     build(1)  # no notice: warnings are errors
     with warnings.catch_warnings(record=True) as caught:
@@ -313,7 +373,9 @@ def test_batch_norm_in_a_cycle_gets_one_notice() -> None:
             step(draw(4, 3).float(), draw(4, 2).float())
     (notice,) = caught
     assert notice.category is hs.Notice
-    assert "batch-coupled layers see micro-batches: '1'" in str(notice.message), "the layer is named"
+    assert "batch-coupled layers see micro-batches: '1'" in str(notice.message), (
+        "the layer is named"
+    )
     assert notice.filename == __file__
 
 
@@ -321,7 +383,9 @@ def test_a_cycle_without_terms_does_not_age_the_scale() -> None:
     """Neither the scale nor the count of finite updates since it last moved."""
     net = nn.Linear(3, 2).to(DEVICE)
     scale = hs.Precision("fp32", scale=hs.DynamicScale(init=8.0, interval=2))
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=scale)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=scale
+    )
     x, y = torch.randn(4, 3, device=DEVICE), torch.randint(0, 2, (4,), device=DEVICE)
     step(x, y)
     for _ in range(3):

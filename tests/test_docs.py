@@ -66,5 +66,10 @@ def test_reader_finds_blocks_lines_and_reasons() -> None:
     reason = "<!-- no-run: needs a GPU -->\n```python\ny\n```\n"
     comment = "<!-- anything else -->\n```python\nz\n```\n"
     bare = "<!-- no-run -->\n\n```python\nw\n```\n"
-    expected = [Block(2, "x = 1\n", None), Block(6, "y\n", "needs a GPU"), Block(10, "z\n", None), Block(15, "w\n", "")]
+    expected = [
+        Block(2, "x = 1\n", None),
+        Block(6, "y\n", "needs a GPU"),
+        Block(10, "z\n", None),
+        Block(15, "w\n", ""),
+    ]
     assert read_blocks(runs + reason + comment + bare) == expected

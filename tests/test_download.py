@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.get.catalog import Checksum
-from halfstep.data.get.download import Fetched, download
+from halfstep.data.download.catalog import Checksum
+from halfstep.data.download.fetch import Fetched, download
 
 BODY = bytes(range(256)) * 1000
 SHA256 = Checksum("sha256", hashlib.sha256(BODY).hexdigest())
@@ -125,7 +125,9 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("page", ["good", "no-length", "chunked", "to-good"])
 @pytest.mark.parametrize("checksum", [SHA256, MD5, None], ids=["sha256", "md5", "unknown"])
-def test_a_whole_file_arrives(server: str, tmp_path: Path, page: str, checksum: Checksum | None) -> None:
+def test_a_whole_file_arrives(
+    server: str, tmp_path: Path, page: str, checksum: Checksum | None
+) -> None:
     target = tmp_path / "new" / "folder" / "file"
     got = download(f"{server}/{page}", target, checksum=checksum)
     assert got == Fetched(target, f"{server}/{page}", SHA256.hex, len(BODY))
@@ -169,7 +171,9 @@ def test_a_failure_is_named_and_leaves_no_trace(
 def test_a_wrong_checksum_is_refused(server: str, target: Path, algorithm) -> None:
     wrong = Checksum(algorithm, "0" * (32 if algorithm == "md5" else 64))
     right = hashlib.new(algorithm, BODY).hexdigest()
-    with pytest.raises(OSError, match=f"expected {algorithm} {wrong.hex}, got {right} of 256000 bytes"):
+    with pytest.raises(
+        OSError, match=f"expected {algorithm} {wrong.hex}, got {right} of 256000 bytes"
+    ):
         download(f"{server}/good", target, checksum=wrong)
     assert os.listdir(target.parent) == []
 
@@ -197,7 +201,9 @@ def test_every_mirrors_failure_is_listed(server: str, target: Path) -> None:
     assert lines[3].startswith("  http://no.such.host.invalid/x: the connection failed (")
 
 
-@pytest.mark.parametrize("urls", ["ftp://host/x", "file:///etc/passwd", "/etc/passwd", "http://", ["http://a/x", "x"]])
+@pytest.mark.parametrize(
+    "urls", ["ftp://host/x", "file:///etc/passwd", "/etc/passwd", "http://", ["http://a/x", "x"]]
+)
 def test_only_web_addresses_are_taken(target: Path, urls) -> None:
     with pytest.raises(ValueError, match="expected an address like https://host/file, got"):
         download(urls, target)
@@ -210,7 +216,9 @@ def test_no_address_is_an_error(target: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(server: str, tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"")
-    with pytest.raises(OSError, match=r"plain/file cannot be written: .* make the folder writable") as caught:
+    with pytest.raises(
+        OSError, match=r"plain/file cannot be written: .* make the folder writable"
+    ) as caught:
         download([f"{server}/good", f"{server}/good"], tmp_path / "plain" / "file")
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
@@ -228,14 +236,18 @@ import sys, types
 for name in ("halfstep", "halfstep.data"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [name.replace(".", "/")]
-from halfstep.data.get.download import download
+from halfstep.data.download.fetch import download
 assert "rich" not in sys.modules and "torch" not in sys.modules
 """
 
 
-def child(code: str, *args: object, before: Callable[[], object] | None = None, **pipes) -> subprocess.Popen:
+def child(
+    code: str, *args: object, before: Callable[[], object] | None = None, **pipes
+) -> subprocess.Popen:
     command, root = [sys.executable, "-c", ALONE + code, *map(str, args)], Path(__file__).parents[1]
-    return subprocess.Popen(command, cwd=root, preexec_fn=before, text=True, **{"stderr": subprocess.PIPE} | pipes)
+    return subprocess.Popen(
+        command, cwd=root, preexec_fn=before, text=True, **{"stderr": subprocess.PIPE} | pipes
+    )
 
 
 GET = "download(sys.argv[1], sys.argv[2])"
@@ -246,22 +258,34 @@ def test_a_read_only_folder_is_named(server: str, target: Path) -> None:
     target.parent.chmod(0o500)
     drop = "import os, encodings.idna; os.getuid() or os.setuid(65534); "
     error = child(drop + GET, f"{server}/good", target).communicate()[1]
-    assert f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. Free space there, make" in error
+    assert (
+        f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. Free space there, make"
+        in error
+    )
     assert os.listdir(target.parent) == []
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(server: str, target: Path) -> None:
     """The kernel's own refusal to write on: a limit on the file size stands in for a disk that is full."""
     limit = (100_000, 100_000)
-    process = child(GET, f"{server}/good", target, before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    process = child(
+        GET,
+        f"{server}/good",
+        target,
+        before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
     error = process.communicate()[1]
-    assert f"OSError: [Errno 27] {target} cannot be written: File too large. Free space there" in error
+    assert (
+        f"OSError: [Errno 27] {target} cannot be written: File too large. Free space there" in error
+    )
     assert os.listdir(target.parent) == []
 
 
 def test_a_killed_download_leaves_nothing_under_the_name(server: str, target: Path) -> None:
     process = child(GET, f"{server}/stalled", target)
-    while not (parts := [part for part in target.parent.glob(".file.*.part") if part.stat().st_size]):
+    while not (
+        parts := [part for part in target.parent.glob(".file.*.part") if part.stat().st_size]
+    ):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
@@ -291,7 +315,9 @@ def test_processes_at_once_end_with_one_good_file(server: str, target: Path) -> 
 def drawn(server: str, target: Path, progress: str) -> str:
     """What a terminal would show."""
     ours, theirs = pty.openpty()
-    process = child(f"download(*sys.argv[1:], progress={progress})", f"{server}/good", target, stderr=theirs)
+    process = child(
+        f"download(*sys.argv[1:], progress={progress})", f"{server}/good", target, stderr=theirs
+    )
     process.wait()
     os.close(theirs)
     shown = b""

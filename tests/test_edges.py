@@ -59,15 +59,23 @@ class Deeper(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(0, 1), (1, 0)], ids=["more than it has", "less than it has"])
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(0, 1), (1, 0)], ids=["more than it has", "less than it has"]
+)
 def test_a_state_of_another_network_changes_nothing(mine: int, theirs: int) -> None:
     steps = []
     for extra in (mine, theirs):
         net = Deeper(extra).to(DEVICE)
-        steps.append(hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.first.parameters(), lr=0.1)))
+        steps.append(
+            hs.TrainStep(
+                net, nn.CrossEntropyLoss(), torch.optim.SGD(net.first.parameters(), lr=0.1)
+            )
+        )
     steps[0](X, Y)
     before = {name: t.clone() for name, t in steps[0].net.state_dict().items()}
-    with pytest.raises(ValueError, match=r"more\.0\.weight: expected .* received .* Nothing was loaded"):
+    with pytest.raises(
+        ValueError, match=r"more\.0\.weight: expected .* received .* Nothing was loaded"
+    ):
         steps[0].load_state_dict(steps[1].state_dict())
     assert all(torch.equal(t, before[name]) for name, t in steps[0].net.state_dict().items())
 
@@ -86,7 +94,9 @@ class PreNorm(nn.Module):
 
 def test_a_wrapper_named_like_a_norm_runs_its_layers_low() -> None:
     net = nn.Sequential(PreNorm()).to(DEVICE)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2")
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
+    )
     step(X, Y)
     seen = step.report().modules
     assert (seen["0.norm"].weight, seen["0.fn"].weight) == ("float32", "float16")
@@ -124,7 +134,9 @@ def test_a_loaded_rate_of_another_dtype_does_not_round_the_table() -> None:
     step = build(lambda p: torch.optim.SGD(p, lr=0.1, fused=True), lr=[0.1, 0.2, 0.2])
     step(X, Y)
     step.optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.bfloat16, device=DEVICE)
-    expected = 0.2 if DEVICE == "cpu" else torch.tensor(0.2).item()  # float64 on the CPU, float32 on CUDA
+    expected = (
+        0.2 if DEVICE == "cpu" else torch.tensor(0.2).item()
+    )  # float64 on the CPU, float32 on CUDA
     assert step(X, Y).lr.item() == expected
 
 
@@ -173,7 +185,9 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("skip", [False, True])
 def test_norms_are_taken_back_by_dtype_since_mixed_lists_are_copied_one_by_one(skip: bool) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)), nn.Linear(3, 2)).to(DEVICE)  # 12 floats, 6 integers
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(6)), nn.Linear(3, 2)).to(
+        DEVICE
+    )  # 12 floats, 6 integers
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, decide="device", nonfinite="skip")
     step(X, Y)
@@ -195,7 +209,9 @@ class Replacing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.how = nn.Linear(3, 2), how
-        self.register_buffer("last", None if how == "filled" else torch.zeros(1 if how == "grown" else 4, 3))
+        self.register_buffer(
+            "last", None if how == "filled" else torch.zeros(1 if how == "grown" else 4, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.last = torch.cat([self.last, x.detach()]) if self.how == "grown" else x.detach()
@@ -205,7 +221,9 @@ class Replacing(nn.Module):
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("how", ["replaced", "grown", "filled"])
-def test_a_buffer_that_forward_replaced_is_put_back_and_the_batch_is_left_alone(how: str, decide: Any) -> None:
+def test_a_buffer_that_forward_replaced_is_put_back_and_the_batch_is_left_alone(
+    how: str, decide: Any
+) -> None:
     net = Replacing(how).to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, decide=decide, nonfinite="skip")
@@ -223,9 +241,13 @@ def test_a_buffer_that_forward_replaced_is_put_back_and_the_batch_is_left_alone(
 
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("fused", [True, False])
-def test_momentum_that_is_switched_on_later_starts_from_nothing_after_a_skip_too(fused: bool, decide: Any) -> None:
+def test_momentum_that_is_switched_on_later_starts_from_nothing_after_a_skip_too(
+    fused: bool, decide: Any
+) -> None:
     def run(decide: Any) -> list[Tensor]:
-        step = build(lambda p: torch.optim.SGD(p, lr=0.1, fused=fused), decide=decide, nonfinite="skip")
+        step = build(
+            lambda p: torch.optim.SGD(p, lr=0.1, fused=fused), decide=decide, nonfinite="skip"
+        )
         for _ in range(3):
             step(X, Y)
         step.optimizer.param_groups[0]["momentum"] = 0.9
@@ -248,6 +270,11 @@ def test_momentum_that_is_switched_on_later_starts_from_nothing_after_a_skip_too
 
 
 def test_the_norm_of_float16_gradients_beside_kept_ones_is_computed_in_float32() -> None:
-    wide, low = torch.ones(3, device=DEVICE), torch.full((8,), 40000.0, dtype=torch.float16, device=DEVICE)
+    wide, low = (
+        torch.ones(3, device=DEVICE),
+        torch.full((8,), 40000.0, dtype=torch.float16, device=DEVICE),
+    )
     for order in ([wide, low], [low, wide]):
-        assert sorted(grad_norms(order).tolist()) == [g.double().norm().float().item() for g in (wide, low)]
+        assert sorted(grad_norms(order).tolist()) == [
+            g.double().norm().float().item() for g in (wide, low)
+        ]

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.device import check_deterministic, refuse
+from halfstep.precision.backend_flags import check_deterministic, refuse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(hs.__file__).parent
-X, Y = torch.full((2, 3), 0.1, device=DEVICE), torch.zeros(2, 2, device=DEVICE)  # far from overflow at scale 2**16
+X, Y = (
+    torch.full((2, 3), 0.1, device=DEVICE),
+    torch.zeros(2, 2, device=DEVICE),
+)  # far from overflow at scale 2**16
 
 
 mse = nn.functional.mse_loss
@@ -35,7 +38,9 @@ def linear() -> nn.Module:
     return nn.Linear(3, 2).to(DEVICE)
 
 
-def step(net: nn.Module | None = None, make: Any = torch.optim.SGD, loss: Any = None, **options: Any) -> hs.TrainStep:
+def step(
+    net: nn.Module | None = None, make: Any = torch.optim.SGD, loss: Any = None, **options: Any
+) -> hs.TrainStep:
     net = linear() if net is None else net
     return hs.TrainStep(net, loss or nn.MSELoss(), make(net.parameters(), lr=0.1), **options)
 
@@ -122,7 +127,9 @@ def lazy(*, forward: bool) -> None:
 def on_two_devices(*, moved: bool) -> None:
     net = nn.Sequential(linear(), nn.Linear(2, 2, device="meta" if DEVICE == "cpu" else "cpu"))
     if moved:
-        net = nn.Sequential(net[0], nn.Linear(2, 2).to(DEVICE)) if DEVICE == "cpu" else net.to(DEVICE)
+        net = (
+            nn.Sequential(net[0], nn.Linear(2, 2).to(DEVICE)) if DEVICE == "cpu" else net.to(DEVICE)
+        )
     runs(step(net))
 
 
@@ -376,7 +383,10 @@ STEPS = {
 CASES: dict[str, Case] = {**OPTIONS, **SCALES, **PRECISIONS, **STEPS}
 UNREACHED = {
     ("device.py", "has no bfloat16 units"),  # needs a CUDA device older than compute capability 8.0
-    ("checks.py", "raise ValueError("),  # fused SGD on half parameters: tests/parity/test_optimizers.py
+    (
+        "checks.py",
+        "raise ValueError(",
+    ),  # fused SGD on half parameters: tests/parity/test_optimizers.py
 }
 
 
@@ -400,9 +410,9 @@ def test_the_advice_works(name: str) -> None:
 def test_a_scale_that_never_grows_is_written_as_the_error_says() -> None:
     said = str(provoked(CASES["interval"]))
     form = said[said.index("FixedScale(") : said.index(")") + 1]
-    assert eval(form.replace("value)", "8.0)").replace("…", "8.0"), {"FixedScale": hs.FixedScale}) == hs.FixedScale(
-        value=8.0
-    )
+    assert eval(
+        form.replace("value)", "8.0)").replace("…", "8.0"), {"FixedScale": hs.FixedScale}
+    ) == hs.FixedScale(value=8.0)
 
 
 @pytest.mark.parametrize(
@@ -418,11 +428,19 @@ def sites() -> set[tuple[str, int]]:
     found = set()
     for path in [*ROOT.glob("precision/*.py"), *ROOT.glob("step/*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
+            call = (
+                node.exc
+                if isinstance(node, ast.Raise)
+                else node.value
+                if isinstance(node, ast.Expr)
+                else None
+            )
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
                 continue
             if call.func.id in (
-                ("ValueError", "TypeError") if isinstance(node, ast.Raise) else ("_expect", "_positive")
+                ("ValueError", "TypeError")
+                if isinstance(node, ast.Raise)
+                else ("_expect", "_positive")
             ):
                 found.add((str(path), node.lineno))
     return found
@@ -440,5 +458,7 @@ def test_every_error_of_precision_and_step_is_provoked_here() -> None:
         for path, line in missed
     }
     assert {
-        (name, line) for name, line in lines if not any(name == n and text in line for n, text in UNREACHED)
+        (name, line)
+        for name, line in lines
+        if not any(name == n and text in line for n, text in UNREACHED)
     } == set()

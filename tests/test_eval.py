@@ -16,21 +16,30 @@ F16, F32, F64 = torch.float16, torch.float32, torch.float64
 
 def network(device: torch.device) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).to(device)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).to(
+        device
+    )
 
 
 def batches(device: torch.device, *sizes: int) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(n, 4, device=device), torch.randint(3, (n,), device=device)) for n in sizes]
+    return [
+        (torch.randn(n, 4, device=device), torch.randint(3, (n,), device=device)) for n in sizes
+    ]
 
 
 def mean(records: list[Any]) -> Tensor:
     """Σ loss · count / Σ count, as the record's contract says."""
-    total = sum((r.loss.double() * r.count for r in records), torch.zeros(()).double().to(records[0].loss.device))
+    total = sum(
+        (r.loss.double() * r.count for r in records),
+        torch.zeros(()).double().to(records[0].loss.device),
+    )
     return total / sum(r.count for r in records)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
-def test_it_runs_in_eval_mode_and_puts_every_flag_back(precision: str, device: torch.device) -> None:
+def test_it_runs_in_eval_mode_and_puts_every_flag_back(
+    precision: str, device: torch.device
+) -> None:
     net, modes = network(device), []
     net.train()
     net[1].eval()  # a user who freezes his BatchNorm
@@ -40,14 +49,18 @@ def test_it_runs_in_eval_mode_and_puts_every_flag_back(precision: str, device: t
     hs.EvalStep(net, nn.CrossEntropyLoss(), precision=precision)(x, y)
     assert modes == [False]
     assert [m.training for m in net.modules()] == before == [True, True, False, True, True]
-    assert all(torch.equal(v, state[k]) for k, v in net.state_dict().items())  # statistics did not move
+    assert all(
+        torch.equal(v, state[k]) for k, v in net.state_dict().items()
+    )  # statistics did not move
 
 
 def test_flags_come_back_after_an_exception(device: torch.device) -> None:
     net = network(device)
     evaluate = hs.EvalStep(net, nn.CrossEntropyLoss(), precision="O2")
     with pytest.raises(RuntimeError):
-        evaluate(torch.randn(2, 99, device=device), torch.zeros(2, dtype=torch.int64, device=device))
+        evaluate(
+            torch.randn(2, 99, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        )
     assert all(m.training for m in net.modules())
     assert all(p.dtype == F32 for p in net.parameters())
     [(x, y)] = batches(device, 2)
@@ -66,8 +79,12 @@ def test_no_gradient_is_made_and_none_is_lost(device: torch.device) -> None:
     assert net[3].weight.grad is None
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=1), F.cross_entropy])
-def test_the_mean_over_uneven_batches_is_the_mean_over_the_data_set(loss: Any, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(ignore_index=1), F.cross_entropy]
+)
+def test_the_mean_over_uneven_batches_is_the_mean_over_the_data_set(
+    loss: Any, device: torch.device
+) -> None:
     net = network(device).double()
     data = [(x.double(), y) for x, y in batches(device, 7, 7, 2, 1)]
     evaluate = hs.EvalStep(net, loss, precision="fp64")
@@ -97,12 +114,16 @@ def test_a_batch_without_terms_is_zero_of_zero(device: torch.device) -> None:
 
 def test_a_regression_counts_elements(device: torch.device) -> None:
     net = nn.Linear(4, 3).to(device)
-    record = hs.EvalStep(net, nn.MSELoss())(torch.randn(5, 4, device=device), torch.zeros(5, 3, device=device))
+    record = hs.EvalStep(net, nn.MSELoss())(
+        torch.randn(5, 4, device=device), torch.zeros(5, 3, device=device)
+    )
     assert record.count.item() == 15
 
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_the_precision_is_the_one_asked_for_and_outputs_are_fp32(name: str, device: torch.device) -> None:
+def test_the_precision_is_the_one_asked_for_and_outputs_are_fp32(
+    name: str, device: torch.device
+) -> None:
     net, seen = network(device), []
     net[3].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     [(x, y)] = batches(device, 5)
@@ -113,7 +134,9 @@ def test_the_precision_is_the_one_asked_for_and_outputs_are_fp32(name: str, devi
     net.eval()
     exact = net(x).detach()
     # four layers, each rounding its inputs and its output to 11 bits; logits are of order 1
-    assert (record.outputs - exact).abs().max().item() <= 8 * 2.0**-11 * max(1.0, exact.abs().max().item())
+    assert (record.outputs - exact).abs().max().item() <= 8 * 2.0**-11 * max(
+        1.0, exact.abs().max().item()
+    )
     assert not torch.equal(record.outputs, exact)
 
 
@@ -150,7 +173,11 @@ class OwnLoss(nn.Module):
         logits = self.linear(x)
         loss = F.cross_entropy(logits, labels)
         as_object = types.SimpleNamespace(loss=loss, logits=logits)
-        return {"dict": {"loss": loss, "logits": logits}, "tuple": (loss, logits), "object": as_object}[self.style]
+        return {
+            "dict": {"loss": loss, "logits": logits},
+            "tuple": (loss, logits),
+            "object": as_object,
+        }[self.style]
 
 
 @pytest.mark.parametrize("style", ["dict", "tuple", "object"])
@@ -167,10 +194,16 @@ def test_a_network_that_returns_its_own_loss(style: str, device: torch.device) -
     assert torch.equal(given, logits)
 
 
-def trained(device: torch.device, precision: str, **options: Any) -> tuple[hs.TrainStep, Tensor, Tensor]:
+def trained(
+    device: torch.device, precision: str, **options: Any
+) -> tuple[hs.TrainStep, Tensor, Tensor]:
     net = network(device)
     step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=precision, **options
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        precision=precision,
+        **options,
     )
     [(x, y)] = batches(device, 16)
     for _ in range(4):
@@ -179,9 +212,14 @@ def trained(device: torch.device, precision: str, **options: Any) -> tuple[hs.Tr
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
-def test_evaluator_is_an_eval_step_of_the_same_precision(precision: str, device: torch.device) -> None:
+def test_evaluator_is_an_eval_step_of_the_same_precision(
+    precision: str, device: torch.device
+) -> None:
     step, x, y = trained(device, precision)
-    evaluate, own = step.evaluator(), hs.EvalStep(step.net, nn.CrossEntropyLoss(), precision=precision)
+    evaluate, own = (
+        step.evaluator(),
+        hs.EvalStep(step.net, nn.CrossEntropyLoss(), precision=precision),
+    )
     assert torch.equal(evaluate(x, y).outputs, own(x, y).outputs)
     step(x, y)  # it follows the weights as they go on
     assert torch.equal(evaluate(x, y).outputs, own(x, y).outputs)
@@ -202,15 +240,24 @@ def test_evaluating_between_steps_changes_no_bit_of_training(device: torch.devic
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_averaged_evaluates_the_moving_average_and_gives_the_weights_back(device: torch.device) -> None:
+def test_averaged_evaluates_the_moving_average_and_gives_the_weights_back(
+    device: torch.device,
+) -> None:
     net = network(device)
     average = [p.detach().clone() for p in net.parameters()]
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), ema=0.9)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), ema=0.9
+    )
     [(x, y)] = batches(device, 16)
     for _ in range(4):
         step(x, y)
-        average = [a.lerp(p.detach(), 1 - 0.9) for a, p in zip(average, net.parameters(), strict=True)]
-    weights, objects = [p.detach().clone() for p in net.parameters()], [id(p) for p in net.parameters()]
+        average = [
+            a.lerp(p.detach(), 1 - 0.9) for a, p in zip(average, net.parameters(), strict=True)
+        ]
+    weights, objects = (
+        [p.detach().clone() for p in net.parameters()],
+        [id(p) for p in net.parameters()],
+    )
     with step.averaged():
         assert all(torch.equal(p, a) for p, a in zip(net.parameters(), average, strict=True))
         smooth = step.evaluator()(x, y)

@@ -65,7 +65,9 @@ def test_it_says_what_it_shows_and_ends_in_an_assertion(name: str) -> None:
     tree = ast.parse(text)
     said = ast.get_docstring(tree) or ""
     assert f"python examples/{name}.py" in said
-    assert re.search(r"^System: .*(torch-tpu|PyTorch|MindSpore|MegEngine|Hugging Face)", said, re.MULTILINE)
+    assert re.search(
+        r"^System: .*(torch-tpu|PyTorch|MindSpore|MegEngine|Hugging Face)", said, re.MULTILINE
+    )
     assert ("--full" in said) == (name in FULL)
     assert any(isinstance(node, ast.Assert) for node in ast.walk(tree))
     assert len(text.splitlines()) <= 110, "short enough to be read"

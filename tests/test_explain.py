@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
-from halfstep.engine.explain import kind, tell
-from halfstep.engine.sunk.sunk import Sunk
+from halfstep.engine.batch_errors import kind, tell
+from halfstep.engine.captured.runner import Sunk
 from halfstep.model import Model
 
-PIXELS = torch.randint(0, 256, (24, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+PIXELS = torch.randint(
+    0, 256, (24, 6, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+)
 IMAGES = PIXELS.float() / 255
 LABELS = torch.arange(24) % 10
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,10 +36,18 @@ def conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, 10))
 
 
-def model(net: nn.Module | None = None, loss: Any = None, precision: str = "fp32", **options: Any) -> Model:
+def model(
+    net: nn.Module | None = None, loss: Any = None, precision: str = "fp32", **options: Any
+) -> Model:
     torch.manual_seed(0)
     net = net or dense()
-    return Model(net, loss or nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.01), precision, **options)
+    return Model(
+        net,
+        loss or nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        precision,
+        **options,
+    )
 
 
 def data(images: Tensor = IMAGES, labels: Tensor = LABELS) -> hs.data.Dataset:
@@ -45,9 +55,13 @@ def data(images: Tensor = IMAGES, labels: Tensor = LABELS) -> hs.data.Dataset:
 
 
 def told(act: Any, cause: type[BaseException] | None) -> str:
-    with pytest.raises(ValueError, match=r"^(step|evaluation, batch|prediction, batch) \d+: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"^(step|evaluation, batch|prediction, batch) \d+: "
+    ) as caught:
         act()
-    assert cause is None or isinstance(caught.value.__cause__, cause)  # torch's own words stay in the traceback
+    assert cause is None or isinstance(
+        caught.value.__cause__, cause
+    )  # torch's own words stay in the traceback
     return str(caught.value)
 
 
@@ -87,7 +101,9 @@ def test_a_label_out_of_range(loss: Any, options: dict[str, Any]) -> None:
     made = model(loss=loss, **options)
     said = told(lambda: made.fit(1, data(labels=spoiled(10)), callbacks=history), IndexError)
     name = type(loss).__name__ if isinstance(loss, nn.Module) else "cross_entropy"
-    assert said.startswith(f"step 3: {name}: expected labels from 0 to 9, as the network has 10 outputs (or -100")
+    assert said.startswith(
+        f"step 3: {name}: expected labels from 0 to 9, as the network has 10 outputs (or -100"
+    )
     assert "got 10 in 'label' (int64 [8]), at place 4." in said
     assert "Give the last layer 11 outputs or more, or mend the labels." in said
     assert history.rows["global_step"] == [1, 2]
@@ -101,18 +117,28 @@ def test_the_advice_about_classes_works() -> None:
 def test_a_negative_label() -> None:
     said = told(lambda: model().fit(1, data(labels=spoiled(-1))), IndexError)
     assert "got -1 in 'label' (int64 [8]), at place 4." in said
-    assert said.endswith("Mend the labels, or give those to be left out the number ignore_index=-100.")
-    other = told(lambda: model(loss=nn.CrossEntropyLoss(ignore_index=3)).fit(1, data(labels=spoiled(-1))), IndexError)
+    assert said.endswith(
+        "Mend the labels, or give those to be left out the number ignore_index=-100."
+    )
+    other = told(
+        lambda: model(loss=nn.CrossEntropyLoss(ignore_index=3)).fit(1, data(labels=spoiled(-1))),
+        IndexError,
+    )
     assert "(or 3, which is ignored), got -1" in other
 
 
 def test_labels_that_count_from_one() -> None:
     said = told(lambda: model().fit(1, data(labels=LABELS + 1)), IndexError)
-    assert "They may count from 1. In the data, behind .batch(…): .map(lambda y: y - 1, 'label')" in said
+    assert (
+        "They may count from 1. In the data, behind .batch(…): .map(lambda y: y - 1, 'label')"
+        in said
+    )
     ours, right = model(), model()
     ours.fit(1, mapped(data(labels=LABELS + 1), said))
     right.fit(1, data())
-    assert torch.equal(*(torch.cat([p.flatten() for p in each.net.parameters()]) for each in (ours, right)))
+    assert torch.equal(
+        *(torch.cat([p.flatten() for p in each.net.parameters()]) for each in (ours, right))
+    )
 
 
 def test_labels_of_pixels() -> None:
@@ -136,13 +162,17 @@ def test_labels_of_another_dtype(dtype: torch.dtype, options: dict[str, Any]) ->
         ".batch(…): .map(hs.data.Cast(torch.int64), 'label')"
     )
     model(**options).fit(1, mapped(batches, said))
-    model(loss=hs.losses.CrossEntropy(), **options).fit(1, data(labels=LABELS.to(torch.int32)))  # takes any integers
+    model(loss=hs.losses.CrossEntropy(), **options).fit(
+        1, data(labels=LABELS.to(torch.int32))
+    )  # takes any integers
 
 
 def test_labels_of_another_shape() -> None:
     batches = data(labels=LABELS[:, None])
     said = told(lambda: model().fit(1, batches), RuntimeError)
-    assert said.startswith("step 1: CrossEntropyLoss: expected labels of shape [8], got 'label' (int64 [8, 1]).")
+    assert said.startswith(
+        "step 1: CrossEntropyLoss: expected labels of shape [8], got 'label' (int64 [8, 1])."
+    )
     model().fit(1, mapped(batches, said))
 
 
@@ -168,8 +198,12 @@ INPUTS: dict[str, Wrong] = {
     "int64": Wrong(dense, PIXELS.long(), f"{FLOATS}(int64 [8, 6, 6])", CAST),
     "float64": Wrong(dense, IMAGES.double(), f"{FLOATS}(float64 [8, 6, 6])", CAST),
     "gray": Wrong(conv, IMAGES, f"{PLANES}(float32 [8, 6, 6])", "hs.data.ToCHW()"),
-    "HWC": Wrong(conv, IMAGES[..., None], f"{PLANES}(float32 [8, 6, 6, 1])", 'hs.data.ToCHW(layout="HWC")'),
-    "bytes": Wrong(conv, PIXELS, f"{BOTH}(uint8 [8, 6, 6])", "[hs.data.ToCHW(), hs.data.Rescale(1 / 255)]"),
+    "HWC": Wrong(
+        conv, IMAGES[..., None], f"{PLANES}(float32 [8, 6, 6, 1])", 'hs.data.ToCHW(layout="HWC")'
+    ),
+    "bytes": Wrong(
+        conv, PIXELS, f"{BOTH}(uint8 [8, 6, 6])", "[hs.data.ToCHW(), hs.data.Rescale(1 / 255)]"
+    ),
 }
 
 
@@ -195,7 +229,10 @@ def test_images_that_were_not_flattened() -> None:
         "with nn.Flatten()."
     )
     narrow = told(lambda: model(nn.Linear(5, 10)).fit(1, data(IMAGES[:, 0])), RuntimeError)
-    assert narrow == "step 1: Linear: expected 5 features in the last place, got 'image' (float32 [8, 6])."
+    assert (
+        narrow
+        == "step 1: Linear: expected 5 features in the last place, got 'image' (float32 [8, 6])."
+    )
 
 
 # where it happens
@@ -206,15 +243,21 @@ def test_a_loader_has_no_names_and_gets_lines_for_its_own_code() -> None:
         return DataLoader(TensorDataset(*columns), 8)
 
     said = told(lambda: model().fit(1, loader(PIXELS, LABELS)), RuntimeError)
-    assert said.endswith("got item 0 (uint8 [8, 6, 6]). Where the batch is made, x being item 0: x.float() / 255")
+    assert said.endswith(
+        "got item 0 (uint8 [8, 6, 6]). Where the batch is made, x being item 0: x.float() / 255"
+    )
     said = told(lambda: model().fit(1, loader(IMAGES, LABELS.float())), RuntimeError)
-    assert said.endswith("got item 1 (float32 [8]). Where the batch is made, y being item 1: y.long()")
+    assert said.endswith(
+        "got item 1 (float32 [8]). Where the batch is made, y being item 1: y.long()"
+    )
     model().fit(1, loader(PIXELS.float() / 255, LABELS.float().long()))
 
 
 def test_evaluation_and_prediction_say_it_too() -> None:
     wrong = data(labels=spoiled(10))
-    assert told(lambda: model().evaluate(wrong), IndexError).startswith("evaluation, batch 3: CrossEntropyLoss: ")
+    assert told(lambda: model().evaluate(wrong), IndexError).startswith(
+        "evaluation, batch 3: CrossEntropyLoss: "
+    )
     assert "evaluation, batch 3" in told(lambda: model().fit(1, data(), valid=wrong), IndexError)
     said = told(lambda: model().predict(data(PIXELS)), RuntimeError)
     assert said == f"prediction, batch 1: {INPUTS['uint8'].message}"
@@ -240,12 +283,16 @@ class Odd(nn.Module):
         return self.layer(x.flatten(1))
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyError("mine"), LookupError("mine")])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), RuntimeError("mine"), KeyError("mine"), LookupError("mine")]
+)
 def test_an_error_of_the_users_own_stays_itself_with_a_note(error: Exception) -> None:
     with pytest.raises(type(error), match="mine") as caught:
         model(Odd(error)).fit(1, data())
     assert caught.value is error
-    assert error.__notes__ == ["at step 2, on a batch of 'image' (float32 [8, 6, 6]), 'label' (int64 [8])"]
+    assert error.__notes__ == [
+        "at step 2, on a batch of 'image' (float32 [8, 6, 6]), 'label' (int64 [8])"
+    ]
 
 
 def test_what_names_its_place_itself_gets_no_note() -> None:
@@ -259,7 +306,9 @@ def test_what_names_its_place_itself_gets_no_note() -> None:
 def test_batches_that_are_no_tensors_are_described() -> None:
     with pytest.raises(TypeError, match="must be Tensor") as caught:
         model(nn.Linear(36, 10)).fit(1, [([1.0], LABELS.numpy()), ([1.0], 3)])
-    assert caught.value.__notes__ == ["at step 1, on a batch of item 0 (list of 1), item 1 (ndarray [24])"]
+    assert caught.value.__notes__ == [
+        "at step 1, on a batch of item 0 (list of 1), item 1 (ndarray [24])"
+    ]
     assert kind(3) == "int"
 
 
@@ -269,7 +318,9 @@ def test_whole_numbers_for_an_embedding_are_no_mistake() -> None:
     batches = hs.data.Dataset({"word": torch.full((8, 2), 5), "label": LABELS[:8]}).batch(8)
     with pytest.raises(IndexError, match="out of range") as caught:
         model(net).fit(1, batches)
-    assert caught.value.__notes__ == ["at step 1, on a batch of 'word' (int64 [8, 2]), 'label' (int64 [8])"]
+    assert caught.value.__notes__ == [
+        "at step 1, on a batch of 'word' (int64 [8, 2]), 'label' (int64 [8])"
+    ]
 
 
 @pytest.mark.parametrize("sink", [1, 3])
@@ -278,13 +329,20 @@ def test_a_sunk_run_says_the_same(sink: int) -> None:
 
     def sunk(**options: Any) -> Model:
         net = options.pop("net", None) or dense()
-        made = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.01, fused=True), **options)
+        made = Model(
+            net,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(net.parameters(), lr=0.01, fused=True),
+            **options,
+        )
         made.graphs.training = lambda step, feed, steps: Sunk.of(step, feed, direct=True)
         return made
 
     history = hs.History()
     made = sunk(decide="device")
-    said = told(lambda: made.fit(1, data(labels=spoiled(10)), callbacks=history, sink=sink), IndexError)
+    said = told(
+        lambda: made.fit(1, data(labels=spoiled(10)), callbacks=history, sink=sink), IndexError
+    )
     assert said.startswith("step 3: CrossEntropyLoss: expected labels from 0 to 9")
     assert "got 10 in 'label' (int64 [8]), at place 4." in said
     assert history.rows["global_step"] == [1, 2]
@@ -292,7 +350,9 @@ def test_a_sunk_run_says_the_same(sink: int) -> None:
     assert said == f"step 1: {INPUTS['uint8'].message}"
     with pytest.raises(KeyError) as caught:
         sunk(net=Odd(KeyError("mine")), decide="device").fit(1, data(), sink=sink)
-    assert caught.value.__notes__ == ["at step 2, on a batch of 'image' (float32 [8, 6, 6]), 'label' (int64 [8])"]
+    assert caught.value.__notes__ == [
+        "at step 2, on a batch of 'image' (float32 [8, 6, 6]), 'label' (int64 [8])"
+    ]
 
 
 def test_a_device_that_asserts_gets_advice_and_is_not_read_from() -> None:
@@ -307,8 +367,13 @@ def test_a_device_that_asserts_gets_advice_and_is_not_read_from() -> None:
 def test_a_batch_that_is_not_finite_is_named_with_its_row() -> None:
     x = IMAGES.clone()
     x[9, 2, 3] = torch.nan
-    with pytest.raises(hs.NonFiniteError, match=r"The batch itself is the cause: 'x' \(float32 \[6, 6, 6\]\).*row 3"):
+    with pytest.raises(
+        hs.NonFiniteError,
+        match=r"The batch itself is the cause: 'x' \(float32 \[6, 6, 6\]\).*row 3",
+    ):
         model().fit(1, hs.data.Dataset({"x": x, "y": LABELS}).batch(6))
     with pytest.raises(hs.NonFiniteError) as said:
-        model(loss=lambda out, y: (out.sum() * 0).log() * 0 + out.sum() * 0).fit(1, [(IMAGES, LABELS)])
+        model(loss=lambda out, y: (out.sum() * 0).log() * 0 + out.sum() * 0).fit(
+            1, [(IMAGES, LABELS)]
+        )
     assert "The batch itself" not in str(said.value)

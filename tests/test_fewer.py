@@ -12,9 +12,10 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.step import fewer, leaves
-from halfstep.step.fewer import Fewer
-from halfstep.step.generate import generate
+from halfstep.compiler.backend import generate
+from halfstep.compiler.passes import batch_weight_grads as leaves
+from halfstep.compiler.passes import join_casts as fewer
+from halfstep.compiler.passes.join_casts import Fewer
 
 aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 LOW = torch.bfloat16
@@ -25,7 +26,9 @@ def low(x: Tensor, dtype: torch.dtype = LOW) -> Tensor:
     return torch.ops.prims.convert_element_type(x, dtype)  # type: ignore[no-any-return]
 
 
-def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake") -> list[str]:
+def rewritten(
+    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake"
+) -> list[str]:
     """The operations of f after the pass, in order; what they compute is what f did, bit for bit."""
     graph: GraphModule = make_fx(f, tracing_mode=mode)(*inputs)
     Fewer(device)(graph.graph)
@@ -75,7 +78,9 @@ def test_casts_of_results_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_results_of_a_convolutions_backward_too() -> None:
     def f(g: Tensor, x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        grads = aten.convolution_backward(g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        grads = aten.convolution_backward(
+            g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )
         return grads[0], low(grads[1], torch.float32), low(aten.mm(y, y), torch.float32)
 
     shapes = (2, 4, 6, 6), (2, 3, 6, 6), (4, 3, 3, 3), (5, 5)
@@ -153,7 +158,9 @@ def test_generated_code_has_them_forward_and_backward() -> None:
                 out = net(x)
             return F.cross_entropy(out.float(), y)
 
-        compiled = torch.compile(loss, dynamic=False, backend=partial(generate, low=True, chip=chip))
+        compiled = torch.compile(
+            loss, dynamic=False, backend=partial(generate, low=True, chip=chip)
+        )
         compiled(x, y).backward()
         net.zero_grad()
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:

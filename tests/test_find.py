@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.get.catalog import CATALOG, Checksum, Source, known
-from halfstep.data.read.idx import read_split
+from halfstep.data.download.catalog import CATALOG, Checksum, Source, known
+from halfstep.data.readers.idx import read_split
 from halfstep.errors import Notice
 
-module = importlib.import_module("halfstep.data.get.find")
+module = importlib.import_module("halfstep.data.download.find")
 find = module.find
 IDX = CATALOG["mnist"].files
 TEN = CATALOG["cifar10"].files
@@ -63,12 +63,18 @@ def test_the_table_is_consistent() -> None:
     for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.classes)) == entry.num_classes
-        assert all(url.endswith(f"/{source.file}") for source in entry.sources for url in source.urls)
+        assert all(
+            url.endswith(f"/{source.file}") for source in entry.sources for url in source.urls
+        )
         assert len(entry.contents) in (0, len(entry.files))
-    assert list(CATALOG["cifar100"].classes) == sorted(CATALOG["cifar100"].classes)  # they are numbered by alphabet
+    assert list(CATALOG["cifar100"].classes) == sorted(
+        CATALOG["cifar100"].classes
+    )  # they are numbered by alphabet
 
 
-@pytest.mark.skipif(not Path("/usr/share/datasets/fashion-mnist").is_dir(), reason="needs dataset-fashion-mnist")
+@pytest.mark.skipif(
+    not Path("/usr/share/datasets/fashion-mnist").is_dir(), reason="needs dataset-fashion-mnist"
+)
 def test_fashions_contents_are_those_of_debians_package() -> None:
     entry = CATALOG["fashion-mnist"]
     for name, checksum in zip(
@@ -99,7 +105,9 @@ def test_unknown_names_list_the_table() -> None:
         find(5)
 
 
-@pytest.mark.parametrize(("algorithm", "digits"), [("sha1", "0" * 40), ("md5", "0" * 31), ("sha256", "G" * 64)])
+@pytest.mark.parametrize(
+    ("algorithm", "digits"), [("sha1", "0" * 40), ("md5", "0" * 31), ("sha256", "G" * 64)]
+)
 def test_checksums_are_checked_themselves(algorithm, digits: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         Checksum(algorithm, digits)
@@ -109,12 +117,16 @@ def test_checksums_are_checked_themselves(algorithm, digits: str) -> None:
 
 
 def test_each_place_comes_before_the_next(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = {name: fill(places / name / "fashion-mnist") for name in ("given", "data", "cache", "debian")}
+    folders = {
+        name: fill(places / name / "fashion-mnist") for name in ("given", "data", "cache", "debian")
+    }
     monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
     monkeypatch.setenv("HALFSTEP_CACHE", str(places / "cache"))
     found = find("fashion-mnist", folders["given"], download=True)
     assert (found.folder, found.origin, found.sample) == (folders["given"], "path", False)
-    found = find("fashion-mnist", download=True)  # there is a set on this machine: nothing is fetched
+    found = find(
+        "fashion-mnist", download=True
+    )  # there is a set on this machine: nothing is fetched
     assert (found.folder, found.origin) == (folders["data"], "HALFSTEP_DATA")
     monkeypatch.delenv("HALFSTEP_DATA")
     found = find("fashion-mnist", download=True)
@@ -139,7 +151,9 @@ def test_each_place_comes_before_the_next(places: Path, monkeypatch: pytest.Monk
         ("HALFSTEP_CACHE", "", "home/.cache/halfstep"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(places, monkeypatch, variable, value: str, folder: str) -> None:
+def test_the_cache_is_where_the_environment_says(
+    places, monkeypatch, variable, value: str, folder: str
+) -> None:
     monkeypatch.setenv(variable, value.format(places))
     fill(places / folder / "mnist")
     assert find("mnist").folder == places / folder / "mnist"
@@ -156,7 +170,9 @@ def test_the_cache_is_where_the_environment_says(places, monkeypatch, variable, 
         ("cifar100", "cifar-100-binary", ""), ("cifar100", "CIFAR_100", ""),
     ],
 )  # fmt: skip
-def test_layouts(places: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, suffix: str) -> None:
+def test_layouts(
+    places: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, suffix: str
+) -> None:
     fill(places / "data" / folder, CATALOG[name].files, suffix)
     monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
     assert find(name).folder == places / "data" / folder
@@ -175,7 +191,10 @@ def test_half_a_set_is_none(places: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HALFSTEP_DATA", str(fill(places / "data", IDX[:3])))
     fill(places / "debian" / "mnist")
     assert find("mnist").origin == "debian"
-    with pytest.raises(FileNotFoundError, match=r"data lacks t10k-labels-idx1-ubyte\. They are: train.* plain or \.gz"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"data lacks t10k-labels-idx1-ubyte\. They are: train.* plain or \.gz",
+    ):
         find("mnist", places / "data")
 
 
@@ -189,7 +208,9 @@ def test_another_sets_files_are_told_by_their_labels(places: Path, monkeypatch, 
     fashion = replace(CATALOG["fashion-mnist"], contents=(own,) * 4)
     monkeypatch.setitem(CATALOG, "fashion-mnist", fashion)
     assert find("fashion-mnist", folder).folder == folder
-    with pytest.raises(FileNotFoundError, match=r"expected the files of mnist, .*data holds fashion-mnist"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected the files of mnist, .*data holds fashion-mnist"
+    ):
         find("mnist", folder)
 
 
@@ -212,7 +233,9 @@ def test_the_sample_is_known_by_any_way(monkeypatch: pytest.MonkeyPatch) -> None
 # What is said
 
 
-def test_not_found_lists_every_place_and_the_ways_out(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_found_lists_every_place_and_the_ways_out(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (places / "data").mkdir()
     monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
     fill(places / "debian" / "mnist", IDX[1:])
@@ -241,7 +264,9 @@ def test_the_samples_notice_says_how_to_get_the_whole() -> None:
 def test_halfstep_data_must_be_a_folder(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(places / "debian" / "mnist")
     monkeypatch.setenv("HALFSTEP_DATA", "/no/such/folder")
-    with pytest.raises(NotADirectoryError, match="expected a folder in HALFSTEP_DATA, got '/no/such/folder'"):
+    with pytest.raises(
+        NotADirectoryError, match="expected a folder in HALFSTEP_DATA, got '/no/such/folder'"
+    ):
         find("mnist")
 
 
@@ -252,7 +277,9 @@ def test_a_path_is_final(places: Path, path: str) -> None:
         find("mnist", path)
 
 
-def test_an_empty_path_is_a_mistake_and_not_this_folder(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_path_is_a_mistake_and_not_this_folder(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(fill(places / "here"))
     with pytest.raises(ValueError, match="path: expected a folder, an archive or a URL, got ''"):
         find("mnist", "")
@@ -290,11 +317,14 @@ def test_a_zip_with_both_sets_serves_both(places: Path) -> None:
 def test_an_archive_of_other_things_is_refused(places: Path) -> None:
     archive = tarred(places / "set.tar.gz", "folder", TEN[1:])
     with pytest.raises(
-        FileNotFoundError, match=r"set\.tar\.gz.*expected the files of cifar10, .*lacks data_batch_1\.bin"
+        FileNotFoundError,
+        match=r"set\.tar\.gz.*expected the files of cifar10, .*lacks data_batch_1\.bin",
     ):
         find("cifar10", archive)
     (places / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03"))
-    with pytest.raises(ValueError, match=r"expected a tar archive .* or pass a folder of plain files"):
+    with pytest.raises(
+        ValueError, match=r"expected a tar archive .* or pass a folder of plain files"
+    ):
         find("mnist", places / "train-images-idx3-ubyte.gz")
 
 
@@ -405,11 +435,15 @@ def test_download_of_an_archive(places: Path, monkeypatch: pytest.MonkeyPatch, w
     assert not list((cache / "downloads").iterdir())
     assert find("cifar10") == replace(found, origin="cache")
     (found.folder / TEN[0]).unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks data_batch_1.bin\. Remove .*cifar10 and try again"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks data_batch_1.bin\. Remove .*cifar10 and try again"
+    ):
         find("cifar10", download=True)
 
 
-def test_a_failed_download_is_no_sample(places: Path, monkeypatch: pytest.MonkeyPatch, web: str) -> None:
+def test_a_failed_download_is_no_sample(
+    places: Path, monkeypatch: pytest.MonkeyPatch, web: str
+) -> None:
     published(monkeypatch, fill(places / "web", suffix=".gz"), f"{web}/moved", "fashion-mnist")
     with pytest.raises(OSError, match="could not be fetched"):
         find("fashion-mnist", download=True)

@@ -11,8 +11,24 @@ import halfstep as hs
 from halfstep.step.fingerprint import combine, fingerprint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+]
+FLOATS = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 DTYPES = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
 CHUNK = 1 << 20  # larger tensors are hashed in parts
@@ -35,9 +51,13 @@ def mix(h: np.ndarray) -> np.ndarray:
 
 def reference(bits: np.ndarray) -> int:
     """The documented formula, written again in unsigned numpy: splitmix64(bits xor counter), summed mod 2**64."""
-    counter = np.arange(1, bits.size + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64's own steps
+    counter = np.arange(1, bits.size + 1, dtype=np.uint64) * np.uint64(
+        0x9E3779B97F4A7C15
+    )  # splitmix64's own steps
     mixed = mix(bits.astype(np.int64).view(np.uint64) ^ counter)
-    return int(mix(mixed.sum(dtype=np.uint64, keepdims=True) + np.uint64(bits.size)).view(np.int64)[0])
+    return int(
+        mix(mixed.sum(dtype=np.uint64, keepdims=True) + np.uint64(bits.size)).view(np.int64)[0]
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -51,13 +71,19 @@ def test_every_single_flipped_bit_changes_it(dtype: torch.dtype) -> None:
         raw[byte] ^= mask
         seen.add(int(fingerprint(from_bytes(bytes(raw), dtype))))
         raw[byte] ^= mask
-    assert len(seen) == 1 + (size * 8 if dtype != torch.bool else size), "all of them differ from each other, too"
+    assert len(seen) == 1 + (size * 8 if dtype != torch.bool else size), (
+        "all of them differ from each other, too"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_an_int64_on_the_tensors_device_and_equal_bits_give_the_same(dtype: torch.dtype) -> None:
-    tensor = from_bytes(bytes(random_bytes(dtype.itemsize * 5) if dtype != torch.bool else b"\1\0\0\1\1"), dtype)
+def test_it_is_an_int64_on_the_tensors_device_and_equal_bits_give_the_same(
+    dtype: torch.dtype,
+) -> None:
+    tensor = from_bytes(
+        bytes(random_bytes(dtype.itemsize * 5) if dtype != torch.bool else b"\1\0\0\1\1"), dtype
+    )
     first = fingerprint(tensor)
     assert (first.dtype, first.shape, first.device) == (torch.int64, (), tensor.device)
     assert torch.equal(first, fingerprint(tensor))
@@ -83,7 +109,9 @@ def test_large_tensors_are_hashed_as_one(n: int) -> None:
         assert not torch.equal(fingerprint(tensor), whole)
         tensor[place] ^= 1
     tensor[[0, n - 1]] = tensor[[n - 1, 0]]
-    assert not torch.equal(fingerprint(tensor), whole), "two elements of different chunks changed places"
+    assert not torch.equal(fingerprint(tensor), whole), (
+        "two elements of different chunks changed places"
+    )
 
 
 @given(st.permutations(range(6)))
@@ -97,9 +125,15 @@ def test_a_permutation_changes_it(order: list[int]) -> None:
 def test_values_that_compare_equal_but_differ_in_bits_differ() -> None:
     zero = torch.zeros(3, device=DEVICE)
     assert not torch.equal(fingerprint(zero), fingerprint(-zero))
-    quiet, other = (torch.tensor([bits], dtype=torch.int32, device=DEVICE) for bits in (0x7FC00000, 0x7FC00001))
-    assert not torch.equal(fingerprint(quiet.view(torch.float32)), fingerprint(other.view(torch.float32))), "two NaNs"
-    assert torch.equal(fingerprint(quiet.view(torch.float32)), fingerprint(quiet.view(torch.float32)))
+    quiet, other = (
+        torch.tensor([bits], dtype=torch.int32, device=DEVICE) for bits in (0x7FC00000, 0x7FC00001)
+    )
+    assert not torch.equal(
+        fingerprint(quiet.view(torch.float32)), fingerprint(other.view(torch.float32))
+    ), "two NaNs"
+    assert torch.equal(
+        fingerprint(quiet.view(torch.float32)), fingerprint(quiet.view(torch.float32))
+    )
 
 
 def test_zeros_of_another_length_and_empty_tensors_differ() -> None:
@@ -114,7 +148,9 @@ def test_memory_layout_does_not_matter() -> None:
     assert torch.equal(fingerprint(tensor.contiguous(memory_format=torch.channels_last)), expected)
     assert torch.equal(fingerprint(tensor.transpose(0, 3).contiguous().transpose(0, 3)), expected)
     assert not torch.equal(fingerprint(tensor.transpose(0, 3)), expected)
-    assert torch.equal(fingerprint(torch.stack([tensor, tensor], -1)[..., 0].requires_grad_()), expected)
+    assert torch.equal(
+        fingerprint(torch.stack([tensor, tensor], -1)[..., 0].requires_grad_()), expected
+    )
 
 
 def test_lazily_conjugated_and_negated_tensors_count_by_their_values() -> None:
@@ -124,16 +160,27 @@ def test_lazily_conjugated_and_negated_tensors_count_by_their_values() -> None:
     assert not torch.equal(fingerprint(z.conj()), fingerprint(z))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant")  # torch 2.11 says so even when asked to check
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant"
+)  # torch 2.11 says so even when asked to check
 def test_sparse_tensors_count_by_indices_and_values() -> None:
     def sparse(places: list[int], values: list[float]) -> Tensor:
         where = torch.tensor([places], dtype=torch.int64)
-        return torch.sparse_coo_tensor(where, torch.tensor(values), (9,), device=DEVICE, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            where, torch.tensor(values), (9,), device=DEVICE, check_invariants=True
+        )
 
     expected = fingerprint(sparse([1, 4], [2.0, 3.0]))
-    assert torch.equal(fingerprint(sparse([4, 1], [3.0, 2.0])), expected), "the same tensor, not yet coalesced"
+    assert torch.equal(fingerprint(sparse([4, 1], [3.0, 2.0])), expected), (
+        "the same tensor, not yet coalesced"
+    )
     assert torch.equal(fingerprint(sparse([4, 1, 1], [3.0, 1.0, 1.0])), expected)
-    for other in (sparse([1, 5], [2.0, 3.0]), sparse([1, 4], [2.0, -3.0]), sparse([1], [2.0]), sparse([], [])):
+    for other in (
+        sparse([1, 5], [2.0, 3.0]),
+        sparse([1, 4], [2.0, -3.0]),
+        sparse([1], [2.0]),
+        sparse([], []),
+    ):
         assert not torch.equal(fingerprint(other), expected)
 
 
@@ -148,13 +195,17 @@ def test_a_step_records_it_every_n_steps_and_two_runs_part_at_the_first_differen
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(DEVICE)
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-        step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision="O2", ema=0.9, fingerprint_every=2)
+        step = hs.TrainStep(
+            net, nn.MSELoss(), optimizer, precision="O2", ema=0.9, fingerprint_every=2
+        )
         prints = []
         for i in range(6):
             if i == flip_at:
                 step.state.ema[1].view(torch.int32)[0] ^= 1  # the lowest bit of one average
             torch.manual_seed(i)
-            prints.append(int(step(torch.randn(4, 3).to(DEVICE), torch.randn(4, 2).to(DEVICE)).fingerprint))
+            prints.append(
+                int(step(torch.randn(4, 3).to(DEVICE), torch.randn(4, 2).to(DEVICE)).fingerprint)
+            )
         return prints, step.fingerprints()
 
     prints, names = run(None)
@@ -162,5 +213,9 @@ def test_a_step_records_it_every_n_steps_and_two_runs_part_at_the_first_differen
     assert len({*prints}) == 4
     assert run(None)[0] == prints
     flipped, other = run(3)
-    assert [a == b for a, b in zip(prints, flipped, strict=True)] == [True] * 3 + [False, True, False]
+    assert [a == b for a, b in zip(prints, flipped, strict=True)] == [True] * 3 + [
+        False,
+        True,
+        False,
+    ]
     assert [name for name in names if not torch.equal(names[name], other[name])] == ["state.ema.1"]

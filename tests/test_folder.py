@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from halfstep.data.read.folder import ImageFolder
+from halfstep.data.readers.image_folder import ImageFolder
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 LOSSLESS = {"png": "PNG", "bmp": "BMP", "ppm": "PPM", "tif": "TIFF", "TIFF": "TIFF", "PNG": "PNG"}
@@ -36,10 +36,18 @@ def png(width: int, height: int, depth: int, colour: int, rows: bytes, extra: by
     """A PNG by hand; `rows` carry their filter bytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + extra + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + head
+        + extra
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
 
 
 def only(root: Path, mode: Any = "RGB") -> np.ndarray:
@@ -50,9 +58,22 @@ def only(root: Path, mode: Any = "RGB") -> np.ndarray:
 
 
 def test_classes_and_files_are_sorted(tmp_path: Path) -> None:
-    for name in ("cat/b.png", "cat/a.JPG", "cat/sub/c.png", "Bird/1.png", "dog/10.png", "dog/9.png"):
+    for name in (
+        "cat/b.png",
+        "cat/a.JPG",
+        "cat/sub/c.png",
+        "Bird/1.png",
+        "dog/10.png",
+        "dog/9.png",
+    ):
         save(tmp_path / name, pixels())
-    for name in ("cat/notes.txt", "cat/.hidden.png", ".git/x.png", "cat/.thumbs/t.png", "README.png"):
+    for name in (
+        "cat/notes.txt",
+        "cat/.hidden.png",
+        ".git/x.png",
+        "cat/.thumbs/t.png",
+        "README.png",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"not an image")
     data = ImageFolder(str(tmp_path))
@@ -113,7 +134,9 @@ UPRIGHT = {
 def test_exif_orientation_is_applied(tmp_path: Path, tag: int, bits: int) -> None:
     exif, stored = Image.Exif(), pixels(channels=1)
     exif[ORIENTATION] = tag
-    save(tmp_path / "a" / "x.png", stored if bits == 8 else stored.astype(np.uint16) << 8, exif=exif)
+    save(
+        tmp_path / "a" / "x.png", stored if bits == 8 else stored.astype(np.uint16) << 8, exif=exif
+    )
     assert np.array_equal(only(tmp_path, "L")[..., 0], UPRIGHT[tag](stored))
 
 
@@ -132,7 +155,9 @@ def test_sixteen_bit_gray_keeps_its_high_byte(tmp_path: Path, mode: str, kind: s
 
 def test_sixteen_bit_colour_keeps_its_high_byte(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.png").write_bytes(png(1, 1, 16, 2, b"\0" + struct.pack(">3H", 0x12FF, 0x8000, 0xFFFF)))
+    (tmp_path / "a" / "x.png").write_bytes(
+        png(1, 1, 16, 2, b"\0" + struct.pack(">3H", 0x12FF, 0x8000, 0xFFFF))
+    )
     assert only(tmp_path).tolist() == [[[0x12, 0x80, 0xFF]]]
 
 
@@ -159,7 +184,9 @@ def test_gray_bits_and_cmyk_become_the_mode(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_without_a_white_are_refused(tmp_path: Path, dtype: Any) -> None:
     path = save(tmp_path / "a" / "x.tif", np.ones((2, 2), dtype))
-    with pytest.raises(ValueError, match=rf"{path}: .*mode [IF], whose white is not defined: save it with 8 or 16"):
+    with pytest.raises(
+        ValueError, match=rf"{path}: .*mode [IF], whose white is not defined: save it with 8 or 16"
+    ):
         only(tmp_path)
 
 
@@ -174,7 +201,8 @@ def test_a_file_of_another_kind_is_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mit leer.png", "ünï-码.png", "a\nb.png", "[x]*?.png", "%s{0}.png", os.fsdecode(b"\xff.png")]
+    "name",
+    ["mit leer.png", "ünï-码.png", "a\nb.png", "[x]*?.png", "%s{0}.png", os.fsdecode(b"\xff.png")],
 )
 def test_odd_names(tmp_path: Path, name: str) -> None:
     save(tmp_path / "a [1]" / "x.png", pixels()).rename(tmp_path / "a [1]" / name)
@@ -189,18 +217,25 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (tmp_path / "root" / "b").symlink_to(tmp_path / "store")
     assert ImageFolder(tmp_path / "root").labels == [0, 0, 1]
     (tmp_path / "store" / "deep" / "up").symlink_to(tmp_path / "store")
-    with pytest.raises(ValueError, match=r"up: expected images, found a link to a folder it is in\. Remove the link"):
+    with pytest.raises(
+        ValueError,
+        match=r"up: expected images, found a link to a folder it is in\. Remove the link",
+    ):
         ImageFolder(tmp_path / "root")
 
 
 def test_what_cannot_be_read_is_refused_at_construction(tmp_path: Path) -> None:
-    with pytest.raises(NotADirectoryError, match=r"nowhere: expected a folder with one sub-folder per class"):
+    with pytest.raises(
+        NotADirectoryError, match=r"nowhere: expected a folder with one sub-folder per class"
+    ):
         ImageFolder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="expected one sub-folder per class, found none"):
         ImageFolder(tmp_path)
     save(tmp_path / "a" / "x.png", pixels())
     (tmp_path / "b").mkdir()
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'b'}: expected images \(png jpg .*, found none\. Remove"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path / 'b'}: expected images \(png jpg .*, found none\. Remove"
+    ):
         ImageFolder(tmp_path)
     (tmp_path / "b" / "gone.png").symlink_to(tmp_path / "gone.png")
     with pytest.raises(ValueError, match=r"gone\.png: expected an image file, found a broken link"):
@@ -209,7 +244,9 @@ def test_what_cannot_be_read_is_refused_at_construction(tmp_path: Path) -> None:
         ImageFolder(tmp_path, mode="RGBA")  # type: ignore[arg-type]
 
 
-def test_pillow_is_asked_for_at_construction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_is_asked_for_at_construction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ImportError, match=r"expected Pillow, .* Run: pip install pillow"):
         ImageFolder(tmp_path)
@@ -232,5 +269,7 @@ def test_a_file_that_vanished_keeps_its_name(tmp_path: Path) -> None:
     path = save(tmp_path / "a" / "x.png", pixels())
     data = ImageFolder(tmp_path)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=rf"{path}: expected a file that can be read, found: No such file"):
+    with pytest.raises(
+        FileNotFoundError, match=rf"{path}: expected a file that can be read, found: No such file"
+    ):
         data[0]

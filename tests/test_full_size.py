@@ -14,7 +14,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
-        not (DATA / "train-images-idx3-ubyte.gz").exists(), reason=f"no Fashion-MNIST in {DATA}; set HALFSTEP_DATA"
+        not (DATA / "train-images-idx3-ubyte.gz").exists(),
+        reason=f"no Fashion-MNIST in {DATA}; set HALFSTEP_DATA",
     ),
 ]
 

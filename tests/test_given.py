@@ -48,7 +48,9 @@ def test_columns_select_from_dicts_by_name() -> None:
     data = Dataset(Made(either_way), ["image"])
     assert data.columns == ("image",)
     assert [int(i) for (i,) in data] == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(ValueError, match=r"expected columns out of \['label', 'image'\], each once, got \['mask'\]"):
+    with pytest.raises(
+        ValueError, match=r"expected columns out of \['label', 'image'\], each once, got \['mask'\]"
+    ):
         Dataset(Made(either_way), ["mask"])
 
 
@@ -72,7 +74,11 @@ Point = namedtuple("Point", "image label weight")
 
 def test_named_tuples_give_their_names() -> None:
     assert Dataset(Made(lambda i: Point(i, i, 1.0))).columns == ("image", "label", "weight")
-    assert Dataset(Point(torch.zeros(3), torch.zeros(3), torch.ones(3))).columns == ("image", "label", "weight")
+    assert Dataset(Point(torch.zeros(3), torch.zeros(3), torch.ones(3))).columns == (
+        "image",
+        "label",
+        "weight",
+    )
     assert Dataset(Made(lambda i: Point(i, i, 1.0)), ["a", "b", "c"]).columns == ("a", "b", "c")
 
 
@@ -126,7 +132,8 @@ def test_a_sample_is_itself_and_a_batch_is_torchs(name: str, workers: int) -> No
 def test_what_makes_no_batch_is_named_with_a_way_out_that_works(thing: Any) -> None:
     data = Dataset(Made(lambda i: (i, thing)), ["i", "thing"])
     with pytest.raises(
-        TypeError, match=r"column 'thing': expected samples that make a batch.*map\(function, 'thing'\)"
+        TypeError,
+        match=r"column 'thing': expected samples that make a batch.*map\(function, 'thing'\)",
     ):
         next(iter(data.batch(2)))
     assert next(iter(data.select("i").batch(2)))[0].tolist() == [0, 1]
@@ -138,7 +145,8 @@ def test_what_makes_no_batch_is_named_with_a_way_out_that_works(thing: Any) -> N
 def test_arrays_of_several_shapes_are_resized_as_the_message_says() -> None:
     data = Dataset(Made(lambda i: (np.full((5 + i, 9, 3), i, np.uint8), i)), ["image", "label"])
     with pytest.raises(
-        ValueError, match=r"column 'image': expected samples of one shape .*Resize\(\(224, 224\)\), 'image"
+        ValueError,
+        match=r"column 'image': expected samples of one shape .*Resize\(\(224, 224\)\), 'image",
     ):
         next(iter(data.batch(2)))
     image, _ = next(iter(data.map(Resize((8, 8)), "image").batch(6)))
@@ -148,7 +156,9 @@ def test_arrays_of_several_shapes_are_resized_as_the_message_says() -> None:
 
 
 def test_a_list_that_a_batch_function_returns_is_a_list() -> None:
-    data = Dataset({"x": torch.arange(4)}).batch(2).map(lambda x: [f"n{i}" for i in x.tolist()], "x")
+    data = (
+        Dataset({"x": torch.arange(4)}).batch(2).map(lambda x: [f"n{i}" for i in x.tolist()], "x")
+    )
     assert [item for (item,) in data] == [["n0", "n1"], ["n2", "n3"]]
 
 
@@ -161,7 +171,10 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
     "big endian": np.arange(6, dtype=">i4"),
     "backwards": np.arange(6)[::-1],
     "read-only": READ_ONLY,
-    **{kind: np.array([0, 1, 2, 3, 4, np.iinfo(kind).max], dtype=kind) for kind in ("uint16", "uint32", "uint64")},
+    **{
+        kind: np.array([0, 1, 2, 3, 4, np.iinfo(kind).max], dtype=kind)
+        for kind in ("uint16", "uint32", "uint64")
+    },
     **{kind: np.arange(6).astype(kind) for kind in ("bool", "float16", "complex64")},
 }
 
@@ -183,8 +196,16 @@ def test_arrays_are_not_copied() -> None:
 
 
 def test_numpys_numbers_do_where_pythons_do() -> None:
-    data = Dataset({"x": torch.arange(10)}, seed=np.int64(3)).shuffle().batch(np.int32(4)).take(np.int64(2))
-    assert data.plan.describe() == Dataset({"x": torch.arange(10)}, seed=3).shuffle().batch(4).take(2).plan.describe()
+    data = (
+        Dataset({"x": torch.arange(10)}, seed=np.int64(3))
+        .shuffle()
+        .batch(np.int32(4))
+        .take(np.int64(2))
+    )
+    assert (
+        data.plan.describe()
+        == Dataset({"x": torch.arange(10)}, seed=3).shuffle().batch(4).take(2).plan.describe()
+    )
     half = np.float32(0.5)
     assert Normalize(half, np.array([0.5, 0.25])) == Normalize(0.5, (0.5, 0.25))
     assert repr(Rescale(half, half)) == repr(Rescale(0.5, 0.5))
@@ -196,11 +217,17 @@ def test_numpys_numbers_do_where_pythons_do() -> None:
 def test_a_transform_of_several_columns_must_be_told_which() -> None:
     data = Dataset({"image": torch.zeros(4, 2, 2, 1), "label": torch.arange(4)})
     with pytest.raises(
-        ValueError, match=r"expected the columns that the transform is for, out of \['image', 'label'\]"
+        ValueError,
+        match=r"expected the columns that the transform is for, out of \['image', 'label'\]",
     ):
         data.map(Rescale(1 / 255))
     assert Dataset({"image": torch.full((4, 2), 255)}).map(Rescale(1 / 255)).columns == ("image",)
-    assert [int(label) for _, label in data.map(lambda image, label: (image, label + 1))] == [1, 2, 3, 4]
+    assert [int(label) for _, label in data.map(lambda image, label: (image, label + 1))] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_select_is_a_step_of_the_chain() -> None:
@@ -211,7 +238,9 @@ def test_select_is_a_step_of_the_chain() -> None:
     assert data.select(["y", "x"]).columns == ("y", "x")
 
 
-@pytest.mark.parametrize(("dtype", "classes"), [(torch.uint8, 300), (torch.int8, 200), (torch.int16, 40_000)])
+@pytest.mark.parametrize(
+    ("dtype", "classes"), [(torch.uint8, 300), (torch.int8, 200), (torch.int16, 40_000)]
+)
 def test_labels_of_few_bits_and_many_classes(dtype: torch.dtype, classes: int) -> None:
     labels = torch.tensor([5, torch.iinfo(dtype).max], dtype=dtype)
     (hot,) = next(iter(Dataset({"y": labels}).map(OneHot(classes), "y").batch(2)))
@@ -250,7 +279,8 @@ def test_an_image_folder_is_loaded_by_the_resize_that_comes_first(folder: ImageF
             assert torch.equal(b, d)
     loaded.load_state_dict(data.state_dict())
     with pytest.raises(
-        ValueError, match=r"got others in \['image'\]\. Make them equal with a transform that comes first"
+        ValueError,
+        match=r"got others in \['image'\]\. Make them equal with a transform that comes first",
     ):
         Dataset(folder, ["image", "label"]).load()
 

@@ -110,7 +110,9 @@ def test_several_outputs_in_one_pass() -> None:
         gm.backward([trunk.sum(), (trunk * 3).sum()], dy=[1.0, torch.tensor(2.0)])
     expected = leaf(1.0, 2.0)
     trunk = expected.exp()
-    torch.autograd.backward([trunk.sum(), (trunk * 3).sum()], [torch.tensor(1.0), torch.tensor(2.0)])
+    torch.autograd.backward(
+        [trunk.sum(), (trunk * 3).sum()], [torch.tensor(1.0), torch.tensor(2.0)]
+    )
     assert torch.equal(w.grad, expected.grad)
 
 
@@ -208,7 +210,11 @@ def test_attach_while_recording_takes_effect_at_once_for_intermediates_too() -> 
         gm.attach([h, x])
         gm.backward(h.square())
     assert h.grad is not None
-    assert [w.grad, x.grad, h.grad] == [torch.tensor([36.0]), torch.tensor([24.0]), torch.tensor([12.0])]
+    assert [w.grad, x.grad, h.grad] == [
+        torch.tensor([36.0]),
+        torch.tensor([24.0]),
+        torch.tensor([12.0]),
+    ]
 
 
 def test_intermediate_without_another_owner_lives_until_release() -> None:
@@ -278,7 +284,9 @@ def test_a_callback_gets_the_tensor_itself_and_acts_in_this_pass_only() -> None:
 def test_hooks_fire_once_per_backward_in_order() -> None:
     w, events = leaf(1.0), []
     w.register_post_accumulate_grad_hook(lambda t: events.append(("accumulated", t.grad.item())))
-    gm = GradManager().attach(w, callbacks=lambda t, g: events.append(("callback", g.item())) or g + 1)
+    gm = GradManager().attach(
+        w, callbacks=lambda t, g: events.append(("callback", g.item())) or g + 1
+    )
     w.register_hook(lambda g: events.append(("hook", g.item())) or g * 2)
     for _ in range(2):
         with gm:
@@ -353,7 +361,9 @@ def test_an_exception_inside_the_context_releases_and_reaches_the_caller() -> No
 def test_record_twice_is_refused_and_release_helps() -> None:
     gm = GradManager().attach(leaf(1.0))
     gm.record()
-    with pytest.raises(RuntimeError, match=re.escape("received record() twice, do backward() or release() first")):
+    with pytest.raises(
+        RuntimeError, match=re.escape("received record() twice, do backward() or release() first")
+    ):
         gm.record()
     gm.release()
     gm.record()
@@ -387,7 +397,10 @@ def test_backward_without_record_is_refused_and_the_context_helps() -> None:
 )
 def test_attach_takes_float_tensors_only_and_changes_nothing_on_error(bad: Any, named: str) -> None:
     gm = GradManager()
-    with pytest.raises(TypeError, match=re.escape(f"received {named}, do pass float tensors such as net.parameters()")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape(f"received {named}, do pass float tensors such as net.parameters()"),
+    ):
         gm.attach(bad)
     assert gm.attached_tensors() == []
     net = make_net()
@@ -396,7 +409,9 @@ def test_attach_takes_float_tensors_only_and_changes_nothing_on_error(bad: Any, 
 
 def test_attach_checks_callbacks() -> None:
     w = torch.ones(1)
-    with pytest.raises(TypeError, match=re.escape("received int, do pass cb(tensor, grad) -> grad")):
+    with pytest.raises(
+        TypeError, match=re.escape("received int, do pass cb(tensor, grad) -> grad")
+    ):
         GradManager().attach(w, callbacks=[3])
     assert not w.requires_grad
 
@@ -444,13 +459,24 @@ def test_y_must_be_float_tensors() -> None:
 def test_dy_is_checked_and_the_advice_works() -> None:
     w = torch.ones(2, 3)
     gm = GradManager().attach(w)
-    with gm, pytest.raises(ValueError, match=re.escape("shape [2, 3] or 0-dim, received [3], do reshape or expand it")):
+    with (
+        gm,
+        pytest.raises(
+            ValueError,
+            match=re.escape("shape [2, 3] or 0-dim, received [3], do reshape or expand it"),
+        ),
+    ):
         gm.backward(w * 2, dy=torch.ones(3))
     with gm, pytest.raises(ValueError, match="one dy for each of 2 y, received 1"):
         gm.backward([w * 2, w * 3], dy=[1.0])
     with gm, pytest.raises(TypeError, match=re.escape("received str, do pass torch.ones_like(y)")):
         gm.backward(w * 2, dy="1")
-    with gm, pytest.raises(ValueError, match=re.escape("on cpu, received one on meta, do dy.to(y.device)")):
+    with (
+        gm,
+        pytest.raises(
+            ValueError, match=re.escape("on cpu, received one on meta, do dy.to(y.device)")
+        ),
+    ):
         gm.backward(w * 2, dy=torch.ones((), device="meta"))
     assert w.grad is None
     with gm:
@@ -460,7 +486,12 @@ def test_dy_is_checked_and_the_advice_works() -> None:
 def test_number_too_large_for_y_is_refused_and_a_float32_loss_helps() -> None:
     w = torch.ones(8, dtype=torch.float16)
     gm = GradManager().attach(w)
-    with gm, pytest.raises(ValueError, match=r"<= 65504 for torch\.float16, received 65536, do compute the loss in"):
+    with (
+        gm,
+        pytest.raises(
+            ValueError, match=r"<= 65504 for torch\.float16, received 65536, do compute the loss in"
+        ),
+    ):
         gm.backward((w * 2).mean(), dy=2.0**16)
     with gm:
         gm.backward((w * 2).float().mean(), dy=2.0**16)
@@ -575,7 +606,9 @@ def test_backward_inside_autocast_equals_backward_outside() -> None:
         loss = F.cross_entropy(plain(x), label)
     loss.backward()
     assert all_equal(grads_of(ours), grads_of(plain))
-    loss_fn = GradOperation(get_by_list=True)(lambda x: F.cross_entropy(plain(x), label), plain.parameters())
+    loss_fn = GradOperation(get_by_list=True)(
+        lambda x: F.cross_entropy(plain(x), label), plain.parameters()
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert all_equal(loss_fn(x), grads_of(plain))
 
@@ -593,7 +626,11 @@ def test_other_device_types_pass() -> None:
 
 
 def test_gradients_equal_torch_with_zeros_for_the_unused_and_touch_no_grad() -> None:
-    w, v, unused = leaf(1.0, 2.0), leaf(3.0, 4.0), torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    w, v, unused = (
+        leaf(1.0, 2.0),
+        leaf(3.0, 4.0),
+        torch.ones(2, 3, dtype=torch.float64, requires_grad=True),
+    )
     found = gradients((w * v).exp(), [v, unused, w], dy=2)
     expected = torch.autograd.grad(y := (w * v).exp(), [v, w], torch.full_like(y, 2.0))
     assert all_equal(found, [expected[0], torch.zeros(2, 3, dtype=torch.float64), expected[1]])
@@ -654,11 +691,14 @@ def test_one_gradient_is_bare_and_several_are_a_tuple() -> None:
 def test_unused_and_integer_inputs_get_zeros() -> None:
     x, unused, label = torch.randn(2, 3), torch.randn(4), torch.tensor([0, 2])
     spare = torch.ones(2, 2, requires_grad=True)
-    inputs, weights = GradOperation(True, True)(lambda x, u, label: F.cross_entropy(x, label), [spare])(
-        x, unused, label
-    )
+    inputs, weights = GradOperation(True, True)(
+        lambda x, u, label: F.cross_entropy(x, label), [spare]
+    )(x, unused, label)
     assert inputs[0].abs().sum() > 0
-    assert all_equal((*inputs[1:], *weights), (torch.zeros(4), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2)))
+    assert all_equal(
+        (*inputs[1:], *weights),
+        (torch.zeros(4), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2)),
+    )
 
 
 def test_works_under_no_grad_and_can_be_called_again() -> None:
@@ -677,26 +717,42 @@ def test_modules_work_and_a_generator_of_weights_lasts() -> None:
     assert all_equal(grad(x), expected)
 
 
-def call(op: GradOperation, *args: Any, fn: Callable[..., Any] = torch.sin, weights: Any = None) -> Any:
+def call(
+    op: GradOperation, *args: Any, fn: Callable[..., Any] = torch.sin, weights: Any = None
+) -> Any:
     return op(fn, weights)(*args)
 
 
 def test_errors_of_grad_operation_and_their_advice() -> None:
     net, x = make_net(), torch.ones(2, 5)
     by_list, sens = GradOperation(get_by_list=True), GradOperation(sens_param=True)
-    with pytest.raises(TypeError, match=re.escape("a bool for get_all, received Sequential, do GradOperation()(fn)")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape("a bool for get_all, received Sequential, do GradOperation()(fn)"),
+    ):
         GradOperation(net)
     for none in (None, []):
-        with pytest.raises(ValueError, match=re.escape("received 0, do pass list(net.parameters())")):
+        with pytest.raises(
+            ValueError, match=re.escape("received 0, do pass list(net.parameters())")
+        ):
             call(by_list, x, fn=net, weights=none)
     assert call(by_list, x, fn=net, weights=list(net.parameters()))
     with pytest.raises(ValueError, match="received 4, do set get_by_list=True"):
         call(GradOperation(), x, fn=net, weights=net.parameters())
-    with pytest.raises(TypeError, match=re.escape("received Linear, do pass float tensors such as net.parameters()")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape("received Linear, do pass float tensors such as net.parameters()"),
+    ):
         call(by_list, x, fn=net, weights=net)
-    with pytest.raises(TypeError, match="expected 1 arguments or more, received none, do pass the inputs"):
+    with pytest.raises(
+        TypeError, match="expected 1 arguments or more, received none, do pass the inputs"
+    ):
         call(GradOperation())
-    for args, named in (((), "none"), ((x,), "1 ending in Tensor"), ((x, None), "2 ending in NoneType")):
+    for args, named in (
+        ((), "none"),
+        ((x,), "1 ending in Tensor"),
+        ((x, None), "2 ending in NoneType"),
+    ):
         with pytest.raises(TypeError, match=f"received {named}, do pass the inputs, then the sens"):
             call(sens, *args)
     assert torch.equal(call(sens, x, 2.0), 2 * x.cos())
@@ -704,16 +760,24 @@ def test_errors_of_grad_operation_and_their_advice() -> None:
 
 def test_errors_of_the_function_and_their_advice() -> None:
     x = torch.ones(2)
-    with pytest.raises(TypeError, match=re.escape("received tuple, do select it: lambda *xs: fn(*xs)[0]")):
+    with pytest.raises(
+        TypeError, match=re.escape("received tuple, do select it: lambda *xs: fn(*xs)[0]")
+    ):
         call(GradOperation(), x, fn=lambda x: (x, x))
-    assert torch.equal(call(GradOperation(), x, fn=lambda *xs: (lambda x: (x * 2, x))(*xs)[0]), 2 * x)
+    assert torch.equal(
+        call(GradOperation(), x, fn=lambda *xs: (lambda x: (x * 2, x))(*xs)[0]), 2 * x
+    )
     with pytest.raises(ValueError, match="expected y with history"):
         call(GradOperation(), x, fn=torch.no_grad()(torch.sin))
     with pytest.raises(ValueError, match="received none, do pass trainable ones only"):
         call(GradOperation(), torch.arange(2))
-    with pytest.raises(TypeError, match=re.escape("received str, do bind it: functools.partial(fn, name=value)")):
+    with pytest.raises(
+        TypeError, match=re.escape("received str, do bind it: functools.partial(fn, name=value)")
+    ):
         call(GradOperation(get_all=True), x, "sum", fn=lambda x, reduction: x.sum())
-    assert torch.equal(call(GradOperation(), x, fn=functools.partial(torch.sum, dim=0)), torch.ones(2))
+    assert torch.equal(
+        call(GradOperation(), x, fn=functools.partial(torch.sum, dim=0)), torch.ones(2)
+    )
     with pytest.raises(ValueError, match=re.escape("shape [2] or 0-dim, received [3]")):
         call(GradOperation(sens_param=True), x, torch.ones(3))
 
@@ -724,7 +788,9 @@ def test_frozen_weights_are_refused_not_replaced_by_zeros() -> None:
     with pytest.raises(ValueError, match="received a frozen one, do pass trainable ones only"):
         call(GradOperation(get_by_list=True), torch.ones(1, 5), fn=net, weights=net.parameters())
     trainable = [p for p in net.parameters() if p.requires_grad]
-    assert len(call(GradOperation(get_by_list=True), torch.ones(1, 5), fn=net, weights=trainable)) == 3
+    assert (
+        len(call(GradOperation(get_by_list=True), torch.ones(1, 5), fn=net, weights=trainable)) == 3
+    )
 
 
 # the seeds' programs
@@ -754,7 +820,9 @@ class WithLossCell(nn.Module):
 class TrainOneStepCell(nn.Module):
     """The custom cell of seed 002: loss, sens, gradient by parameter list, optimizer."""
 
-    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, sens: float = 1.0) -> None:
+    def __init__(
+        self, network: nn.Module, optimizer: torch.optim.Optimizer, sens: float = 1.0
+    ) -> None:
         super().__init__()
         self.network, self.optimizer, self.sens = network, optimizer, sens
         self.weights = tuple(network.parameters())
@@ -775,7 +843,9 @@ def test_the_one_step_cell_of_seed_002_equals_a_plain_loop(reduction: str) -> No
     net = LeNet5()
     plain = copy.deepcopy(net)
     cell = WithLossCell(net, reduction)
-    step = TrainOneStepCell(cell, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), sens=2.0)
+    step = TrainOneStepCell(
+        cell, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9), sens=2.0
+    )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
         data, label = torch.randn(32, 1, 32, 32), torch.randint(10, (32,))
@@ -792,7 +862,9 @@ def test_loss_of_shape_32_takes_a_sens_of_ones() -> None:
     cell = WithLossCell(net, "none")
     data, label = torch.randn(32, 64, 7, 7), torch.randint(10, (32,))
     assert cell(data, label).shape == (32,)
-    ones = GradOperation(get_by_list=True, sens_param=True)(cell, net.parameters())(data, label, torch.ones(32))
+    ones = GradOperation(get_by_list=True, sens_param=True)(cell, net.parameters())(
+        data, label, torch.ones(32)
+    )
     default = GradOperation(get_by_list=True)(cell, net.parameters())(data, label)
     loss = cell(data, label)
     expected = torch.autograd.grad(loss, list(net.parameters()), torch.ones_like(loss))
@@ -822,7 +894,10 @@ def test_the_manual_gear_of_seed_004_equals_a_plain_step(scale: float) -> None:
 @pytest.mark.gpu
 def test_no_host_sync_on_cuda() -> None:
     net = make_net().cuda()
-    gm, x = GradManager().attach(net.parameters(), callbacks=lambda t, g: g * 2), torch.ones(4, 5, device="cuda")
+    gm, x = (
+        GradManager().attach(net.parameters(), callbacks=lambda t, g: g * 2),
+        torch.ones(4, 5, device="cuda"),
+    )
     scale = torch.tensor(16.0, device="cuda")
     grad = GradOperation(get_all=True, get_by_list=True, sens_param=True)(net, net.parameters())
     torch.cuda.set_sync_debug_mode("error")

@@ -22,7 +22,10 @@ def test_tensors_and_ints_mix_alike(values: list[int]) -> None:
     assert mixed.tolist() == [hashing.signed(hashing.mix(v)) for v in values]
 
 
-@given(st.lists(st.integers(-(2**70), 2**70), max_size=4), st.lists(st.integers(-(2**70), 2**70), max_size=4))
+@given(
+    st.lists(st.integers(-(2**70), 2**70), max_size=4),
+    st.lists(st.integers(-(2**70), 2**70), max_size=4),
+)
 def test_keys_are_of_the_parts_in_order(a: list[int], b: list[int]) -> None:
     same = [x & (2**64 - 1) for x in a] == [x & (2**64 - 1) for x in b]
     assert (hashing.key(*a) == hashing.key(*b)) == same
@@ -54,7 +57,9 @@ def test_words_are_uniform_in_every_bit_and_byte() -> None:
         for byte in range(4):
             counts = torch.bincount((row >> (8 * byte)) & 255, minlength=256).double()
             chi = float(((counts - N / 256) ** 2 / (N / 256)).sum())
-            assert chi < 255 + 6 * (2 * 255) ** 0.5  # mean and six standard deviations of chi-square
+            assert (
+                chi < 255 + 6 * (2 * 255) ** 0.5
+            )  # mean and six standard deviations of chi-square
 
 
 def test_neighbouring_samples_epochs_draws_and_seeds_do_not_correlate() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import halfstep.data
-from halfstep.data.read.idx import read_idx, read_split
+from halfstep.data.readers.idx import read_idx, read_split
 
 VALUES = bytes(range(24))
 GOOD = struct.pack(">4B3I", 0, 0, 8, 3, 2, 3, 4) + VALUES
@@ -46,7 +46,9 @@ def test_reads_values_in_order(path: Path, pack) -> None:
 def test_reads_any_rank(path: Path, dims: int) -> None:
     sizes = (24, 1, 1, 1)[:dims]
     path.write_bytes(struct.pack(f">4B{dims}I", 0, 0, 8, dims, *sizes) + VALUES)
-    assert torch.equal(read_idx(path, dims=dims), torch.arange(24, dtype=torch.uint8).reshape(sizes))
+    assert torch.equal(
+        read_idx(path, dims=dims), torch.arange(24, dtype=torch.uint8).reshape(sizes)
+    )
 
 
 def test_reads_past_every_internal_buffer(path: Path) -> None:
@@ -58,7 +60,9 @@ def test_reads_past_every_internal_buffer(path: Path) -> None:
 
 
 @given(cut=st.lists(st.integers(0, len(GOOD)), max_size=4))
-def test_gzip_members_are_one_stream(tmp_path_factory: pytest.TempPathFactory, cut: list[int]) -> None:
+def test_gzip_members_are_one_stream(
+    tmp_path_factory: pytest.TempPathFactory, cut: list[int]
+) -> None:
     path, ends = tmp_path_factory.getbasetemp() / "members", [0, *sorted(cut), len(GOOD)]
     path.write_bytes(b"".join(gzip.compress(GOOD[a:b]) for a, b in pairwise(ends)))
     assert bytes(read_idx(path, dims=3).flatten().tolist()) == VALUES
@@ -88,7 +92,9 @@ def test_every_cut_is_refused(tmp_path_factory: pytest.TempPathFactory, cut: int
 
 
 @given(at=st.integers(0, 15), bit=st.integers(0, 7))
-def test_every_flipped_header_bit_is_refused(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+def test_every_flipped_header_bit_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
+) -> None:
     content = bytearray(GOOD)
     content[at] ^= 1 << bit
     refused(tmp_path_factory.getbasetemp() / "flip", bytes(content), "expected")
@@ -108,7 +114,9 @@ def test_split_mixes_plain_and_gzip_files(tmp_path: Path) -> None:
     assert torch.equal(labels, torch.tensor([3, 0, 9]))
 
 
-@pytest.mark.parametrize(("classes", "count", "first"), [(10, 2, 1), (11, 1, 2), (255, 1, 2), (1, 3, 0)])
+@pytest.mark.parametrize(
+    ("classes", "count", "first"), [(10, 2, 1), (11, 1, 2), (255, 1, 2), (1, 3, 0)]
+)
 def test_labels_must_be_classes(tmp_path: Path, classes: int, count: int, first: int) -> None:
     write_split(tmp_path, images=3, labels=bytes([9, 10, 255]))
     match = rf"ubyte\.gz: .*0\.\.{classes - 1} at byte {8 + first} of its .* number {first} \({count} labels are out"
@@ -132,12 +140,16 @@ def test_split_counts_must_agree(tmp_path: Path) -> None:
 
 def test_split_without_samples_is_refused(tmp_path: Path) -> None:
     write_split(tmp_path, images=0, labels=b"")
-    with pytest.raises(ValueError, match=r"t10k-images.*expected at least one image at byte 4, found a count of 0"):
+    with pytest.raises(
+        ValueError, match=r"t10k-images.*expected at least one image at byte 4, found a count of 0"
+    ):
         read_split(tmp_path, train=False)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"expected train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"
+    ):
         read_split(tmp_path)
 
 
@@ -163,8 +175,14 @@ def real(name: str, *others: Path) -> Path:
 
 # label histograms and first labels, counted with gzip and collections.Counter, apart from the reader
 FULL = {
-    ("mnist", True): ([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949], [5, 0, 4, 1, 9, 2, 1, 3]),
-    ("mnist", False): ([980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009], [7, 2, 1, 0, 4, 1, 4, 9]),
+    ("mnist", True): (
+        [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
+        [5, 0, 4, 1, 9, 2, 1, 3],
+    ),
+    ("mnist", False): (
+        [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009],
+        [7, 2, 1, 0, 4, 1, 4, 9],
+    ),
     ("fashion-mnist", True): ([6000] * 10, [9, 0, 0, 3, 0, 2, 7, 2]),
     ("fashion-mnist", False): ([1000] * 10, [9, 2, 1, 1, 6, 1, 4, 6]),
 }

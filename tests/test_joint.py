@@ -7,8 +7,8 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 
-from halfstep.step.generate import _rewriting
-from halfstep.step.joint import Joint, normalizes, settings
+from halfstep.compiler.backend import _rewriting
+from halfstep.compiler.passes.joint_graph import Joint, normalizes, settings
 
 X = torch.randn(4, 3, 5, 5)
 

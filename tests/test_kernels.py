@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
 from halfstep.precision import Applied
-from halfstep.precision.kernels import FastHalf, has_native
+from halfstep.precision.cpu_half import FastHalf, has_native
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")  # FastHalf acts on CPU tensors only, whatever else the machine has
@@ -78,7 +78,9 @@ def widened(op: Op, low: torch.dtype) -> Op:
 
 @pytest.mark.parametrize("low", [F16, BF16])
 @pytest.mark.parametrize("name", OPS)
-def test_a_product_is_the_rounded_fp32_product_forward_and_backward(name: str, low: torch.dtype) -> None:
+def test_a_product_is_the_rounded_fp32_product_forward_and_backward(
+    name: str, low: torch.dtype
+) -> None:
     op, given = OPS[name][0], operands(name, low)
     expected = forward_and_backward(widened(op, low), given)
     with FastHalf(low):
@@ -100,7 +102,9 @@ def test_its_largest_error_is_no_worse_than_torchs(name: str, low: torch.dtype) 
         ours = forward_and_backward(op, given)
     for mine, other, true in zip(ours, theirs, exact, strict=True):
         worst = (other.double() - true).abs().max().item()
-        assert (mine.double() - true).abs().max().item() <= worst + 2.0**-16 * true.abs().max().item()
+        assert (
+            mine.double() - true
+        ).abs().max().item() <= worst + 2.0**-16 * true.abs().max().item()
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, torch.int64])
@@ -146,7 +150,9 @@ def test_operands_by_keyword_give_the_same_product() -> None:
 
 
 @pytest.mark.parametrize("low", [F16, BF16])
-@pytest.mark.parametrize("name", ["linear", "matmul 2-D 2-D", "bmm", "addmm", "einsum", "conv2d", "attention", "@"])
+@pytest.mark.parametrize(
+    "name", ["linear", "matmul 2-D 2-D", "bmm", "addmm", "einsum", "conv2d", "attention", "@"]
+)
 def test_under_autocast_operands_are_rounded_first(name: str, low: torch.dtype) -> None:
     op = OPS[name][0]
     given = [torch.randn(shape) for shape in OPS[name][1]]
@@ -158,7 +164,9 @@ def test_under_autocast_operands_are_rounded_first(name: str, low: torch.dtype) 
 
 
 @pytest.mark.parametrize("other", [F16, BF16])
-def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(other: torch.dtype) -> None:
+def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(
+    other: torch.dtype,
+) -> None:
     """autocast's rule: every floating operand but fp64 becomes low, the other half dtype included."""
     low = F16 if other is BF16 else BF16
     x, w = torch.randn(3, 4).to(other), torch.randn(5, 4)
@@ -193,7 +201,9 @@ def test_another_thread_is_not_affected() -> None:
     a, b, out = torch.randn(64, 64).half(), torch.randn(64, 64).half(), []
     expected = a @ b
     with FastHalf(F16):
-        thread = threading.Thread(target=lambda: out.append((a @ b, torch.overrides._get_current_function_mode())))
+        thread = threading.Thread(
+            target=lambda: out.append((a @ b, torch.overrides._get_current_function_mode()))
+        )
         thread.start()
         thread.join()
     assert torch.equal(out[0][0], expected)
@@ -229,11 +239,16 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Conv2d": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), (2, 3, 6, 6)),
     "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 6, 6)),
     "MultiheadAttention": (Attention, (2, 5, 8)),
-    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        (2, 5, 8),
+    ),
 }
 
 
-@pytest.mark.skipif(has_native(F16), reason="this CPU multiplies float16 in hardware, so torch's kernels are used")
+@pytest.mark.skipif(
+    has_native(F16), reason="this CPU multiplies float16 in hardware, so torch's kernels are used"
+)
 @pytest.mark.parametrize("precision", ["O1", "O2"])
 @pytest.mark.parametrize("name", NETS)
 def test_no_half_product_reaches_torchs_slow_kernels(name: str, precision: str) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.errors import Notice
-from halfstep.launching import attempt
+from halfstep.kernels.launch import attempt
 
 
 def test_a_kernel_that_ran_before_and_fails_now_is_an_error() -> None:

@@ -10,10 +10,13 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.step.layout import choose
+from halfstep.step.fast.channels_last import choose
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-X, Y = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
+X, Y = (
+    torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)),
+    torch.tensor([0, 1, 2, 0]),
+)
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -30,10 +33,14 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def build(last: Any, optimizer: str = "SGD", precision: Any = "fp64", **options: Any) -> hs.TrainStep:
+def build(
+    last: Any, optimizer: str = "SGD", precision: Any = "fp64", **options: Any
+) -> hs.TrainStep:
     net = network()
     made = OPTIMIZERS[optimizer](net.parameters())
-    return hs.TrainStep(net, nn.CrossEntropyLoss(), made, precision=precision, channels_last=last, **options)
+    return hs.TrainStep(
+        net, nn.CrossEntropyLoss(), made, precision=precision, channels_last=last, **options
+    )
 
 
 def is_last(t: Tensor) -> bool:
@@ -57,7 +64,9 @@ def test_training_gives_the_same_weights(optimizer: str) -> None:
     assert is_last(one.net[3].weight)
     assert not is_last(other.net[0].weight)
     for p in one.params:
-        assert all(v.stride() == p.stride() for v in one.optimizer.state[p].values() if v.shape == p.shape)
+        assert all(
+            v.stride() == p.stride() for v in one.optimizer.state[p].values() if v.shape == p.shape
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3", "fp16"])
@@ -128,9 +137,15 @@ def test_a_checkpoint_of_the_other_order_goes_on(name: str, last: bool, tmp_path
     a, b = one.fingerprints(), other.fingerprints()
     assert [k for k in a if not torch.equal(a[k], b[k])] == []
     held = [*other.state.ema, *[g for g in other.state.cycle.grads if g is not None]]
-    assert all(t.stride() == p.stride() for t, p in zip(held, [*other.params, *other.params], strict=True))
+    assert all(
+        t.stride() == p.stride() for t, p in zip(held, [*other.params, *other.params], strict=True)
+    )
     for p in other.params:
-        assert all(v.stride() == p.stride() for v in other.optimizer.state[p].values() if v.shape == p.shape)
+        assert all(
+            v.stride() == p.stride()
+            for v in other.optimizer.state[p].values()
+            if v.shape == p.shape
+        )
     one(X, Y)
     other(X, Y)
     if name == "fp64":
@@ -150,7 +165,12 @@ def test_a_weights_file_is_the_same(tmp_path: Path) -> None:
     files = []
     for last in (True, False):
         net = network()
-        model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), channels_last=last)
+        model = hs.Model(
+            net,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            channels_last=last,
+        )
         model.save(tmp_path / f"{last}.safetensors")
         files.append((tmp_path / f"{last}.safetensors").read_bytes())
     assert files[0] == files[1]
@@ -162,7 +182,10 @@ def test_what_auto_chooses() -> None:
     assert choose(net, "auto", torch.float16, CUDA)[0]
     assert choose(net, "auto", torch.float32, CUDA)[0]
     assert choose(net, "auto", torch.float64, CUDA) == (False, "float64 runs on no tensor core")
-    assert choose(nn.Linear(2, 2), "auto", torch.float32, CUDA) == (False, "the network has no Conv2d")
+    assert choose(nn.Linear(2, 2), "auto", torch.float32, CUDA) == (
+        False,
+        "the network has no Conv2d",
+    )
     assert not choose(net, "auto", torch.float32, CPU)[0]
     assert choose(net, False, torch.float32, CUDA) == (False, "channels_last=False")
     assert build(True).report().choices["memory format"] == "channels-last: channels_last=True"
@@ -172,12 +195,21 @@ def test_what_auto_chooses() -> None:
 @pytest.mark.parametrize("name", ["compile", "channels_last", "cudnn_benchmark"])
 def test_a_switch_is_true_false_or_auto(name: str) -> None:
     for bad in (1, None, "yes"):
-        with pytest.raises(ValueError, match=f"{name}: expected True, False or 'auto', received {bad!r}"):
-            hs.TrainStep(network(), nn.CrossEntropyLoss(), torch.optim.SGD(network().parameters()), **{name: bad})
+        with pytest.raises(
+            ValueError, match=f"{name}: expected True, False or 'auto', received {bad!r}"
+        ):
+            hs.TrainStep(
+                network(),
+                nn.CrossEntropyLoss(),
+                torch.optim.SGD(network().parameters()),
+                **{name: bad},
+            )
 
 
 def test_measured_algorithms_do_not_repeat() -> None:
-    with pytest.raises(ValueError, match="cudnn_benchmark: expected 'auto' or False beside deterministic=True"):
+    with pytest.raises(
+        ValueError, match="cudnn_benchmark: expected 'auto' or False beside deterministic=True"
+    ):
         build(False, cudnn_benchmark=True, deterministic=True)
     assert build(False, deterministic=True).options.benchmark is False
     assert build(False).options.benchmark is True

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
-from halfstep.step import leaves
-from halfstep.step.generate import generate
+from halfstep.compiler.backend import generate
+from halfstep.compiler.passes import batch_weight_grads as leaves
 
 
 def over_batch(g: Tensor, *shape: int) -> Tensor:
@@ -78,8 +78,12 @@ W = torch.randint(-4, 5, (4, 16)).float()
 
 @pytest.mark.parametrize("out", [OUT, OUT.half(), OUT.t().contiguous().t(), OUT > 0])
 def test_the_mask_of_a_first_layer_is_part_of_it(out: Tensor) -> None:
-    assert not {"aten.where.self", "aten.le.Scalar", "aten.full.default"} & set(rewritten(first, W, out, H, X))
-    assert "aten.where.self" in rewritten(first, W, out, H, X, cut=True)  # it is in the kernel that adds the parts
+    assert not {"aten.where.self", "aten.le.Scalar", "aten.full.default"} & set(
+        rewritten(first, W, out, H, X)
+    )
+    assert "aten.where.self" in rewritten(
+        first, W, out, H, X, cut=True
+    )  # it is in the kernel that adds the parts
 
 
 @pytest.mark.parametrize("out", [OUT[:1], OUT[0], OUT.int(), OUT.double()])
@@ -95,8 +99,13 @@ def test_a_comparison_of_true_and_false_is_not_one() -> None:
     assert "aten.where.self" in rewritten(f, G, OUT > 0, H, X)
 
 
-MASKS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {  # a gradient, and what is more
-    "used by another product": lambda g, out, h, x: (m := masked(g, out), aten.relu(aten.mm(m, g.t()))),
+MASKS: dict[
+    str, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+] = {  # a gradient, and what is more
+    "used by another product": lambda g, out, h, x: (
+        m := masked(g, out),
+        aten.relu(aten.mm(m, g.t())),
+    ),
     "returned": lambda g, out, h, x: (masked(g, out),) * 2,
     "a transpose that is returned": lambda g, out, h, x: (m := masked(g, out), m.t()),
     "a right operand": lambda g, out, h, x: (m := masked(g, out), aten.mm(h.t(), m)),
@@ -123,17 +132,24 @@ def test_masks_that_stay(which: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_compiler_writes_both_so(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_compiler_writes_both_so(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real compiler, with the CPU as the device."""
     made: list[Any] = []
     rewrite = leaves.rewrite
 
     def look(graph: Graph, *args: Any, **options: Any) -> None:
         rewrite(graph, *args, **options)
-        made.extend(n.args for n in graph.find_nodes(op="call_function", target=torch.ops.halfstep.leaves.default))
+        made.extend(
+            n.args
+            for n in graph.find_nodes(op="call_function", target=torch.ops.halfstep.leaves.default)
+        )
 
     monkeypatch.setattr(leaves, "rewrite", look)
-    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    net = nn.Sequential(
+        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
+    )
     with fresh_cache(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         backend = partial(generate, low=dtype != torch.float32, chip="cpu")
         compiled = torch.compile(net, dynamic=False, backend=backend)

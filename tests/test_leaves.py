@@ -10,12 +10,16 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from halfstep.compiler.passes import batch_weight_grads as leaves
 from halfstep.errors import Notice
-from halfstep.step import leaves
 
 aten = torch.ops.aten
 SHAPES = [(512, 784, 64), (10, 512, 64), (33, 65, 7), (1, 1, 1), (64, 64, 200)]  # M, N, K
-KINDS = [(torch.float32, torch.float32), (torch.float16, torch.float16), (torch.float16, torch.float32)]
+KINDS = [
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.float16, torch.float32),
+]
 Given = tuple[list[Tensor], list[Tensor], list[Tensor | None], list[bool]]
 
 
@@ -24,7 +28,9 @@ def operands(dtype: torch.dtype) -> Given:
     g = torch.Generator().manual_seed(0)
     lefts = [torch.randint(-4, 5, (k, m), generator=g).to(dtype).t() for m, _, k in SHAPES]
     rights = [torch.randint(-4, 5, (k, n), generator=g).to(dtype) for _, n, k in SHAPES]
-    lefts[4][0] = torch.tensor([2048, *[1] * 199])  # 2247, which is 2248 in float16 and 2048 if it were summed there
+    lefts[4][0] = torch.tensor(
+        [2048, *[1] * 199]
+    )  # 2247, which is 2248 in float16 and 2048 if it were summed there
     masks = [torch.randint(-1, 2, a.shape, generator=g).to(dtype) for a in lefts]
     return (
         lefts,
@@ -116,7 +122,11 @@ def low(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rewritten(
-    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake", cut: bool = False
+    f: Callable[..., Any],
+    *inputs: Tensor,
+    device: str = "cpu",
+    mode: Any = "fake",
+    cut: bool = False,
 ) -> list[str]:
     """The operations after the rewriting; what they compute is what f did."""
     graph = make_fx(f, tracing_mode=mode)(*inputs)

@@ -74,7 +74,9 @@ def test_a_loader_that_cannot_seek_is_replayed_to_the_same_batches(make: Any, st
 
     torch.manual_seed(99)
     second = Loader(make())
-    announced = pytest.warns(Notice, match=f"DataLoader cannot seek: its first {stop} batches are fetched again")
+    announced = pytest.warns(
+        Notice, match=f"DataLoader cannot seek: its first {stop} batches are fetched again"
+    )
     with announced if stop else nullcontext():
         second.load_state_dict(state)
     torch.set_rng_state(at)  # as a checkpoint does
@@ -121,7 +123,9 @@ def test_a_loader_with_a_state_of_its_own_seeks() -> None:
 
 def test_distributed_samplers_are_told_the_epoch() -> None:
     def loader() -> Loader:
-        sampler: DistributedSampler[Any] = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=True, seed=3)
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            DATA, num_replicas=2, rank=1, shuffle=True, seed=3
+        )
         return Loader(DataLoader(DATA, batch_size=4, sampler=sampler))
 
     ours = loader()
@@ -208,7 +212,9 @@ def test_batch_samplers_and_the_modules_generators_are_replayed(by: str) -> None
     state = first.state_dict()
     rest = seen(stream)
     second = loader()
-    with pytest.warns(Notice, match="on the assumption that their order comes from Python's, numpy's and torch's"):
+    with pytest.warns(
+        Notice, match="on the assumption that their order comes from Python's, numpy's and torch's"
+    ):
         second.load_state_dict(state)
     before = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index] # noqa: NPY002
     assert seen(second) == rest
@@ -293,7 +299,9 @@ def test_batches_keep_their_shape_on_the_way_to_a_device(device: torch.device) -
 
 
 def test_an_iterator_that_runs_once_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"can be gone through again.* got generator\. Wrap a generator function"):
+    with pytest.raises(
+        TypeError, match=r"can be gone through again.* got generator\. Wrap a generator function"
+    ):
         Loader(i for i in range(3))
     with pytest.raises(TypeError, match="got int"):
         Loader(3)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.losses import CrossEntropy
-from halfstep.step.count import denominator
+from halfstep.step.loss_terms import denominator
 
 C = 5
 EXACT = 1e-13  # float64: at most 60 terms summed in another order
@@ -25,7 +25,12 @@ def sample(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[
 
 
 def written_out(
-    logits: Tensor, target: Tensor, on: float, off: float, weight: Tensor | None = None, reduction: str = "mean"
+    logits: Tensor,
+    target: Tensor,
+    on: float,
+    off: float,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
 ) -> Any:
     """-Σ_c w_c·t_c·log p_c with t = on at the target and off elsewhere; the mean is over Σ w[target]."""
     z = np.moveaxis(logits.double().numpy(), 1, -1).reshape(-1, C)
@@ -37,14 +42,18 @@ def written_out(
     each = np.where(kept, -(t * w * log_p).sum(1), 0.0)
     if reduction == "none":
         return each.reshape(target.shape)
-    return each.sum() / (w[np.where(kept, y, 0)] * kept).sum() if reduction == "mean" else each.sum()
+    return (
+        each.sum() / (w[np.where(kept, y, 0)] * kept).sum() if reduction == "mean" else each.sum()
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
-def test_over_the_others_is_mindspores(smoothing: float, shape: str, weight: Tensor | None, reduction: Any) -> None:
+def test_over_the_others_is_mindspores(
+    smoothing: float, shape: str, weight: Tensor | None, reduction: Any
+) -> None:
     logits, target = sample(SHAPES[shape])
     options = {"smoothing_over": "others", "classes": C, "weight": weight, "reduction": reduction}
     loss = CrossEntropy(smoothing, **options)(logits, target)
@@ -56,12 +65,16 @@ def test_over_the_others_is_mindspores(smoothing: float, shape: str, weight: Ten
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
-def test_over_all_is_torchs(smoothing: float, shape: str, weight: Tensor | None, reduction: Any) -> None:
+def test_over_all_is_torchs(
+    smoothing: float, shape: str, weight: Tensor | None, reduction: Any
+) -> None:
     logits, target = sample(SHAPES[shape])
     loss = CrossEntropy(smoothing, weight=weight, reduction=reduction)(logits, target)
     theirs = F.cross_entropy(logits, target, weight, label_smoothing=smoothing, reduction=reduction)
     assert torch.equal(loss, theirs)
-    expected = written_out(logits, target, 1 - smoothing + smoothing / C, smoothing / C, weight, reduction)
+    expected = written_out(
+        logits, target, 1 - smoothing + smoothing / C, smoothing / C, weight, reduction
+    )
     np.testing.assert_allclose(loss.numpy(), expected, rtol=EXACT, atol=EXACT)
 
 
@@ -99,7 +112,9 @@ def test_the_gradient_is_softmax_minus_target() -> None:
     CrossEntropy(0.3, smoothing_over="others")(logits, target).backward()
     aim = torch.full((12, C), 0.3 / (C - 1), dtype=torch.float64).scatter(1, target[:, None], 0.7)
     assert logits.grad is not None
-    assert (logits.grad - (logits.softmax(1) - aim) / 12).abs().max() < 1e-15  # a few ulp of numbers below 1/12
+    assert (
+        logits.grad - (logits.softmax(1) - aim) / 12
+    ).abs().max() < 1e-15  # a few ulp of numbers below 1/12
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int16])
@@ -120,7 +135,9 @@ def test_probabilities_are_smoothed_as_class_numbers_are() -> None:
 
 def test_one_sample_without_a_batch_dimension() -> None:
     logits, target = torch.randn(C), torch.tensor(2)
-    assert torch.equal(CrossEntropy(0.1)(logits, target), F.cross_entropy(logits, target, label_smoothing=0.1))
+    assert torch.equal(
+        CrossEntropy(0.1)(logits, target), F.cross_entropy(logits, target, label_smoothing=0.1)
+    )
 
 
 def test_class_weights_follow_the_logits_dtype_and_the_module() -> None:
@@ -128,7 +145,9 @@ def test_class_weights_follow_the_logits_dtype_and_the_module() -> None:
     assert loss.state_dict().keys() == {"weight"}
     logits, target = sample((12,))
     target = target.clamp(min=0)
-    assert torch.equal(loss(logits, target), F.cross_entropy(logits, target, WEIGHT, ignore_index=2))
+    assert torch.equal(
+        loss(logits, target), F.cross_entropy(logits, target, WEIGHT, ignore_index=2)
+    )
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [
@@ -136,14 +155,29 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: CrossEntropy(-0.1), "received -0.1"),
     (lambda: CrossEntropy(0.1, smoothing_over="rest"), "'all' or 'others', received 'rest'"),  # type: ignore[arg-type]
     (lambda: CrossEntropy(0.1, off_value=0.1), "smoothing_over='others', received 0.1 and 'all'"),
-    (lambda: CrossEntropy(0.1, off_value=-1.0, smoothing_over="others"), "off_value from 0 to below 1"),
+    (
+        lambda: CrossEntropy(0.1, off_value=-1.0, smoothing_over="others"),
+        "off_value from 0 to below 1",
+    ),
     (lambda: CrossEntropy(classes=0), "1 or more classes"),
     (lambda: CrossEntropy(reduction="batch"), "'mean', 'sum' or 'none', received 'batch'"),  # type: ignore[arg-type]
-    (lambda: CrossEntropy(weight=torch.ones(2, 2)), r"a 1-D tensor of weights, one per class, received shape \(2, 2\)"),
-    (lambda: CrossEntropy(weight=torch.ones(3), classes=4), r"4 weights, one per class, received shape \(3,\)"),
-    (lambda: CrossEntropy(0.6, smoothing_over="others", classes=2), "leaves 0.4 on the target and 0.6 on each other"),
+    (
+        lambda: CrossEntropy(weight=torch.ones(2, 2)),
+        r"a 1-D tensor of weights, one per class, received shape \(2, 2\)",
+    ),
+    (
+        lambda: CrossEntropy(weight=torch.ones(3), classes=4),
+        r"4 weights, one per class, received shape \(3,\)",
+    ),
+    (
+        lambda: CrossEntropy(0.6, smoothing_over="others", classes=2),
+        "leaves 0.4 on the target and 0.6 on each other",
+    ),
     (lambda: CrossEntropy(0.1, smoothing_over="others", classes=1), "needs 2 or more, received 1"),
-    (lambda: CrossEntropy(classes=3)(torch.ones(2, 4), torch.tensor([0, 1])), "logits of 3 classes, received 4"),
+    (
+        lambda: CrossEntropy(classes=3)(torch.ones(2, 4), torch.tensor([0, 1])),
+        "logits of 3 classes, received 4",
+    ),
 ]
 
 
@@ -164,7 +198,9 @@ def test_it_trains_like_its_torch_twin_bit_for_bit() -> None:
         return net.weight.detach()
 
     assert torch.equal(train(CrossEntropy(0.1)), train(nn.CrossEntropyLoss(label_smoothing=0.1)))
-    assert not torch.equal(train(CrossEntropy(0.1, smoothing_over="others")), train(CrossEntropy(0.1)))
+    assert not torch.equal(
+        train(CrossEntropy(0.1, smoothing_over="others")), train(CrossEntropy(0.1))
+    )
 
 
 @pytest.mark.parametrize("over", ["all", "others"])
@@ -177,7 +213,11 @@ def test_micro_batches_of_any_size_give_the_full_batch(weight: Tensor | None, ov
         torch.manual_seed(3)
         net, loss = nn.Linear(3, C).double(), CrossEntropy(0.2, smoothing_over=over, weight=weight)
         step = hs.TrainStep(
-            net, loss, torch.optim.SGD(net.parameters(), lr=0.5), precision="fp64", accumulate=len(sizes)
+            net,
+            loss,
+            torch.optim.SGD(net.parameters(), lr=0.5),
+            precision="fp64",
+            accumulate=len(sizes),
         )
         records = [step(*part) for part in zip(x.split(sizes), y.split(sizes), strict=True)]
         assert loss.reduction == "mean"

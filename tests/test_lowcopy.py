@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.precision import pieces
-from halfstep.precision.lowcopy import LowCopies
-from halfstep.precision.pieces import cut_alike
+from halfstep.kernels import foreach as pieces
+from halfstep.kernels.foreach import cut_alike
+from halfstep.precision.low_params import LowCopies
 
-SHAPES = [(300, 101), (7,), (8, 3, 30, 30), (), (0, 3), (4096,), (4097,)]  # the third: channels last
+SHAPES = [
+    (300, 101),
+    (7,),
+    (8, 3, 30, 30),
+    (),
+    (0, 3),
+    (4096,),
+    (4097,),
+]  # the third: channels last
 
 
 def pair(low: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -39,7 +47,9 @@ def spoil() -> dict[str, Callable[[list[Tensor], list[Tensor]], None]]:
         "another layout": lambda to, _: to.__setitem__(2, to[2].contiguous()),
         "gaps": lambda *both: spread_out(both),
         "several dtypes": lambda to, _: to.__setitem__(0, to[0].float()),
-        "another device": lambda _, given: given.__setitem__(0, torch.zeros(300, 101, device="meta")),
+        "another device": lambda _, given: given.__setitem__(
+            0, torch.zeros(300, 101, device="meta")
+        ),
         "another shape": lambda _, given: given.__setitem__(1, torch.zeros(8)),
         "sparse": lambda _, given: given.__setitem__(1, torch.zeros(7).to_sparse()),
         "a subclass": lambda _, given: given.__setitem__(1, torch.zeros(7).as_subclass(Mine)),

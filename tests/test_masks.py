@@ -12,12 +12,14 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.step import masks
-from halfstep.step.generate import generate
+from halfstep.compiler.backend import generate
+from halfstep.compiler.passes import joint_graph__masks as masks
 
 aten = torch.ops.aten
 X, G = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
-SPECIAL = torch.tensor([float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 2.0, -2.0])
+SPECIAL = torch.tensor(
+    [float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 2.0, -2.0]
+)
 
 
 def norm(x: Tensor) -> Tensor:
@@ -39,7 +41,10 @@ def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> tu
     graph.graph.lint()
     for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
         assert torch.equal(a, b)
-    sources = [str(node.args[0].target) for node in graph.graph.find_nodes(op="call_function", target=aten.le.Scalar)]
+    sources = [
+        str(node.args[0].target)
+        for node in graph.graph.find_nodes(op="call_function", target=aten.le.Scalar)
+    ]
     written = [node for node in graph.graph.nodes if node.meta.get("inductor_realize_to_strides")]
     assert all(node.target is aten.where.self for node in written)
     return sources, len(written)
@@ -114,7 +119,9 @@ def single(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("f", "expected"), [(summed, 1), (once, 0), (single, 0)])
-def test_a_sum_of_two_branches_that_is_used_twice_is_written(f: Callable[..., Any], expected: int) -> None:
+def test_a_sum_of_two_branches_that_is_used_twice_is_written(
+    f: Callable[..., Any], expected: int
+) -> None:
     assert rewritten(f, X, G, torch.randn_like(X)) == ([RELU], expected)
 
 
@@ -135,7 +142,9 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_generated_code_has_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_code_has_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real compiler, with the CPU as the device: the pass reaches the graph of both, masks and sums are found."""
     found: list[tuple[int, int]] = []
     rewrite = masks.rewrite
@@ -144,7 +153,9 @@ def test_generated_code_has_the_same_bits(dtype: torch.dtype, monkeypatch: pytes
         rewrite(graph, device)
         found_masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
         written = sum(bool(node.meta.get("inductor_realize_to_strides")) for node in graph.nodes)
-        found.append((sum(node.args[0].target is not aten.relu.default for node in found_masks), written))
+        found.append(
+            (sum(node.args[0].target is not aten.relu.default for node in found_masks), written)
+        )
 
     monkeypatch.setattr(masks, "rewrite", spied)
 

@@ -67,9 +67,15 @@ with kept() as within:
 
 
 def run(code: str, **variables: str) -> Any:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))}
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
+    }
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **variables}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -79,12 +85,16 @@ def test_a_training_step_faults_its_memory_in_once() -> None:
     kept, inside = run(f"FIXED = False\n{TRAIN}")
     assert kept
     assert inside < 10  # a few of Python's own
-    refused, without = run(f"FIXED = True\n{TRAIN}")  # its own process: a heap of before has blocks to give
+    refused, without = run(
+        f"FIXED = True\n{TRAIN}"
+    )  # its own process: a heap of before has blocks to give
     assert not refused
     assert without > 600  # 2.7 MB of gradients alone are 650 pages
 
 
-def test_blocks_of_every_size_up_to_the_limit_stay_and_the_kernel_gets_them_back_at_the_end() -> None:
+def test_blocks_of_every_size_up_to_the_limit_stay_and_the_kernel_gets_them_back_at_the_end() -> (
+    None
+):
     code = """
 before = resident()
 with memory.kept():
@@ -179,7 +189,11 @@ print(json.dumps([memory._users, faults(40)]))"""
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_TOP_PAD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=7")],
+    [
+        ("MALLOC_TRIM_THRESHOLD_", "131072"),
+        ("MALLOC_TOP_PAD_", "1"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_max=7"),
+    ],
 )
 def test_what_the_environment_sets_is_left_alone(name: str, value: str) -> None:
     code = "with memory.kept() as m: print(json.dumps([m.kept, m.reason, faults(40)]))"
@@ -194,8 +208,12 @@ def test_other_tunables_and_arenas_do_not_matter() -> None:
     assert run(ALONE + code, MALLOC_ARENA_MAX="2", GLIBC_TUNABLES="glibc.rtld.nns=4")
 
 
-@pytest.mark.parametrize(("threshold", "mib", "returned"), [(1 << 20, 2, True), (512 << 20, 64, False)])
-def test_thresholds_that_the_program_has_set_are_left_alone(threshold: int, mib: int, returned: bool) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "mib", "returned"), [(1 << 20, 2, True), (512 << 20, 64, False)]
+)
+def test_thresholds_that_the_program_has_set_are_left_alone(
+    threshold: int, mib: int, returned: bool
+) -> None:
     """Below where glibc's own adjustment ends, and above it; with holes in the heap, which hide what malloc does."""
     code = f"""
 held = [libc.malloc(20 << 20) for _ in range(9)]
@@ -215,9 +233,13 @@ def test_another_malloc_is_left_alone(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("needs a C compiler")
     source, library = tmp_path / "other.c", tmp_path / "other.so"
-    source.write_text("void *__libc_malloc(unsigned long); void *malloc(unsigned long n) { return __libc_malloc(n); }")
+    source.write_text(
+        "void *__libc_malloc(unsigned long); void *malloc(unsigned long n) { return __libc_malloc(n); }"
+    )
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    kept, reason = run(ALONE + "m = memory.look(); print(json.dumps([m.kept, m.reason]))", LD_PRELOAD=str(library))
+    kept, reason = run(
+        ALONE + "m = memory.look(); print(json.dumps([m.kept, m.reason]))", LD_PRELOAD=str(library)
+    )
     assert not kept
     assert "LD_PRELOAD" in reason
 

@@ -70,7 +70,9 @@ def test_accuracy_is_torchmetrics_accuracy(top: int) -> None:
 
 @pytest.mark.parametrize("shape", [(30,), (30, 1), (4, 1, 3, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
-def test_one_score_a_label_is_judged_by_a_threshold(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_one_score_a_label_is_judged_by_a_threshold(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     tm = pytest.importorskip("torchmetrics.classification")
     scores, labels = torch.randn(shape) * 3, torch.randint(2, shape).to(dtype)
     metric, theirs = Accuracy(), tm.BinaryAccuracy()
@@ -138,7 +140,10 @@ def test_nan_is_never_right(top: int) -> None:
 
 def test_infinite_scores_have_their_place() -> None:
     metric = Accuracy(2)
-    metric.update(torch.tensor([[-math.inf, 1.0, math.inf], [0.0, -math.inf, -math.inf]]), torch.tensor([1, 2]))
+    metric.update(
+        torch.tensor([[-math.inf, 1.0, math.inf], [0.0, -math.inf, -math.inf]]),
+        torch.tensor([1, 2]),
+    )
     assert (int(metric.total), int(metric.count)) == (1, 2)
 
 
@@ -150,47 +155,135 @@ def test_logits_are_found_in_a_models_output(outputs: Callable[[Tensor], Any]) -
     assert not metric.total.requires_grad
 
 
-@pytest.mark.parametrize("outputs", [{"logits": None}, SimpleNamespace(logits=None), {"scores": 1}, (1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "outputs", [{"logits": None}, SimpleNamespace(logits=None), {"scores": 1}, (1, 2)], ids=str
+)
 def test_outputs_without_logits_stay_as_they_are(outputs: Any) -> None:
     assert logits_of(outputs) is outputs
 
 
-NINE = (
-    r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; give scores of every class, \[N, c"
-)
+NINE = r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; give scores of every class, \[N, c"
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: Accuracy(0), ValueError, "top as 1 or more classes, received 0"),
-    (lambda: Accuracy(4).update(torch.ones(2, 3), torch.ones(2).long()), ValueError, r"4 or more classes.*\(2, 3\)"),
-    (lambda: Accuracy(2).update(torch.ones(2), torch.ones(2).long()), ValueError, "2 or more classes"),
-    (lambda: Accuracy().update(torch.ones(2, 3), torch.ones(3).long()), ValueError, r"\(2,\).*received.*\(3,\)"),
-    (lambda: Accuracy().update(torch.ones(2, 3), torch.ones(2)), ValueError, "expected integer labels"),
-    (lambda: Accuracy().update(torch.ones(3), torch.tensor(1)), ValueError, "expected integer labels of shape"),
-    (lambda: Accuracy().update(torch.ones(2).long(), torch.ones(2)), TypeError, "floating tensor.*torch.int64"),
-    (lambda: Accuracy().update([1.0], torch.ones(1)), TypeError, "floating tensor, or .logits, received list"),
+    (
+        lambda: Accuracy(4).update(torch.ones(2, 3), torch.ones(2).long()),
+        ValueError,
+        r"4 or more classes.*\(2, 3\)",
+    ),
+    (
+        lambda: Accuracy(2).update(torch.ones(2), torch.ones(2).long()),
+        ValueError,
+        "2 or more classes",
+    ),
+    (
+        lambda: Accuracy().update(torch.ones(2, 3), torch.ones(3).long()),
+        ValueError,
+        r"\(2,\).*received.*\(3,\)",
+    ),
+    (
+        lambda: Accuracy().update(torch.ones(2, 3), torch.ones(2)),
+        ValueError,
+        "expected integer labels",
+    ),
+    (
+        lambda: Accuracy().update(torch.ones(3), torch.tensor(1)),
+        ValueError,
+        "expected integer labels of shape",
+    ),
+    (
+        lambda: Accuracy().update(torch.ones(2).long(), torch.ones(2)),
+        TypeError,
+        "floating tensor.*torch.int64",
+    ),
+    (
+        lambda: Accuracy().update([1.0], torch.ones(1)),
+        TypeError,
+        "floating tensor, or .logits, received list",
+    ),
     (lambda: Accuracy().update(torch.ones(3, 1), torch.tensor([0, 9, 3])), ValueError, NINE),
-    (lambda: Accuracy().update(torch.ones(3), torch.tensor([-1, 1, 1])), ValueError, r"0 or 1, received -1 to 1; give"),
-    (lambda: Accuracy().update(torch.ones(2, 1), torch.tensor([[0.5], [2.5]])), ValueError, r"received 0.5 to 2.5"),
-    (lambda: Loss().update(torch.ones(3)), ValueError, r"one number, received shape \(3,\); give its mean"),
-    (lambda: Accuracy().merge(Accuracy(5)), ValueError, r"another Accuracy\(top=1.*received Accuracy\(top=5"),
+    (
+        lambda: Accuracy().update(torch.ones(3), torch.tensor([-1, 1, 1])),
+        ValueError,
+        r"0 or 1, received -1 to 1; give",
+    ),
+    (
+        lambda: Accuracy().update(torch.ones(2, 1), torch.tensor([[0.5], [2.5]])),
+        ValueError,
+        r"received 0.5 to 2.5",
+    ),
+    (
+        lambda: Loss().update(torch.ones(3)),
+        ValueError,
+        r"one number, received shape \(3,\); give its mean",
+    ),
+    (
+        lambda: Accuracy().merge(Accuracy(5)),
+        ValueError,
+        r"another Accuracy\(top=1.*received Accuracy\(top=5",
+    ),
     (lambda: Loss().merge(Average(len)), ValueError, r"another Loss\(\), received Average"),  # type: ignore[arg-type]
-    (lambda: Loss().load_state_dict({"total": torch.zeros(())}), ValueError, "counters total, count, received total"),
-    (lambda: Accuracy().load_state_dict(Loss().state_dict()), ValueError, "torch.int64 number, received torch.float64"),
+    (
+        lambda: Loss().load_state_dict({"total": torch.zeros(())}),
+        ValueError,
+        "counters total, count, received total",
+    ),
+    (
+        lambda: Accuracy().load_state_dict(Loss().state_dict()),
+        ValueError,
+        "torch.int64 number, received torch.float64",
+    ),
     (lambda: as_metric(Accuracy), TypeError, r"received the class Accuracy; write Accuracy\(\)"),
-    (lambda: as_metric("acc"), TypeError, "received str 'acc'. Accepted: a metric of halfstep.metrics, one of torchm"),
+    (
+        lambda: as_metric("acc"),
+        TypeError,
+        "received str 'acc'. Accepted: a metric of halfstep.metrics, one of torchm",
+    ),
     (lambda: as_metric(SimpleNamespace(update=print)), TypeError, "Accepted"),
-    (lambda: as_metric(SimpleNamespace(update=print, compute=print, reset=print)).state_dict(), TypeError, "saved"),
-    (lambda: as_metric(Plain()).merge(Plain()), TypeError, r"Plain has neither merge_state\(other\) nor merge"),
-    (lambda: as_metric(Plain()).merge(Accuracy()), ValueError, r"expected another Plain, received Accuracy"),
-    (lambda: Average(lambda a, b: 1.0).update(None, None), TypeError, "needs labels or outputs with rows"),
-    (lambda: Metrics([Accuracy()]), TypeError, r"a dict by name, such as \{\"acc\": Accuracy\(\)\}, received list"),
+    (
+        lambda: as_metric(SimpleNamespace(update=print, compute=print, reset=print)).state_dict(),
+        TypeError,
+        "saved",
+    ),
+    (
+        lambda: as_metric(Plain()).merge(Plain()),
+        TypeError,
+        r"Plain has neither merge_state\(other\) nor merge",
+    ),
+    (
+        lambda: as_metric(Plain()).merge(Accuracy()),
+        ValueError,
+        r"expected another Plain, received Accuracy",
+    ),
+    (
+        lambda: Average(lambda a, b: 1.0).update(None, None),
+        TypeError,
+        "needs labels or outputs with rows",
+    ),
+    (
+        lambda: Metrics([Accuracy()]),
+        TypeError,
+        r"a dict by name, such as \{\"acc\": Accuracy\(\)\}, received list",
+    ),
     (lambda: Metrics({"top/5": Accuracy()}), ValueError, "no spaces or slashes.*received 'top/5'"),
     (lambda: Metrics({"top 5": Accuracy()}), ValueError, "received 'top 5'"),
     (lambda: Metrics({"": Accuracy()}), ValueError, "received ''"),
     (lambda: Metrics({1: Accuracy()}), ValueError, "received 1"),
     (lambda: Metrics({"loss": Accuracy()}), ValueError, "'loss' is the name of the loss itself"),
-    (lambda: Metrics({"mean": Loss()}).update(1, 2), ValueError, "'mean' follows the loss; give update.*loss="),
-    (lambda: Metrics({"a": Loss()}).load_state_dict({"b": {}}), ValueError, r"expected \['a'\], received \['b'\]"),
-    (lambda: Metrics({"a": Loss()}).merge(Metrics()), ValueError, r"merge: expected \['a'\], received \[\]"),
+    (
+        lambda: Metrics({"mean": Loss()}).update(1, 2),
+        ValueError,
+        "'mean' follows the loss; give update.*loss=",
+    ),
+    (
+        lambda: Metrics({"a": Loss()}).load_state_dict({"b": {}}),
+        ValueError,
+        r"expected \['a'\], received \['b'\]",
+    ),
+    (
+        lambda: Metrics({"a": Loss()}).merge(Metrics()),
+        ValueError,
+        r"merge: expected \['a'\], received \[\]",
+    ),
 ]
 
 
@@ -218,7 +311,9 @@ def test_loss_is_the_mean_over_all_terms() -> None:
         theirs.update(part.square().mean(), part.numel())
     assert metric.compute() == theirs.compute()
     whole = torch.cat(parts).double().square().mean().item()
-    assert metric.compute().item() == pytest.approx(whole, rel=1e-6)  # each batch's mean is rounded to float32
+    assert metric.compute().item() == pytest.approx(
+        whole, rel=1e-6
+    )  # each batch's mean is rounded to float32
 
 
 def test_loss_takes_device_counts_and_ignores_a_mean_over_nothing() -> None:
@@ -290,7 +385,10 @@ def theirs(name: str, **options: Any) -> Callable[[], Any]:
 
 
 TORCHMETRICS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
-    "tm accuracy": (theirs("Accuracy", task="multiclass", num_classes=C), lambda: batch(20, ignored=0.0)),
+    "tm accuracy": (
+        theirs("Accuracy", task="multiclass", num_classes=C),
+        lambda: batch(20, ignored=0.0),
+    ),
     "tm error": (theirs("MeanSquaredError"), lambda: (torch.randn(7), torch.randn(7))),
     "tm lists": (theirs("AUROC", task="binary"), lambda: (torch.rand(9), torch.arange(9) % 2)),
 }
@@ -324,7 +422,9 @@ def test_merging_is_having_seen_both(kind: str) -> None:
         (first if i % 2 else second).update(*arguments)
     first.compute(), second.compute()  # torchmetrics remembers what it computed
     first.merge(second)
-    assert torch.allclose(first.compute(), whole.compute(), rtol=1e-6, atol=0)  # float32 in torchmetrics
+    assert torch.allclose(
+        first.compute(), whole.compute(), rtol=1e-6, atol=0
+    )  # float32 in torchmetrics
     fresh = make()
     fresh.merge(first)
     assert torch.equal(fresh.compute(), first.compute())
@@ -400,18 +500,27 @@ def test_a_wrapper_of_torchmetrics_measures_but_is_not_saved() -> None:
     metric.update(torch.ones(2), torch.zeros(2))
     assert float(metric.compute()["max"]) == 1
     for ask, what in ((metric.state_dict, "saved"), (lambda: metric.merge(other), "merged")):
-        with pytest.raises(TypeError, match=f"MinMaxMetric cannot be {what}: it wraps other metrics; give the metric"):
+        with pytest.raises(
+            TypeError,
+            match=f"MinMaxMetric cannot be {what}: it wraps other metrics; give the metric",
+        ):
             ask()
 
 
 def test_torchmetrics_collection_is_given_by_name() -> None:
     tm = pytest.importorskip("torchmetrics")
     collection = tm.MetricCollection({"mse": tm.MeanSquaredError(), "mae": tm.MeanAbsoluteError()})
-    with pytest.raises(TypeError, match=r"MetricCollection holds several metrics; give them by name: \{\*\*collection"):
+    with pytest.raises(
+        TypeError,
+        match=r"MetricCollection holds several metrics; give them by name: \{\*\*collection",
+    ):
         as_metric(collection)
     group = Metrics({**collection})
     group.update(torch.tensor([1.0, 3.0]), torch.zeros(2))
-    assert {name: float(value) for name, value in group.compute().items()} == {"mse": 5.0, "mae": 2.0}
+    assert {name: float(value) for name, value in group.compute().items()} == {
+        "mse": 5.0,
+        "mae": 2.0,
+    }
 
 
 def test_a_state_of_another_metric_is_refused() -> None:
@@ -422,7 +531,15 @@ def test_a_state_of_another_metric_is_refused() -> None:
 
 
 def group() -> Metrics:
-    return Metrics({"acc": Accuracy(), "top@2": Accuracy(2), "loss": Loss(), "seen": Plain(), "mse": lambda o, y: o[0]})
+    return Metrics(
+        {
+            "acc": Accuracy(),
+            "top@2": Accuracy(2),
+            "loss": Loss(),
+            "seen": Plain(),
+            "mse": lambda o, y: o[0],
+        }
+    )
 
 
 def test_a_group_is_its_metrics() -> None:
@@ -451,7 +568,10 @@ def fails(outputs: Any, labels: Any) -> Tensor:
 def test_an_error_in_a_metric_names_it_and_what_it_was_given() -> None:
     tm = pytest.importorskip("torchmetrics")
     scores, labels = torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
-    both, nested = "float32 [5, 3] and int64 [4]", "{'a': float32 [5, 3], 'b': (int64 [4], int)} and NoneType"
+    both, nested = (
+        "float32 [5, 3] and int64 [4]",
+        "{'a': float32 [5, 3], 'b': (int64 [4], int)} and NoneType",
+    )
     cases: list[tuple[Any, type[Exception], Any, str]] = [
         (fails, Wrong, (scores, labels), both),
         (lambda o, y: o - y, RuntimeError, (scores, labels), both),
@@ -480,18 +600,37 @@ def test_an_error_in_compute_names_the_metric_and_fit_keeps_the_note() -> None:
         Metrics({"late": Late()}).compute()
     assert caught.value.__notes__ == ["in the metric 'late', when it was computed"]
     net, rows = nn.Linear(4, 3), hs.data.Dataset((torch.randn(6, 4), torch.arange(6) % 3)).batch(3)
-    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), metrics={"mine": fails})
+    model = hs.Model(
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        metrics={"mine": fails},
+    )
     with pytest.raises(Wrong) as caught:
         model.fit(1, rows, valid=rows)
-    assert "in the metric 'mine', which was given float32 [3, 3] and int64 [3]" in caught.value.__notes__
+    assert (
+        "in the metric 'mine', which was given float32 [3, 3] and int64 [3]"
+        in caught.value.__notes__
+    )
 
 
 def test_groups_merge_and_split() -> None:
-    metrics, other = (Metrics({"acc": Accuracy(), "loss": Loss(), "f": square_error}) for _ in range(2))
+    metrics, other = (
+        Metrics({"acc": Accuracy(), "loss": Loss(), "f": square_error}) for _ in range(2)
+    )
     for m, label in ((metrics, 0), (other, 1)):
-        m.update(torch.zeros(2, 2), torch.full((2, 2), label).float(), loss=torch.tensor(float(label)), count=1 + label)
+        m.update(
+            torch.zeros(2, 2),
+            torch.full((2, 2), label).float(),
+            loss=torch.tensor(float(label)),
+            count=1 + label,
+        )
     metrics.merge(other)
-    assert {name: float(v) for name, v in metrics.compute().items()} == {"acc": 1.0, "loss": 2 / 3, "f": 0.5}
+    assert {name: float(v) for name, v in metrics.compute().items()} == {
+        "acc": 1.0,
+        "loss": 2 / 3,
+        "f": 0.5,
+    }
     inside, outside = metrics.split()
     assert (list(inside), list(outside)) == (["acc", "loss"], ["f"])
     assert inside.each["acc"] is metrics.each["acc"]
@@ -527,7 +666,9 @@ def test_updates_are_captured_and_never_wait() -> None:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_updates_do_not_wait_for_the_device() -> None:
     scores, labels = (t.cuda() for t in batch(64))
-    metrics = Metrics({"acc": Accuracy(), "top@3": Accuracy(3), "loss": Loss(), "f": lambda o, y: o.sum()}).to("cuda")
+    metrics = Metrics(
+        {"acc": Accuracy(), "top@3": Accuracy(3), "loss": Loss(), "f": lambda o, y: o.sum()}
+    ).to("cuda")
     soft, n = torch.rand(64, C, device="cuda"), torch.full((), 3, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -542,5 +683,8 @@ def test_updates_do_not_wait_for_the_device() -> None:
 def test_a_capture_cannot_move_the_counters() -> None:
     scores, labels = (t.cuda() for t in batch(64))
     metric = Accuracy()
-    with pytest.raises(RuntimeError, match=r"call to\('cuda:0'\) before it"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match=r"call to\('cuda:0'\) before it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         metric.update(scores, labels)

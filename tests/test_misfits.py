@@ -22,9 +22,13 @@ def layers(*widths: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
-def model(net: nn.Module | None = None, optimizer: Any = None, precision: str = "O2", **options: Any) -> Model:
+def model(
+    net: nn.Module | None = None, optimizer: Any = None, precision: str = "O2", **options: Any
+) -> Model:
     net = net or layers(4, 8, 3)
-    optimizer = optimizer(net) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    optimizer = (
+        optimizer(net) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    )
     return Model(net, options.pop("loss", nn.CrossEntropyLoss()), optimizer, precision, **options)
 
 
@@ -68,8 +72,14 @@ OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
         "of another shape: 0.weight ([8, 4] there, [9, 4] here), 0.bias ([8] there, [9] here), 1.weight ([3, 8] there, "
         "[3, 9] here). Build the network as it was",
     ),
-    "deeper": (lambda: model(layers(4, 8, 3, 3)), "from another network: missing there: 2.weight, 2.bias. Build"),
-    "shallower": (lambda: model(layers(4, 8)), "from another network: unknown to this network: 1.weight, 1.bias. "),
+    "deeper": (
+        lambda: model(layers(4, 8, 3, 3)),
+        "from another network: missing there: 2.weight, 2.bias. Build",
+    ),
+    "shallower": (
+        lambda: model(layers(4, 8)),
+        "from another network: unknown to this network: 1.weight, 1.bias. ",
+    ),
     "many": (
         lambda: model(layers(4, 8, 3, 3, 3, 3, 3)),
         "missing there: 2.weight, 2.bias, 3.weight, 3.bias and 4 more. Build",
@@ -125,7 +135,10 @@ def test_a_network_that_renames_what_it_loads_is_left_to_do_so(saved: Path) -> N
     ours, expected = model(net), model()
     for each in (ours, expected):
         each.fit(2, DATA, resume=saved)
-    assert all(torch.equal(a, b) for a, b in zip(ours.net.parameters(), expected.net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ours.net.parameters(), expected.net.parameters(), strict=True)
+    )
 
 
 def test_loading_weights_of_another_network(saved: Path) -> None:
@@ -138,7 +151,9 @@ def test_loading_weights_of_another_network(saved: Path) -> None:
             ours.load(source)
         assert "0.weight ([8, 4] there, [9, 4] here)" in str(caught.value)
         assert "Nothing was loaded; load(..., strict=False) takes what fits." in str(caught.value)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in ours.net.state_dict().items())
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in ours.net.state_dict().items()
+        )
 
 
 def test_a_checkpoint_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ PRECISIONS = ["fp32", "O1", "O2", "O3", "fp16", "bf16"]
 
 def network(dropout: float = 0.2) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.LayerNorm(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3)
+    )
 
 
 def data(batch: int = 8) -> hs.data.Dataset:
@@ -114,14 +116,17 @@ def test_the_semi_automatic_gear_gives_the_same(precision: str, accumulate: int)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate": 4}, {"steps_per_epoch": 5}, {"steps_per_epoch": 13, "accumulate": 4}]
+    "options",
+    [{}, {"accumulate": 4}, {"steps_per_epoch": 5}, {"steps_per_epoch": 13, "accumulate": 4}],
 )
 def test_sink_never_changes_anything(options: dict[str, Any]) -> None:
     found = []
     fitting = {k: v for k, v in options.items() if k == "steps_per_epoch"}
     for sink in (None, 1, 7, 100):
         ours, rows = model("O2", **{k: v for k, v in options.items() if k not in fitting}), Rows()
-        run = ours.fit(4, data(), valid=data(), valid_every_steps=6, callbacks=[rows], sink=sink, **fitting)
+        run = ours.fit(
+            4, data(), valid=data(), valid_every_steps=6, callbacks=[rows], sink=sink, **fitting
+        )
         found.append((weights(ours.net), rows.rows, run.history))
     for other in found[1:]:
         assert torch.equal(other[0], found[0][0])
@@ -154,7 +159,9 @@ def test_an_epoch_of_steps_goes_on_in_the_data_where_it_stopped() -> None:
             return out
 
     net = Seen()
-    Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)).fit(4, data(), steps_per_epoch=5)
+    Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1)).fit(
+        4, data(), steps_per_epoch=5
+    )
     source = data()
     expected = [x for _ in range(3) for x, _ in source][:20]
     assert len(seen) == 20
@@ -163,7 +170,13 @@ def test_an_epoch_of_steps_goes_on_in_the_data_where_it_stopped() -> None:
 
 def test_events_come_in_order() -> None:
     events = Events()
-    model().fit(2, hs.data.Dataset({"x": X[:24], "y": Y[:24]}).batch(8), valid=data(), callbacks=[events], sink=2)
+    model().fit(
+        2,
+        hs.data.Dataset({"x": X[:24], "y": Y[:24]}).batch(8),
+        valid=data(),
+        callbacks=[events],
+        sink=2,
+    )
     epoch = ["epoch_begin", "step", "step", "visit", "step", "epoch_end", "visit"]
     assert [name for name, *_ in events.seen] == ["begin", *epoch, *epoch, "end"]
     assert events.seen[4] == ("visit", 1, 2, 2)
@@ -199,7 +212,9 @@ def test_declared_reads_see_the_weights_of_their_step_and_others_are_refused() -
     assert exact.found is not None
     assert torch.equal(asked.found, weights(reference.net))
     assert torch.equal(exact.found, weights(reference.net))
-    with pytest.raises(RuntimeError, match=r"the row is that of step 5, the network stands at 9.*next_stop\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"the row is that of step 5, the network stands at 9.*next_stop\(\)"
+    ):
         model().fit(1, data(), callbacks=[Peek(5, ask=False)], sink=100)
 
 
@@ -214,7 +229,9 @@ def test_evaluation_counts_every_sample_once() -> None:
         out = ours.net(X)
     scores = ours.evaluate(data(32))
     assert scores["acc"] == (out.argmax(1) == Y).double().mean().item()
-    assert math.isclose(scores["loss"], nn.functional.cross_entropy(out.double(), Y).item(), rel_tol=1e-6)  # float32
+    assert math.isclose(
+        scores["loss"], nn.functional.cross_entropy(out.double(), Y).item(), rel_tol=1e-6
+    )  # float32
 
 
 def test_evaluation_at_epochs_and_steps() -> None:
@@ -239,11 +256,15 @@ def test_every_evaluation_sees_the_same_augmented_samples() -> None:
     images = torch.rand(20, 6, 6, generator=torch.Generator().manual_seed(4))
     flipped = hs.data.Dataset({"x": images, "y": Y[:20]}).map(hs.data.Flip(), "x").batch(8)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
-    run = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.0)).fit(3, flipped, valid=flipped)
+    run = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.0)).fit(
+        3, flipped, valid=flipped
+    )
     assert len({entry["valid_loss"] for entry in run.history}) == 1
 
 
-def test_with_averages_the_averaged_weights_are_evaluated_predicted_and_saved(tmp_path: Path) -> None:
+def test_with_averages_the_averaged_weights_are_evaluated_predicted_and_saved(
+    tmp_path: Path,
+) -> None:
     ours = model(ema=0.5)
     ours.fit(1, data())
     plain = model()
@@ -291,12 +312,19 @@ def test_the_schedule_counts_updates_and_skips_do_not_move_it() -> None:
 
 def test_torchs_schedulers_and_groups_go_through() -> None:
     net = network()
-    groups = [{"params": net[0].parameters(), "lr": 0.1}, {"params": [*net[1].parameters(), *net[4].parameters()]}]
+    groups = [
+        {"params": net[0].parameters(), "lr": 0.1},
+        {"params": [*net[1].parameters(), *net[4].parameters()]},
+    ]
     optimizer = torch.optim.SGD(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
     rows = Rows()
-    Model(net, nn.CrossEntropyLoss(), optimizer, schedule=scheduler).fit(1, data(), callbacks=[rows])
-    assert [row.lr for row in rows.rows] == [(0.1 * 0.5 ** (k // 4), 0.01 * 0.5 ** (k // 4)) for k in range(9)]
+    Model(net, nn.CrossEntropyLoss(), optimizer, schedule=scheduler).fit(
+        1, data(), callbacks=[rows]
+    )
+    assert [row.lr for row in rows.rows] == [
+        (0.1 * 0.5 ** (k // 4), 0.01 * 0.5 ** (k // 4)) for k in range(9)
+    ]
 
 
 def test_a_second_fit_goes_on_with_its_own_schedule() -> None:
@@ -325,7 +353,10 @@ def test_a_custom_step_and_a_custom_evaluation() -> None:
             out = net(x)
         return nn.functional.cross_entropy(out, y), out
 
-    ours, rows = Model(net, step=train, eval_step=check, metrics={"acc": hs.metrics.Accuracy()}), Rows()
+    ours, rows = (
+        Model(net, step=train, eval_step=check, metrics={"acc": hs.metrics.Accuracy()}),
+        Rows(),
+    )
     run = ours.fit(2, data(), valid=data(), callbacks=[rows])
     assert len(rows.rows) == 18
     assert rows.rows[-1].loss < rows.rows[0].loss
@@ -335,15 +366,20 @@ def test_a_custom_step_and_a_custom_evaluation() -> None:
 # weights
 
 
-def test_weights_account_for_what_matched_what_was_missing_and_what_was_reshaped(tmp_path: Path) -> None:
+def test_weights_account_for_what_matched_what_was_missing_and_what_was_reshaped(
+    tmp_path: Path,
+) -> None:
     source = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 10))
     Model(source).save(tmp_path / "w.safetensors")
     target = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3), nn.Linear(3, 2))
     before = {n: t.clone() for n, t in target.state_dict().items()}
-    with pytest.raises(ValueError, match=r"w\.safetensors: the weights.*strict=False.*takes what fits") as caught:
+    with pytest.raises(
+        ValueError, match=r"w\.safetensors: the weights.*strict=False.*takes what fits"
+    ) as caught:
         Model(target).load(tmp_path / "w.safetensors")
-    assert "missing there: 2.weight, 2.bias; of another shape: 1.weight ([10, 16] there, [3, 16] here)" in str(
-        caught.value
+    assert (
+        "missing there: 2.weight, 2.bias; of another shape: 1.weight ([10, 16] there, [3, 16] here)"
+        in str(caught.value)
     )
     assert all(torch.equal(before[n], t) for n, t in target.state_dict().items())
     account = Model(target).load(tmp_path / "w.safetensors", strict=False)
@@ -356,7 +392,9 @@ def test_weights_account_for_what_matched_what_was_missing_and_what_was_reshaped
 def test_a_file_that_is_no_safetensors_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "w.pt"
     torch.save(network().state_dict(), path)
-    with pytest.raises(ValueError, match=r"expected a safetensors file, found something else.*is a pickle"):
+    with pytest.raises(
+        ValueError, match=r"expected a safetensors file, found something else.*is a pickle"
+    ):
         Model(network()).load(path)
     with pytest.raises(FileNotFoundError, match="found nothing at"):
         Model(network()).load(tmp_path / "none")
@@ -368,7 +406,11 @@ def test_a_file_that_is_no_safetensors_is_refused_unread(tmp_path: Path) -> None
 def test_a_dataloader_and_a_list_of_batches_train_alike() -> None:
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 70, 8)]
     found = []
-    for source in (batches, DataLoader(TensorDataset(X, Y), batch_size=8), hs.data.Dataset({"x": X, "y": Y}).batch(8)):
+    for source in (
+        batches,
+        DataLoader(TensorDataset(X, Y), batch_size=8),
+        hs.data.Dataset({"x": X, "y": Y}).batch(8),
+    ):
         net = network(dropout=0.0)  # a DataLoader draws from torch's generator itself
         ours = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
         ours.fit(2, source)
@@ -387,8 +429,17 @@ class Stream:
 def test_data_without_a_length_ends_its_epoch_where_it_ends() -> None:
     rows, ours = Rows(), model(accumulate=2)
     ours.fit(2, Stream(), callbacks=[rows])
-    assert [(r.epoch, r.step) for r in rows.rows] == [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)]
-    with pytest.raises(ValueError, match=r"the data does not say how long it is; give fit\(steps_per_epoch"):
+    assert [(r.epoch, r.step) for r in rows.rows] == [
+        (1, 1),
+        (1, 2),
+        (1, 3),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+    ]
+    with pytest.raises(
+        ValueError, match=r"the data does not say how long it is; give fit\(steps_per_epoch"
+    ):
         model(schedule=hs.schedules.constant(0.1)).fit(1, Stream())
 
 
@@ -399,8 +450,16 @@ def test_a_hugging_face_model_with_its_own_loss() -> None:
     net = transformers.GPT2LMHeadModel(config)
     tokens = torch.randint(0, 50, (12, 10))
     rows = [{"input_ids": t, "labels": t} for t in tokens]
-    ours, seen = Model(net, None, torch.optim.AdamW(net.parameters(), lr=1e-2), accumulate=2), Rows()
-    ours.fit(3, hs.data.Dataset(rows).shuffle().batch(4), valid=hs.data.Dataset(rows).batch(4), callbacks=[seen])
+    ours, seen = (
+        Model(net, None, torch.optim.AdamW(net.parameters(), lr=1e-2), accumulate=2),
+        Rows(),
+    )
+    ours.fit(
+        3,
+        hs.data.Dataset(rows).shuffle().batch(4),
+        valid=hs.data.Dataset(rows).batch(4),
+        callbacks=[seen],
+    )
     assert seen.rows[-1].loss < seen.rows[0].loss
     assert ours.predict([{"input_ids": tokens}]).shape == (
         12,
@@ -449,7 +508,10 @@ def test_weights_come_out_of_a_checkpoint(tmp_path: Path) -> None:
 def test_a_cycle_left_open_does_not_leak_into_the_next_fit() -> None:
     ours, rows = model(accumulate=4), Rows()
     ours.fit(1, data(), steps_per_epoch=6)
-    with pytest.warns(hs.Notice, match="the 2 batches of an update cycle that an earlier run left open are dropped"):
+    with pytest.warns(
+        hs.Notice,
+        match="the 2 batches of an update cycle that an earlier run left open are dropped",
+    ):
         ours.fit(1, data(), callbacks=[rows])
     assert [r.updated for r in rows.rows] == [False, False, False, True] * 2 + [True]
 
@@ -487,9 +549,15 @@ def test_predict_by_name_leaves_labels_out_whatever_their_place() -> None:
             super().__init__()
             self.linear = nn.Linear(6, 3)
 
-        def forward(self, x: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> dict[str, Tensor]:
+        def forward(
+            self, x: Tensor, labels: Tensor | None = None, mask: Tensor | None = None
+        ) -> dict[str, Tensor]:
             out = {"logits": self.linear(x) if mask is None else self.linear(x * mask)}
-            return out if labels is None else {**out, "loss": nn.functional.cross_entropy(out["logits"], labels)}
+            return (
+                out
+                if labels is None
+                else {**out, "loss": nn.functional.cross_entropy(out["logits"], labels)}
+            )
 
     net = Named()
     ours = Model(net, None, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -502,7 +570,10 @@ def test_predict_by_name_leaves_labels_out_whatever_their_place() -> None:
 def test_predict_with_a_forward_of_ones_own_and_without_targets() -> None:
     net = network(0.0)
     ours = Model(
-        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), forward=lambda n, x, y: (n(2 * x), y)
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        forward=lambda n, x, y: (n(2 * x), y),
     )
     assert torch.equal(ours.predict(hs.data.Dataset((X, Y)).batch(70)), net.eval()(2 * X).detach())
     plain = Model(net, nn.CrossEntropyLoss())
@@ -529,7 +600,9 @@ def test_a_step_of_the_semi_automatic_gear_is_used_as_it_is() -> None:
     with step.averaged():
         expected = net.eval()(X.half().float()).detach()
     net.train()
-    assert (ours.predict(X, batch=70) - expected).abs().max() < 0.02  # the same averages, computed in float16
+    assert (
+        ours.predict(X, batch=70) - expected
+    ).abs().max() < 0.02  # the same averages, computed in float16
 
 
 # mistakes

@@ -23,7 +23,9 @@ def write_idx(folder: Path, images: torch.Tensor, labels: torch.Tensor) -> None:
         head = struct.pack(">4I", 2051, *images.shape)
         (folder / f"{split}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
         body = labels.to(torch.uint8).numpy().tobytes()
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 2049, len(labels)) + body)
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">2I", 2049, len(labels)) + body
+        )
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No data on this machine but what the test puts into the folder returned, as HALFSTEP_DATA."""
     monkeypatch.setenv("HALFSTEP_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("halfstep.data.get.find.DEBIAN", tmp_path / "debian")
+    monkeypatch.setattr("halfstep.data.download.find.DEBIAN", tmp_path / "debian")
     (tmp_path / "data").mkdir()
     return tmp_path / "data"
 
@@ -84,7 +86,9 @@ def test_a_folder_on_the_web_that_gave_a_wrong_file_is_asked_again(
         def log_message(self, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))) as pages:
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))
+    ) as pages:
         thread = threading.Thread(target=pages.serve_forever, args=(0.01,))
         thread.start()
         address = f"http://127.0.0.1:{pages.server_port}/set"
@@ -101,7 +105,9 @@ def test_a_folder_on_the_web_that_gave_a_wrong_file_is_asked_again(
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="expected split 'train' or 'test', got 'valid'"):
         hs.data.load("mnist", "valid")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected one of mnist, fashion-mnist, cifar10, cifar100, got 'mnits'"):
+    with pytest.raises(
+        ValueError, match="expected one of mnist, fashion-mnist, cifar10, cifar100, got 'mnits'"
+    ):
         hs.data.load("mnits")
 
 
@@ -123,7 +129,9 @@ def test_the_real_sets_at_full_size(name: str) -> None:
     labels = torch.cat([y for _, y in train.shuffle().batch(1000).workers(0)])
     counts = torch.bincount(labels, minlength=10)
     assert len(counts) == 10
-    assert counts.tolist() == [len(labels) // 10] * 10 if name != "mnist" else int(counts[1]) == 6742
+    assert (
+        counts.tolist() == [len(labels) // 10] * 10 if name != "mnist" else int(counts[1]) == 6742
+    )
     image, _ = next(iter(train.batch(16)))
     assert tuple(image.shape) == (16, *REAL[name])
     assert image.dtype == torch.uint8

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import nets
 from halfstep.nets.resnet import VARIANTS, Bottleneck
-from halfstep.nets.same import SameConv2d, SameMaxPool2d, pad_same, same_padding
+from halfstep.nets.small__same import SameConv2d, SameMaxPool2d, pad_same, same_padding
 
 State = dict[str, Tensor]
 ZERO = {"zero_init_residual": True}
@@ -22,7 +22,11 @@ BUILT_IN = {
     # name: an input's shape, outputs without options, parameters
     "mlp": ((28, 28), 10, 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10),
     "ffnn": ((3,), 1, 3 * 5 + 5 + 5 * 5 + 5 + 5 + 1),
-    "lenet5": ((1, 32, 32), 10, 6 * 25 + 16 * 6 * 25 + 400 * 120 + 120 + 120 * 84 + 84 + 84 * 10 + 10),
+    "lenet5": (
+        (1, 32, 32),
+        10,
+        6 * 25 + 16 * 6 * 25 + 400 * 120 + 120 + 120 * 84 + 84 + 84 * 10 + 10,
+    ),
     "resnet18": ((3, 64, 64), 1000, 11_689_512),  # torchvision's documented figures
     "resnet34": ((3, 64, 64), 1000, 21_797_672),
     "resnet50": ((3, 64, 64), 1000, 25_557_032),
@@ -51,11 +55,18 @@ def test_counts_without_memory(name: str) -> None:
 def test_resnet_stages_strides_classes_and_channels(name: str, depths: tuple[int, ...]) -> None:
     with torch.device("meta"):
         net = nets.load(name, classes=10, channels=1, variant="seed")
-    assert size(net) == BUILT_IN[name][2] - 990 * (net.fc.in_features + 1) - 2 * 64 * 49  # no other biases either
+    assert (
+        size(net) == BUILT_IN[name][2] - 990 * (net.fc.in_features + 1) - 2 * 64 * 49
+    )  # no other biases either
     stages = [net.layer1, net.layer2, net.layer3, net.layer4]
     assert tuple(map(len, stages)) == depths
-    strides = [[tuple(m.stride[0] for k, m in b.named_children() if "conv" in k) for b in stage] for stage in stages]
-    one, two = ((1, 1), (2, 1)) if net.fc.in_features == 512 else ((1, 1, 1), (1, 2, 1))  # a bottleneck's in its 3×3
+    strides = [
+        [tuple(m.stride[0] for k, m in b.named_children() if "conv" in k) for b in stage]
+        for stage in stages
+    ]
+    one, two = (
+        ((1, 1), (2, 1)) if net.fc.in_features == 512 else ((1, 1, 1), (1, 2, 1))
+    )  # a bottleneck's in its 3×3
     assert [stage[0] for stage in strides] == [one, two, two, two]
     assert {s for stage in strides for s in stage[1:]} == {one}
 
@@ -75,7 +86,9 @@ def test_resnet_takes_other_images(variant: str) -> None:
             assert net(torch.randn(2, 1, *sides)).shape == (2, 7)
 
 
-@pytest.mark.parametrize(("name", "options"), [("mlp", {}), ("lenet5", {}), ("resnet18", {"variant": "seed"})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("mlp", {}), ("lenet5", {}), ("resnet18", {"variant": "seed"})]
+)
 def test_the_seed_decides_the_weights(name: str, options: dict[str, str]) -> None:
     def start(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
@@ -89,7 +102,9 @@ def test_the_seed_decides_the_weights(name: str, options: dict[str, str]) -> Non
 def test_mlp_is_the_sequence_it_says() -> None:
     got = nets.mlp(inputs=12, hidden=(8, 6), classes=3)
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    plain = nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
     x = torch.randn(5, 3, 4)
     assert list(got.state_dict()) == list(plain.state_dict())
     assert torch.equal(got(x), plain(x))
@@ -109,7 +124,9 @@ def test_ffnn_layers_and_forward() -> None:
 def test_ffnn_edges() -> None:
     assert [type(layer) for layer in nets.ffnn(inputs=4, hidden=())] == [nn.Linear]
     assert [type(layer) for layer in nets.ffnn(dropout=0.0)][:3] == [nn.Linear, nn.ReLU, nn.Dropout]
-    first, second = (layer for layer in nets.ffnn(activation=nn.PReLU) if isinstance(layer, nn.PReLU))
+    first, second = (
+        layer for layer in nets.ffnn(activation=nn.PReLU) if isinstance(layer, nn.PReLU)
+    )
     assert first is not second
 
 
@@ -126,7 +143,10 @@ def test_lenet5_forward(shape: tuple[int, ...]) -> None:
 
 def test_lenet5_says_which_images_it_takes() -> None:
     net, mnist = nets.lenet5(), torch.rand(2, 1, 28, 28)
-    with pytest.raises(ValueError, match=r"expected images of 32×32, received 28×28\. Resize them, or pad .* by 2\."):
+    with pytest.raises(
+        ValueError,
+        match=r"expected images of 32×32, received 28×28\. Resize them, or pad .* by 2\.",
+    ):
         net(mnist)
     assert net(F.pad(mnist, (2, 2, 2, 2))).shape == (2, 10)
 
@@ -139,7 +159,9 @@ def test_lenet5_says_which_images_it_takes() -> None:
     [(224, 7, 2, (2, 3)), (112, 3, 2, (0, 1)), (7, 3, 2, (1, 1)), (7, 7, 2, (3, 3)), (8, 3, 1, (1, 1)),
      (8, 1, 2, (0, 0)), (7, 1, 2, (0, 0)), (1, 3, 2, (1, 1)), (2, 3, 2, (0, 1)), (9, 4, 3, (0, 1)), (9, 2, 3, (0, 0))],
 )  # fmt: skip
-def test_same_padding_by_hand(side: int, kernel: int, stride: int, expected: tuple[int, int]) -> None:
+def test_same_padding_by_hand(
+    side: int, kernel: int, stride: int, expected: tuple[int, int]
+) -> None:
     assert same_padding(side, kernel, stride) == expected
 
 
@@ -147,13 +169,20 @@ def test_same_padding_by_hand(side: int, kernel: int, stride: int, expected: tup
 def test_same_padding_is_torchs_where_torch_has_it(kernel: int) -> None:
     x, w = torch.randn(1, 1, 8, 5).double(), torch.randn(1, 1, kernel, kernel).double()
     # 1e-14: sums of at most 49 float64 products, in another order
-    torch.testing.assert_close(F.conv2d(pad_same(x, kernel, 1), w), F.conv2d(x, w, padding="same"), rtol=0, atol=1e-14)
+    torch.testing.assert_close(
+        F.conv2d(pad_same(x, kernel, 1), w), F.conv2d(x, w, padding="same"), rtol=0, atol=1e-14
+    )
 
 
-def slide(x: np.ndarray, kernel: int, stride: int, reduce: Callable[[np.ndarray, slice, slice], float]) -> np.ndarray:
+def slide(
+    x: np.ndarray, kernel: int, stride: int, reduce: Callable[[np.ndarray, slice, slice], float]
+) -> np.ndarray:
     """Same-mode windows of one image from the definition: clipped to the image, told which taps remain."""
     rows, columns = (math.ceil(n / stride) for n in x.shape)
-    spare = [max((out - 1) * stride + kernel - n, 0) // 2 for out, n in zip((rows, columns), x.shape, strict=True)]
+    spare = [
+        max((out - 1) * stride + kernel - n, 0) // 2
+        for out, n in zip((rows, columns), x.shape, strict=True)
+    ]
     out = np.empty((rows, columns))
     for i, j in np.ndindex(rows, columns):
         at = (i * stride - spare[0], j * stride - spare[1])
@@ -171,7 +200,9 @@ def test_same_layers_against_windows_by_hand(shape: tuple[int, int], kernel: int
     conv = SameConv2d(1, 1, kernel, 2, bias=False).double()
     w = conv.weight.detach()[0, 0].numpy()
     summed = slide(image, kernel, 2, lambda window, r, c: float((window * w[r, c]).sum()))
-    np.testing.assert_allclose(conv(x).detach()[0, 0], summed, rtol=0, atol=1e-14)  # 49 products in another order
+    np.testing.assert_allclose(
+        conv(x).detach()[0, 0], summed, rtol=0, atol=1e-14
+    )  # 49 products in another order
     largest = slide(image, kernel, 2, lambda window, r, c: float(window.max()))
     assert np.array_equal(SameMaxPool2d(kernel, 2)(x)[0, 0], largest)
 
@@ -194,20 +225,26 @@ class Plain:
     def pad(self, x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
         sides = [(kernel // 2, kernel // 2)] * 2
         if self.seed and stride == 2:  # an even side lacks the pixel before, an odd one is as usual
-            sides = [((kernel - 1) // 2 - (n % 2 == 0 and kernel > 1), kernel // 2) for n in x.shape[2:]]
+            sides = [
+                ((kernel - 1) // 2 - (n % 2 == 0 and kernel > 1), kernel // 2) for n in x.shape[2:]
+            ]
         return torch.from_numpy(np.pad(x.numpy(), [(0, 0), (0, 0), *sides], constant_values=value))
 
     def conv_norm(self, conv: str, norm: str, x: Tensor, stride: int) -> Tensor:
         w = self.state[f"{conv}.weight"]
         x = F.conv2d(self.pad(x, w.shape[-1], stride), w, stride=stride)
-        mean, var, gamma, beta = (self.state[f"{norm}.{k}"] for k in ("running_mean", "running_var", "weight", "bias"))
+        mean, var, gamma, beta = (
+            self.state[f"{norm}.{k}"] for k in ("running_mean", "running_var", "weight", "bias")
+        )
         return F.batch_norm(x, mean, var, gamma, beta, self.train, 0.1, 1e-4 if self.seed else 1e-5)
 
     def block(self, name: str, x: Tensor, stride: int) -> Tensor:
         convs = 3 if f"{name}.conv3.weight" in self.state else 2
         out = x
         for i in range(1, convs + 1):
-            out = self.conv_norm(f"{name}.conv{i}", f"{name}.bn{i}", out, stride if i == convs - 1 else 1)
+            out = self.conv_norm(
+                f"{name}.conv{i}", f"{name}.bn{i}", out, stride if i == convs - 1 else 1
+            )
             out = out.relu() if i < convs else out
         if f"{name}.downsample.0.weight" in self.state:
             x = self.conv_norm(f"{name}.downsample.0", f"{name}.downsample.1", x, stride)
@@ -263,7 +300,9 @@ def test_bottleneck_forward(variant: str, before: int, stride: int) -> None:
 def close(values: Tensor, std: float) -> bool:
     """Mean 0 and the given spread, each within 5 standard errors of a normal sample: σ/√n and σ/√(2n)."""
     n = values.numel()
-    return bool(abs(values.mean()) < 5 * std / n**0.5 and abs(values.std() - std) < 5 * std / (2 * n) ** 0.5)
+    return bool(
+        abs(values.mean()) < 5 * std / n**0.5 and abs(values.std() - std) < 5 * std / (2 * n) ** 0.5
+    )
 
 
 def test_seed_variant_starts_as_mindspores() -> None:
@@ -275,19 +314,27 @@ def test_seed_variant_starts_as_mindspores() -> None:
         if isinstance(module, nn.BatchNorm2d):
             assert (module.eps, module.momentum) == (1e-4, 0.1)
             assert not module.bias.any()
-    far = (net.layer4[1].conv2.weight.abs() > 0.02).double().mean()  # not cut off, not uniform: P(|z| > 2)
+    far = (
+        (net.layer4[1].conv2.weight.abs() > 0.02).double().mean()
+    )  # not cut off, not uniform: P(|z| > 2)
     assert abs(far - 0.0455) < 5 * (0.0455 / 2_359_296) ** 0.5
-    gammas = {name: p for name, p in net.named_parameters() if p.dim() == 1 and name.endswith("weight")}
+    gammas = {
+        name: p for name, p in net.named_parameters() if p.dim() == 1 and name.endswith("weight")
+    }
     last = {name: p for name, p in gammas.items() if name.startswith("layer") and ".bn2." in name}
     assert len(last) == 8
-    assert all(torch.equal(p, torch.full_like(p, float(name not in last))) for name, p in gammas.items())
+    assert all(
+        torch.equal(p, torch.full_like(p, float(name not in last))) for name, p in gammas.items()
+    )
 
 
 def test_common_variant_starts_as_kaiming() -> None:
     net = nets.load("resnet18", classes=10)
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
-            assert close(module.weight, (2 / (module.out_channels * module.kernel_size[0] ** 2)) ** 0.5)
+            assert close(
+                module.weight, (2 / (module.out_channels * module.kernel_size[0] ** 2)) ** 0.5
+            )
         if isinstance(module, nn.BatchNorm2d):
             assert (module.eps, module.momentum) == (1e-5, 0.1)
             assert torch.equal(module.weight, torch.ones_like(module.weight))
@@ -297,13 +344,17 @@ def test_common_variant_starts_as_kaiming() -> None:
 
 def test_lenet5_starts_truncated() -> None:
     net = nets.lenet5()
-    assert all(p.abs().max() <= 0.04 and p.count_nonzero() == p.numel() for p in net.parameters())  # biases are drawn
+    assert all(
+        p.abs().max() <= 0.04 and p.count_nonzero() == p.numel() for p in net.parameters()
+    )  # biases are drawn
     inside = math.erf(2**0.5)  # P(|z| < 2); a normal cut there has variance 1 − 4φ(2)/P
     density = math.exp(-2) / (2 * math.pi) ** 0.5
     assert close(net.fc1.weight, 0.02 * (1 - 4 * density / inside) ** 0.5)
 
 
-@pytest.mark.parametrize(("name", "options"), [("resnet50", {"variant": "seed"}), ("resnet18", ZERO)])
+@pytest.mark.parametrize(
+    ("name", "options"), [("resnet50", {"variant": "seed"}), ("resnet18", ZERO)]
+)
 def test_zero_last_gamma_starts_a_block_as_its_shortcut(name: str, options: dict[str, Any]) -> None:
     net = nets.load(name, classes=3, **options)
     x = torch.randn(2, 3, 32, 32)
@@ -329,15 +380,21 @@ def test_gradients_reach_every_parameter(variant: str) -> None:
     net = nets.load("resnet18", classes=3, variant=variant)
     F.cross_entropy(net(torch.randn(2, 3, 32, 32)), torch.tensor([0, 2])).backward()
     assert all(p.grad is not None for p in net.parameters())
-    assert all(b.bn2.weight.grad.any() for a in (net.layer1, net.layer4) for b in a)  # it can leave the shortcut
+    assert all(
+        b.bn2.weight.grad.any() for a in (net.layer1, net.layer4) for b in a
+    )  # it can leave the shortcut
 
 
 def test_same_layers_train_in_half_precision() -> None:
-    net = nn.Sequential(SameMaxPool2d(3, 2), SameConv2d(3, 8, 7, 2), Bottleneck(8, 4, 2, VARIANTS["seed"]))
+    net = nn.Sequential(
+        SameMaxPool2d(3, 2), SameConv2d(3, 8, 7, 2), Bottleneck(8, 4, 2, VARIANTS["seed"])
+    )
     x, y = torch.rand(4, 3, 32, 32), torch.rand(4, 16, 4, 4)
     dtypes: list[torch.dtype] = []
     net[1].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
-    step = hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2")
+    step = hs.TrainStep(
+        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
+    )
     records = [step(x, y) for _ in range(5)]
     assert all(record.updated for record in records)
     assert all(after.loss < before.loss for before, after in pairwise(records))

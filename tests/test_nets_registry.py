@@ -51,7 +51,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user's package on the path: `good` works, `bad` does not parse, `needy` lacks a package."""
     package = tmp_path / "own_nets"
     package.mkdir()
-    for name, text in {"__init__": "", "good": OWN, "bad": "def (", "needy": "import no_such_package_here"}.items():
+    for name, text in {
+        "__init__": "",
+        "good": OWN,
+        "bad": "def (",
+        "needy": "import no_such_package_here",
+    }.items():
         (package / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -95,7 +100,10 @@ def test_register_as_decorator_and_call() -> None:
 
 def test_a_taken_name_is_replaced_only_when_asked() -> None:
     before = registry._TABLE["mlp"]
-    for provoke in (lambda: nets.register("mlp", nn.Identity), lambda: nets.register("mlp")(nn.Identity)):
+    for provoke in (
+        lambda: nets.register("mlp", nn.Identity),
+        lambda: nets.register("mlp")(nn.Identity),
+    ):
         says(ValueError, provoke, "'mlp' is taken", "another name", "replace=True")
     assert registry._TABLE["mlp"] is before
     nets.register("mlp", nn.Identity, replace=True)
@@ -107,25 +115,47 @@ def test_a_taken_name_is_replaced_only_when_asked() -> None:
 @pytest.mark.parametrize(
     ("kind", "provoke", "words"),
     [
-        (TypeError, lambda: nets.register(nn.Linear), ("expected a name first", "@nets.register('name')")),
+        (
+            TypeError,
+            lambda: nets.register(nn.Linear),
+            ("expected a name first", "@nets.register('name')"),
+        ),
         (ValueError, lambda: nets.register(""), ("expected a name", "received ''")),
         (ValueError, lambda: nets.register("a:b", nn.Linear), ("without ':'", "received 'a:b'")),
-        (TypeError, lambda: nets.register("x", None), ("a function or class that makes 'x'", "received None")),
-        (TypeError, lambda: nets.register("x", nn.Linear(1, 1)), ("a value of type Linear", "Pass it, do not call it")),
+        (
+            TypeError,
+            lambda: nets.register("x", None),
+            ("a function or class that makes 'x'", "received None"),
+        ),
+        (
+            TypeError,
+            lambda: nets.register("x", nn.Linear(1, 1)),
+            ("a value of type Linear", "Pass it, do not call it"),
+        ),
         (TypeError, lambda: nets.register("x")(3), ("received a value of type int",)),
     ],
 )
-def test_register_refuses(kind: type[Exception], provoke: Callable[[], Any], words: tuple[str, ...]) -> None:
+def test_register_refuses(
+    kind: type[Exception], provoke: Callable[[], Any], words: tuple[str, ...]
+) -> None:
     says(kind, provoke, "nets.register", *words)
     assert "x" not in nets.names()
 
 
 def test_unknown_name_gets_the_table_and_the_closest() -> None:
     nets.register("mine", lambda width: nn.Linear(width, width))
-    message = says(ValueError, lambda: nets.load("resnet_50"), "'resnet_50'; did you mean 'resnet50'?", "'package.mod")
+    message = says(
+        ValueError,
+        lambda: nets.load("resnet_50"),
+        "'resnet_50'; did you mean 'resnet50'?",
+        "'package.mod",
+    )
     lines = [line.split(maxsplit=1) for line in message.splitlines() if line.startswith("  ")]
     assert [name for name, _ in lines] == nets.names()
-    assert dict(lines)["resnet50"] == "classes=1000, channels=3, variant='common', zero_init_residual=None"
+    assert (
+        dict(lines)["resnet50"]
+        == "classes=1000, channels=3, variant='common', zero_init_residual=None"
+    )
     assert dict(lines)["mine"] == "width"
     assert "did you mean" not in says(ValueError, lambda: nets.load("transformer"), "'transformer'")
     says(TypeError, lambda: nets.load(18), "expected a name, received int", "resnet18")
@@ -134,13 +164,23 @@ def test_unknown_name_gets_the_table_and_the_closest() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("resnet18", {"clases": 10}, ("'resnet18'", "'clases'", "did you mean 'classes'?", "classes=1000, channels=3")),
-        ("mlp", {"classes": 2, "dropout": 0.1}, ("'dropout'", "It accepts: inputs=784, hidden=(512, 512)")),
+        (
+            "resnet18",
+            {"clases": 10},
+            ("'resnet18'", "'clases'", "did you mean 'classes'?", "classes=1000, channels=3"),
+        ),
+        (
+            "mlp",
+            {"classes": 2, "dropout": 0.1},
+            ("'dropout'", "It accepts: inputs=784, hidden=(512, 512)"),
+        ),
         ("needs", {}, ("missing a required argument: 'width'", "It accepts: width, depth=1")),
         ("none", {"width": 1}, ("'width'", "It accepts: no options")),
     ],
 )
-def test_bad_options_are_told_the_good_ones(name: str, options: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_bad_options_are_told_the_good_ones(
+    name: str, options: dict[str, Any], words: tuple[str, ...]
+) -> None:
     nets.register("needs", lambda width, depth=1: nn.Linear(width, depth))
     nets.register("none", lambda: nn.Identity())
     says(TypeError, lambda: nets.load(name, **options), "nets.load", *words)
@@ -150,7 +190,11 @@ def test_builders_python_cannot_read_are_just_called() -> None:
     nets.register("any", lambda **options: nn.Linear(**options))
     assert nets.load("any", in_features=1, out_features=2).out_features == 2
     nets.register("opaque", dict)  # inspect knows no signature for it
-    says(TypeError, lambda: nets.load("opaque", a=1), "to return a torch.nn.Module, received a value of type dict")
+    says(
+        TypeError,
+        lambda: nets.load("opaque", a=1),
+        "to return a torch.nn.Module, received a value of type dict",
+    )
     assert "opaque    ..." in says(ValueError, lambda: nets.load("nothing like it"))
 
 
@@ -166,18 +210,28 @@ def test_builders_python_cannot_read_are_just_called() -> None:
         (nets.ffnn, {"dropout": 1.0}, ("dropout", "from 0 to below 1, received 1.0")),
         (nets.ffnn, {"dropout": float("nan")}, ("dropout", "received nan")),
         (nets.ffnn, {"dropout": "0.5"}, ("dropout", "received '0.5'")),
-        (nets.ffnn, {"activation": "rleu"}, ("relu, leaky_relu", "received 'rleu'; did you mean 'relu'?")),
+        (
+            nets.ffnn,
+            {"activation": "rleu"},
+            ("relu, leaky_relu", "received 'rleu'; did you mean 'relu'?"),
+        ),
         (nets.ffnn, {"activation": nn.Mish()}, ("a class such as torch.nn.Mish, received Mish()",)),
         (nets.lenet5, {"classes": 0}, ("classes", "received 0")),
         (nets.lenet5, {"channels": "1"}, ("channels", "received '1'")),
         (nets.resnet18, {"classes": 0}, ("classes", "received 0")),
         (nets.resnet50, {"channels": 0}, ("channels", "received 0")),
-        (nets.resnet18, {"variant": "sed"}, ("'common' or 'seed', received 'sed'; did you mean 'seed'?",)),
+        (
+            nets.resnet18,
+            {"variant": "sed"},
+            ("'common' or 'seed', received 'sed'; did you mean 'seed'?",),
+        ),
         (nets.resnet18, {"variant": None}, ("'common' or 'seed', received None",)),
         (nets.resnet18, {"zero_init_residual": "no"}, ("True, False or None, received 'no'",)),
     ],
 )
-def test_values_are_checked_at_construction(build: Callable[..., Any], options: Any, words: tuple[str, ...]) -> None:
+def test_values_are_checked_at_construction(
+    build: Callable[..., Any], options: Any, words: tuple[str, ...]
+) -> None:
     says(ValueError, lambda: build(**options), *words)
 
 
@@ -197,18 +251,62 @@ def test_own_functions_classes_and_methods_by_path() -> None:
         (ValueError, ".good:build", ("expected 'package.module:function'",)),
         (ValueError, "own_nets.good:build:x", ("expected 'package.module:function'",)),
         (ValueError, "own_nets/good.py:build", ("expected 'package.module:function'",)),
-        (ValueError, "no_such_nets:build", ("No module named 'no_such_nets'", "Put its folder on PYTHONPATH.")),
-        (ValueError, "own_nets.no:build", ("No module named 'own_nets.no'", "Put its folder on PYTHONPATH.")),
-        (ValueError, "own_nets.needy:build", ("'no_such_package_here'", "`python -c 'import own_nets.needy'` must")),
-        (ValueError, "own_nets.bad:build", ("SyntaxError", "`python -c 'import own_nets.bad'` must work first")),
-        (ValueError, "own_nets.good:biuld", ("found no 'biuld' in the module own_nets.good", "did you mean 'build'?")),
+        (
+            ValueError,
+            "no_such_nets:build",
+            ("No module named 'no_such_nets'", "Put its folder on PYTHONPATH."),
+        ),
+        (
+            ValueError,
+            "own_nets.no:build",
+            ("No module named 'own_nets.no'", "Put its folder on PYTHONPATH."),
+        ),
+        (
+            ValueError,
+            "own_nets.needy:build",
+            ("'no_such_package_here'", "`python -c 'import own_nets.needy'` must"),
+        ),
+        (
+            ValueError,
+            "own_nets.bad:build",
+            ("SyntaxError", "`python -c 'import own_nets.bad'` must work first"),
+        ),
+        (
+            ValueError,
+            "own_nets.good:biuld",
+            ("found no 'biuld' in the module own_nets.good", "did you mean 'build'?"),
+        ),
         (ValueError, "own_nets.good:NUMBER.x", ("found no 'x' in a value of type int",)),
-        (TypeError, "own_nets.good:NUMBER", ("to be a function or class, received a value of type int",)),
-        (TypeError, "own_nets.good:NET", ("to be a function or class, received a value of type Linear",)),
-        (TypeError, "own_nets.good:build", ("missing a required argument: 'width'", "It accepts: width, depth=1")),
-        (ValueError, "own_nets.good:broken", ("raised KeyError: 'depth'; it was called with no options",)),
-        (TypeError, "own_nets.good:returns_nothing", ("to return a torch.nn.Module, received None",)),
-        (TypeError, "own_nets.good:returns_class", ("to return a torch.nn.Module, received the class Linear",)),
+        (
+            TypeError,
+            "own_nets.good:NUMBER",
+            ("to be a function or class, received a value of type int",),
+        ),
+        (
+            TypeError,
+            "own_nets.good:NET",
+            ("to be a function or class, received a value of type Linear",),
+        ),
+        (
+            TypeError,
+            "own_nets.good:build",
+            ("missing a required argument: 'width'", "It accepts: width, depth=1"),
+        ),
+        (
+            ValueError,
+            "own_nets.good:broken",
+            ("raised KeyError: 'depth'; it was called with no options",),
+        ),
+        (
+            TypeError,
+            "own_nets.good:returns_nothing",
+            ("to return a torch.nn.Module, received None",),
+        ),
+        (
+            TypeError,
+            "own_nets.good:returns_class",
+            ("to return a torch.nn.Module, received the class Linear",),
+        ),
     ],
 )
 def test_own_mistakes_are_named(kind: type[Exception], path: str, words: tuple[str, ...]) -> None:

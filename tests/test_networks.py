@@ -79,14 +79,20 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], int, flo
 
 def train(net: nn.Module, batch: Batch, precision: str, updates: int) -> list[float]:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    scale = None if precision == "fp32" else 1024.0  # fixed: a skipped first update would only delay the comparison
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision(precision, scale=scale))
+    scale = (
+        None if precision == "fp32" else 1024.0
+    )  # fixed: a skipped first update would only delay the comparison
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision(precision, scale=scale)
+    )
     return [step(*batch).loss.item() for _ in range(updates)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_it_trains_close_to_fp32_and_is_left_as_it_was(name: str, precision: str, device: torch.device) -> None:
+def test_it_trains_close_to_fp32_and_is_left_as_it_was(
+    name: str, precision: str, device: torch.device
+) -> None:
     make, data, updates, fraction = NETWORKS[name]
     torch.manual_seed(1)
     batch = tuple(t.to(device) for t in data())
@@ -103,24 +109,36 @@ def test_it_trains_close_to_fp32_and_is_left_as_it_was(name: str, precision: str
     assert [(n, id(p), p.dtype) for n, p in net.named_parameters()] == objects
     assert [set(vars(m)) for m in net.modules()] == keys
     twin.load_state_dict(net.state_dict())
-    assert torch.equal(net.eval()(batch[0]), twin.eval()(batch[0]))  # outside the step it is a plain fp32 network
+    assert torch.equal(
+        net.eval()(batch[0]), twin.eval()(batch[0])
+    )  # outside the step it is a plain fp32 network
 
 
 def gan(device: torch.device) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
     torch.manual_seed(3)
     generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
     critic = nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1)).to(device)
-    return generator, critic, torch.randn(12, 2, device=device) + 3.0, torch.randn(12, 2, device=device)
+    return (
+        generator,
+        critic,
+        torch.randn(12, 2, device=device) + 3.0,
+        torch.randn(12, 2, device=device),
+    )
 
 
 def verdict(value: float, like: Tensor) -> Tensor:
     return torch.full((len(like), 1), value, device=like.device)
 
 
-def play(precision: str, device: torch.device, rounds: int) -> tuple[nn.Module, nn.Module, list[float]]:
+def play(
+    precision: str, device: torch.device, rounds: int
+) -> tuple[nn.Module, nn.Module, list[float]]:
     """A GAN as two steps: each trains its own network and leaves the other one alone."""
     generator, critic, real, noise = gan(device)
-    loss, chosen = nn.BCEWithLogitsLoss(), hs.Precision(precision, scale=None if precision == "fp32" else 256.0)
+    loss, chosen = (
+        nn.BCEWithLogitsLoss(),
+        hs.Precision(precision, scale=None if precision == "fp32" else 256.0),
+    )
 
     def judge(net: nn.Module, fake: Tensor) -> tuple[Tensor, Tensor]:
         return net(torch.cat([real, fake])), torch.cat([verdict(1.0, real), verdict(0.0, fake)])
@@ -128,8 +146,16 @@ def play(precision: str, device: torch.device, rounds: int) -> tuple[nn.Module, 
     def fool(net: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
         return critic(net(z)), verdict(1.0, z)
 
-    d = hs.TrainStep(critic, loss, torch.optim.SGD(critic.parameters(), lr=0.5), precision=chosen, forward=judge)
-    g = hs.TrainStep(generator, loss, torch.optim.SGD(generator.parameters(), lr=0.5), precision=chosen, forward=fool)
+    d = hs.TrainStep(
+        critic, loss, torch.optim.SGD(critic.parameters(), lr=0.5), precision=chosen, forward=judge
+    )
+    g = hs.TrainStep(
+        generator,
+        loss,
+        torch.optim.SGD(generator.parameters(), lr=0.5),
+        precision=chosen,
+        forward=fool,
+    )
     losses = []
     for _ in range(rounds):
         before = [p.detach().clone() for p in generator.parameters()]
@@ -149,12 +175,16 @@ def test_a_gan_as_two_steps(precision: str, device: torch.device) -> None:
     # ten updates of each network, whose gradients carry a few roundings of 2**-11 and are of order 1
     assert max(abs(a - b) for a, b in zip(low[2], high[2], strict=True)) <= 10 * 2 * 2.0**-9
     for p, q in zip(
-        [*low[0].parameters(), *low[1].parameters()], [*high[0].parameters(), *high[1].parameters()], strict=True
+        [*low[0].parameters(), *low[1].parameters()],
+        [*high[0].parameters(), *high[1].parameters()],
+        strict=True,
     ):
         assert (p - q).abs().max().item() <= 10 * 2 * 2.0**-9
 
 
-def hand_written_gan(scaler: Any, autocast: Callable[[], Any], device: torch.device) -> list[Tensor]:
+def hand_written_gan(
+    scaler: Any, autocast: Callable[[], Any], device: torch.device
+) -> list[Tensor]:
     """Two optimizers, one scaler, one update of the scale per round; the third round overflows in the critic only."""
     generator, critic, real, noise = gan(device)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
@@ -165,10 +195,14 @@ def hand_written_gan(scaler: Any, autocast: Callable[[], Any], device: torch.dev
         with autocast():
             fake = generator(noise)
             logits = critic(torch.cat([real, fake.detach().float()])).float()
-            d_loss = F.softplus(logits[len(real) :]).mean() + F.softplus(-logits[: len(real)]).mean()
+            d_loss = (
+                F.softplus(logits[len(real) :]).mean() + F.softplus(-logits[: len(real)]).mean()
+            )
             g_loss = F.softplus(-critic(fake).float()).mean()
         scaler.scale(g_loss).backward(inputs=list(generator.parameters()))
-        scaler.scale(d_loss * (1e30 if turn == 2 else 1.0)).backward(inputs=list(critic.parameters()))
+        scaler.scale(d_loss * (1e30 if turn == 2 else 1.0)).backward(
+            inputs=list(critic.parameters())
+        )
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
@@ -182,7 +216,9 @@ def hand_written_gan(scaler: Any, autocast: Callable[[], Any], device: torch.dev
 def test_a_gan_with_one_scaler_is_torchs_bit_for_bit(device: torch.device) -> None:
     amp = pytest.importorskip("halfstep.amp")
     settings = {"init_scale": 1024.0, "growth_interval": 2, "device": device.type}
-    ours = hand_written_gan(amp.GradScaler(**settings), lambda: amp.autocast(kernels="torch"), device)
+    ours = hand_written_gan(
+        amp.GradScaler(**settings), lambda: amp.autocast(kernels="torch"), device
+    )
     theirs = hand_written_gan(
         torch.amp.GradScaler(**settings),
         lambda: torch.autocast(device.type, torch.float16, cache_enabled=False),
@@ -220,9 +256,16 @@ def test_a_no_grad_forward_of_the_same_network_changes_no_gradient(
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_student_learns_from_a_teacher_that_stays_as_it_is(precision: str, device: torch.device) -> None:
-    teacher, student = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device) for _ in range(2))
-    before, x = [p.detach().clone() for p in teacher.parameters()], torch.randn(32, 4, device=device)
+def test_a_student_learns_from_a_teacher_that_stays_as_it_is(
+    precision: str, device: torch.device
+) -> None:
+    teacher, student = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device) for _ in range(2)
+    )
+    before, x = (
+        [p.detach().clone() for p in teacher.parameters()],
+        torch.randn(32, 4, device=device),
+    )
 
     def distil(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -248,7 +291,9 @@ def penalised(precision: str, device: torch.device) -> tuple[nn.Module, list[flo
         return (slope.norm(dim=1) - 1).square().mean() + 0.01 * out
 
     chosen = hs.Precision(precision, scale=None if precision == "fp32" else 64.0)
-    step = hs.TrainStep(net, None, torch.optim.SGD(net.parameters(), lr=0.1), precision=chosen, forward=penalty)
+    step = hs.TrainStep(
+        net, None, torch.optim.SGD(net.parameters(), lr=0.1), precision=chosen, forward=penalty
+    )
     x = torch.randn(16, 4, device=device)
     return net, [step(x).loss.item() for _ in range(20)]
 
@@ -257,7 +302,9 @@ def penalised(precision: str, device: torch.device) -> tuple[nn.Module, list[flo
 def test_a_gradient_penalty_differentiates_twice(precision: str, device: torch.device) -> None:
     (low, losses), (high, exact) = penalised(precision, device), penalised("fp32", device)
     assert losses[-1] < losses[0] - 0.2
-    assert max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 20 * 2.0**-10  # 20 updates of a few roundings
+    assert (
+        max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 20 * 2.0**-10
+    )  # 20 updates of a few roundings
     for p, q in zip(low.parameters(), high.parameters(), strict=True):
         assert (p - q).abs().max().item() <= 20 * 2.0**-10
 
@@ -303,15 +350,24 @@ def test_batches_of_any_structure_give_plain_torchs_update(form: str, device: to
     """fp32, so that it must be plain torch bit for bit. Batches arrive on the CPU and are moved."""
     net, twin = TwoInputs().to(device), TwoInputs().to(device)
     twin.load_state_dict(net.state_dict())
-    inputs, y = {"a": torch.randn(3, 4), "rest": [torch.randn(3, 4)], "factor": 2.0}, torch.randn(3, 2)
+    inputs, y = (
+        {"a": torch.randn(3, 4), "rest": [torch.randn(3, 4)], "factor": 2.0},
+        torch.randn(3, 2),
+    )
     if form == "float64 target" and not mixes(device):
-        pytest.skip("torch's own mse_loss refuses float32 beside float64 in its backward: on CUDA, and in 2.11")
+        pytest.skip(
+            "torch's own mse_loss refuses float32 beside float64 in its backward: on CUDA, and in 2.11"
+        )
     target = y.double() if form == "float64 target" else y
     forward = (lambda n, b: (n(b["x"]), b["y"])) if form == "dict" else None
-    step = hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), forward=forward)
+    step = hs.TrainStep(
+        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), forward=forward
+    )
     batch = ({"x": inputs, "y": target},) if form == "dict" else (inputs, target)
     loss = step(*batch).loss
-    theirs = F.mse_loss(twin.linear((inputs["a"] + inputs["rest"][0]).to(device)) * 2.0, target.to(device))
+    theirs = F.mse_loss(
+        twin.linear((inputs["a"] + inputs["rest"][0]).to(device)) * 2.0, target.to(device)
+    )
     theirs.backward()
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert torch.equal(loss, theirs)
@@ -323,18 +379,35 @@ def hugging_face(kind: str) -> nn.Module:
     t = pytest.importorskip("transformers")
     t.logging.set_verbosity_error()  # its notes on special tokens of a vocabulary of 13
     ids = {"vocab_size": 13, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    size = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     eyes = {**size, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
     models = {
-        "GPT2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, **ids)),
+        "GPT2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, **ids)
+        ),
         "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**size, **ids)),
         "Bert": lambda: t.BertForMaskedLM(t.BertConfig(**size, **ids, max_position_embeddings=8)),
         "T5": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, **ids)
+            t.T5Config(
+                d_model=8,
+                d_kv=4,
+                d_ff=16,
+                num_layers=1,
+                num_heads=2,
+                decoder_start_token_id=0,
+                **ids,
+            )
         ),
         "Llava": lambda: t.LlavaForConditionalGeneration(
-            t.LlavaConfig(text_config=t.LlamaConfig(**size, **ids), vision_config=t.CLIPVisionConfig(**eyes))
+            t.LlavaConfig(
+                text_config=t.LlamaConfig(**size, **ids), vision_config=t.CLIPVisionConfig(**eyes)
+            )
         ),
     }
     net: nn.Module = models[kind]()
@@ -345,30 +418,42 @@ def ragged(device: torch.device) -> dict[str, Tensor]:
     """Eight sequences; the first has 7 labels, the next 6, and so on, the last none."""
     ids = torch.randint(1, 13, (8, 7), generator=torch.Generator().manual_seed(4))
     kept = torch.arange(7).expand(8, 7) < torch.arange(7, -1, -1).unsqueeze(1)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.where(kept, ids, -100)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": torch.where(kept, ids, -100),
+    }
     return {k: v.to(device) for k, v in batch.items()}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert"])
-def test_a_transformer_that_returns_its_own_loss(kind: str, precision: str, device: torch.device) -> None:
+def test_a_transformer_that_returns_its_own_loss(
+    kind: str, precision: str, device: torch.device
+) -> None:
     batch, runs = ragged(device), {}
     for name in ("fp32", precision):
         net = hugging_face(kind).to(device)
         objects = [(n, id(p), p.dtype) for n, p in net.named_parameters()]
         chosen = hs.Precision(name, scale=None if name == "fp32" else 256.0)
-        step = hs.TrainStep(net, None, torch.optim.Adam(net.parameters(), lr=0.03), precision=chosen)
+        step = hs.TrainStep(
+            net, None, torch.optim.Adam(net.parameters(), lr=0.03), precision=chosen
+        )
         runs[name] = [step(batch).loss.item() for _ in range(25)]
         assert [(n, id(p), p.dtype) for n, p in net.named_parameters()] == objects
     low, high = runs[precision], runs["fp32"]
     assert low[-1] < 0.7 * low[0]
     assert low[0] == pytest.approx(high[0], rel=2.0**-8)  # a few roundings of 2**-11
-    assert low[-1] == pytest.approx(high[-1], abs=0.1)  # Adam's steps of size lr amplify them, see above
+    assert low[-1] == pytest.approx(
+        high[-1], abs=0.1
+    )  # Adam's steps of size lr amplify them, see above
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert", "T5", "Llava"])
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 6, 1], [7, 1]])
-def test_ragged_micro_batches_equal_the_full_batch_in_fp64(kind: str, sizes: list[int], device: torch.device) -> None:
+def test_ragged_micro_batches_equal_the_full_batch_in_fp64(
+    kind: str, sizes: list[int], device: torch.device
+) -> None:
     batch, after = ragged(device), []
     for split in ([8], sizes):
         net = hugging_face(kind).to(device).double()
@@ -379,10 +464,14 @@ def test_ragged_micro_batches_equal_the_full_batch_in_fp64(kind: str, sizes: lis
         after.append([record.cycle_loss, record.grad_norm, *(p.detach() for p in net.parameters())])
     # The others have casts to float32 of their own, in the loss or in their norms (2**-24); Bert stays in float64.
     tolerance = 1e-12 if kind == "Bert" else 1e-6
-    assert all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*after, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*after, strict=True)
+    )
 
 
-def test_the_mean_of_those_micro_batches_means_would_have_been_another_loss(device: torch.device) -> None:
+def test_the_mean_of_those_micro_batches_means_would_have_been_another_loss(
+    device: torch.device,
+) -> None:
     net, batch = hugging_face("Bert").to(device), ragged(device)
     parts = [net(**{k: v[i : i + 1] for k, v in batch.items()}).loss.item() for i in range(7)]
     assert abs(sum(parts) / 7 - net(**batch).loss.item()) > 1e-3

@@ -27,7 +27,9 @@ def uniform(counts: Tensor) -> float:
     return p_value(float(((counts.double() - expected) ** 2 / expected).sum()), counts.numel() - 1)
 
 
-@pytest.mark.parametrize("size", [*range(1, 130), 255, 256, 257, 1000, 4095, 4096, 4097, 60_000, 65_537])
+@pytest.mark.parametrize(
+    "size", [*range(1, 130), 255, 256, 257, 1000, 4095, 4096, 4097, 60_000, 65_537]
+)
 def test_every_length_gives_a_permutation(size: int) -> None:
     for epoch in (0, 1, 12345):
         found = Order(size, seed=size).indices(epoch, 0, size)
@@ -40,7 +42,9 @@ def test_every_length_gives_a_permutation(size: int) -> None:
     st.integers(0, 2**40),
     st.lists(st.integers(0, 2**62), max_size=20),
 )
-def test_position_of_undoes_at_for_any_size(size: int, seed: int, epoch: int, numbers: list[int]) -> None:
+def test_position_of_undoes_at_for_any_size(
+    size: int, seed: int, epoch: int, numbers: list[int]
+) -> None:
     """An inverse on both sides is a proof of a permutation where no table of it fits in memory."""
     order, places = Order(size, seed), torch.tensor([n % size for n in numbers] + [0, size - 1])
     found = order.at(epoch, places)
@@ -50,11 +54,15 @@ def test_position_of_undoes_at_for_any_size(size: int, seed: int, epoch: int, nu
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**32), st.data())
-def test_any_stretch_is_that_stretch_of_the_whole(size: int, seed: int, data: st.DataObject) -> None:
+def test_any_stretch_is_that_stretch_of_the_whole(
+    size: int, seed: int, data: st.DataObject
+) -> None:
     order = Order(size, seed)
     start = data.draw(st.integers(0, size))
     count = data.draw(st.integers(0, size - start))
-    assert torch.equal(order.indices(3, start, count), order.indices(3, 0, size)[start : start + count])
+    assert torch.equal(
+        order.indices(3, start, count), order.indices(3, 0, size)[start : start + count]
+    )
 
 
 def test_a_tensor_of_epochs_gives_each_place_its_own_pass() -> None:
@@ -72,7 +80,9 @@ def test_long_stretches_are_cut_for_the_cache_and_nothing_changes() -> None:
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
-    orders = [Order(1000, seed).indices(epoch, 0, 1000) for seed in range(10) for epoch in range(10)]
+    orders = [
+        Order(1000, seed).indices(epoch, 0, 1000) for seed in range(10) for epoch in range(10)
+    ]
     same = [float((a == b).double().mean()) for i, a in enumerate(orders) for b in orders[:i]]
     # two random permutations share a place with chance 1/1000: 4,950 pairs, so at most about 8 shared of 1,000
     assert max(same) < 0.012
@@ -82,7 +92,12 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 def test_it_is_fixed_for_good() -> None:
     """A resumed run must find the order it left, in a later version too."""
     assert Order(10, seed=0).indices(0, 0, 10).tolist() == [5, 6, 3, 0, 4, 7, 2, 8, 1, 9]
-    assert Order(BILLION, seed=7).indices(3, 999_999_990, 4).tolist() == [165327460, 105789291, 343555820, 321843109]
+    assert Order(BILLION, seed=7).indices(3, 999_999_990, 4).tolist() == [
+        165327460,
+        105789291,
+        343555820,
+        321843109,
+    ]
 
 
 # against randperm
@@ -106,7 +121,9 @@ def test_neighbours_go_to_every_pair_of_places_equally_often(size: int) -> None:
     for first, second in ((0, 1), (0, size // 2), (size - 2, size - 1)):
         places = torch.tensor([first, second]).expand(count, 2)
         found = Order(size, seed=11).at(torch.arange(count).unsqueeze(1), places)
-        pairs = torch.bincount(found[:, 0] * size + found[:, 1], minlength=size * size).view(size, size)
+        pairs = torch.bincount(found[:, 0] * size + found[:, 1], minlength=size * size).view(
+            size, size
+        )
         assert int(pairs.diagonal().sum()) == 0
         assert uniform(pairs[~torch.eye(size, dtype=torch.bool)]) > 1e-6
 
@@ -127,12 +144,16 @@ STATISTICS = {
 def test_statistics_agree_with_randperm(name: str) -> None:
     """Means and spreads over 2,000 orders of 1,000 samples, ours against randperm's: within 5 standard errors."""
     runs, size = 2000, 1000
-    ours = Order(size, seed=5).at(torch.arange(runs).unsqueeze(1), torch.arange(size).expand(runs, size))
+    ours = Order(size, seed=5).at(
+        torch.arange(runs).unsqueeze(1), torch.arange(size).expand(runs, size)
+    )
     theirs = torch.stack([torch.randperm(size) for _ in range(runs)])
     a, b = (STATISTICS[name](p).double() for p in (ours, theirs))
     error = math.sqrt((a.var() + b.var()).item() / runs)
     assert abs(a.mean() - b.mean()) <= 5 * error
-    assert 0.8 < (a.std() / b.std()).item() < 1.25  # the ratio's own standard error is 1/sqrt(2000), here 11 of them
+    assert (
+        0.8 < (a.std() / b.std()).item() < 1.25
+    )  # the ratio's own standard error is 1/sqrt(2000), here 11 of them
 
 
 def test_batches_of_a_large_set_hold_samples_from_everywhere() -> None:
@@ -164,7 +185,9 @@ def test_a_bad_size_is_refused(size: object) -> None:
 
 def test_numpys_integers_do() -> None:
     big = np.uint64(2**63 + 5)
-    assert torch.equal(Order(np.int32(50), seed=big).indices(0, 0, 50), Order(50, seed=2**63 + 5).indices(0, 0, 50))
+    assert torch.equal(
+        Order(np.int32(50), seed=big).indices(0, 0, 50), Order(50, seed=2**63 + 5).indices(0, 0, 50)
+    )
 
 
 def test_a_bad_seed_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.flow import stream
+from halfstep.data.pipeline import iterate__stream as stream
 from halfstep.errors import Notice
 
 
@@ -115,13 +115,17 @@ class Event:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     for name in ("Event", "Stream", "stream", "current_stream"):
         monkeypatch.setattr(stream.torch.cuda, name, Event)
-    monkeypatch.setattr("halfstep.data.flow.cursor.staged", stream._ahead)
+    monkeypatch.setattr("halfstep.data.pipeline.iterate.staged", stream._ahead)
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: None)
-    return lambda: [thread.name for thread in threading.enumerate() if thread.name == "halfstep-stream"]
+    return lambda: [
+        thread.name for thread in threading.enumerate() if thread.name == "halfstep-stream"
+    ]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_break_ends_the_thread_that_streams(threads: Callable[[], list[str]], workers: int) -> None:
+def test_a_break_ends_the_thread_that_streams(
+    threads: Callable[[], list[str]], workers: int
+) -> None:
     with pytest.warns(Notice, match="not resident"):
         streamed = data().workers(workers).to_device("cpu", budget=0)
     for _ in streamed:
@@ -242,7 +246,9 @@ def test_a_bad_state_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("key", ["epoch", "step", "shards", "start", "start_epoch", "pipeline"])
 def test_a_state_with_something_missing_is_refused(key: str) -> None:
-    with pytest.raises(ValueError, match=rf"expected the state of a hs\.data\.Dataset, but \['{key}'\] are missing"):
+    with pytest.raises(
+        ValueError, match=rf"expected the state of a hs\.data\.Dataset, but \['{key}'\] are missing"
+    ):
         data().load_state_dict({k: v for k, v in state().items() if k != key})
 
 
@@ -262,11 +268,31 @@ def base() -> Dataset:
 
 
 OTHERS: dict[str, tuple[Dataset, Dataset, str]] = {
-    "shard moved": (base().shard(2, 0).repeat(2), base().repeat(2).shard(2, 0), "it had \"shard.*has 'repeat"),
-    "inner shard": (base().shard(2, 0).shard(2, 0), base().shard(3, 0).shard(2, 0), r"shard\(2, 0.*shard\(3, 0"),
-    "uneven": (base().shard(5, 0), base().shard(5, 0, uneven="drop"), "uneven='keep'.*uneven='drop'"),
-    "per batch": (base().map(double).batch(4), base().batch(4).map(double), "double on i, per sample.*per batch"),
-    "output": (base().map(double, "i", output="a"), base().map(double, "i", output="b"), "on i to a.*on i to b"),
+    "shard moved": (
+        base().shard(2, 0).repeat(2),
+        base().repeat(2).shard(2, 0),
+        "it had \"shard.*has 'repeat",
+    ),
+    "inner shard": (
+        base().shard(2, 0).shard(2, 0),
+        base().shard(3, 0).shard(2, 0),
+        r"shard\(2, 0.*shard\(3, 0",
+    ),
+    "uneven": (
+        base().shard(5, 0),
+        base().shard(5, 0, uneven="drop"),
+        "uneven='keep'.*uneven='drop'",
+    ),
+    "per batch": (
+        base().map(double).batch(4),
+        base().batch(4).map(double),
+        "double on i, per sample.*per batch",
+    ),
+    "output": (
+        base().map(double, "i", output="a"),
+        base().map(double, "i", output="b"),
+        "on i to a.*on i to b",
+    ),
     "partial": (
         base().map(functools.partial(torch.add, other=1)),
         base().map(functools.partial(torch.add, other=2)),
@@ -284,7 +310,10 @@ def test_pipelines_that_deliver_something_else_are_told_apart(name: str) -> None
 
 
 def test_a_description_holds_no_memory_address() -> None:
-    made = [base().map(operation) for operation in (Plain(), lambda x: x, functools.partial(double), double)]
+    made = [
+        base().map(operation)
+        for operation in (Plain(), lambda x: x, functools.partial(double), double)
+    ]
     assert [d.plan.describe()[1] for d in made] == [
         "map(Plain on i)",
         "map(test_a_description_holds_no_memory_address.<locals>.<lambda> on i, per sample)",

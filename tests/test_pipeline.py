@@ -31,11 +31,17 @@ def reference(size: int, chain: Chain, epoch: int) -> list[Any]:
         return [(i, epoch) for i in range(size)]
     *before, (name, argument) = chain
     if name == "repeat":
-        return [item for r in range(argument) for item in reference(size, before, epoch * argument + r)]
+        return [
+            item for r in range(argument) for item in reference(size, before, epoch * argument + r)
+        ]
     items = reference(size, before, epoch)
     if name == "shuffle":
-        return [items[i] for i in Order(len(items), argument).indices(epoch, 0, len(items)).tolist()]
-    return {"window": window, "batch": batch, "take": take, "skip": skip, "shard": shard}[name](items, argument, epoch)
+        return [
+            items[i] for i in Order(len(items), argument).indices(epoch, 0, len(items)).tolist()
+        ]
+    return {"window": window, "batch": batch, "take": take, "skip": skip, "shard": shard}[name](
+        items, argument, epoch
+    )
 
 
 def window(items: list[Any], argument: tuple[int, int], epoch: int) -> list[Any]:
@@ -45,7 +51,9 @@ def window(items: list[Any], argument: tuple[int, int], epoch: int) -> list[Any]
     while coming or buffer:
         while coming and len(buffer) < size:
             buffer.append(coming.pop(0))
-        draw = words(seed, torch.tensor([epoch]), torch.tensor([len(out)]), torch.tensor([draw_key(0)])).item()
+        draw = words(
+            seed, torch.tensor([epoch]), torch.tensor([len(out)]), torch.tensor([draw_key(0)])
+        ).item()
         slot = int(draw) * len(buffer) // 2**32
         out.append(buffer[slot])
         buffer[slot] = buffer[-1]
@@ -112,13 +120,19 @@ def chains(draw: st.DrawFn) -> tuple[int, Chain]:
             "repeat": draw(st.integers(1, 3)),
             "take": draw(st.integers(1, now + 3)),
             "skip": draw(st.integers(0, now - 1)),
-            "shard": (count, draw(st.integers(0, count - 1)), draw(st.sampled_from(["keep", "drop", "pad"]))),
+            "shard": (
+                count,
+                draw(st.integers(0, count - 1)),
+                draw(st.sampled_from(["keep", "drop", "pad"])),
+            ),
         }.get(name)
         if name == "batch":
             drop = draw(st.booleans())
             argument = (draw(st.integers(1, now if drop else now + 3)), drop)
         chain.append((name, argument))
-        if not reference(size, chain, 0):  # a shard of fewer items than shards: nothing left to build on
+        if not reference(
+            size, chain, 0
+        ):  # a shard of fewer items than shards: nothing left to build on
             chain.pop()
     return size, chain
 
@@ -139,7 +153,9 @@ def test_any_chain_delivers_what_the_lists_do(case: tuple[int, Chain], epoch: in
     expected = flat(reference(size, chain, epoch))
     assert data.size == len(data) == len(expected)
     assert numbers(data) == expected
-    assert numbers(data) == flat(reference(size, chain, epoch + 1))  # the next `for` is the next pass
+    assert numbers(data) == flat(
+        reference(size, chain, epoch + 1)
+    )  # the next `for` is the next pass
 
 
 def others_have_more(size: int, chain: Chain, stop: int) -> bool:
@@ -176,7 +192,9 @@ def test_saved_at_any_item_it_goes_on_elsewhere_with_the_same_stream(
     second = built(size, chain)
     second.load_state_dict(saved)
     rest = numbers(second)
-    if stop == first.size and not others_have_more(size, chain, stop):  # the pass was over: the rest is the next one
+    if stop == first.size and not others_have_more(
+        size, chain, stop
+    ):  # the pass was over: the rest is the next one
         assert head + rest == whole
     else:
         assert head + rest + numbers(second) == whole
@@ -187,7 +205,9 @@ def test_tokens_say_of_which_pass_each_sample_is(case: tuple[int, Chain]) -> Non
     size, chain = case
     plan = built(size, chain).plan
     tokens = plan.tokens(1, 0, plan.size)
-    found = [list(zip(*(part.tolist() for part in tokens[i]), strict=True)) for i in range(len(tokens))]
+    found = [
+        list(zip(*(part.tolist() for part in tokens[i]), strict=True)) for i in range(len(tokens))
+    ]
     expected = [item if isinstance(item, list) else [item] for item in reference(size, chain, 1)]
     assert found == expected
 
@@ -198,12 +218,20 @@ def test_tokens_say_of_which_pass_each_sample_is(case: tuple[int, Chain]) -> Non
 @given(st.integers(1, 80), st.integers(1, 7), st.integers(0, 2**32))
 def test_shards_visit_each_sample_once(size: int, count: int, seed: int) -> None:
     count = min(count, size)
-    parts = [numbers(Dataset({"i": torch.arange(size)}).shuffle(seed=seed).shard(count, r)) for r in range(count)]
+    parts = [
+        numbers(Dataset({"i": torch.arange(size)}).shuffle(seed=seed).shard(count, r))
+        for r in range(count)
+    ]
     assert sorted(i for part in parts for i in part) == list(range(size))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@given(st.integers(6, 80), st.lists(st.integers(1, 6), min_size=2, max_size=4), st.integers(1, 5), st.data())
+@given(
+    st.integers(6, 80),
+    st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    st.integers(1, 5),
+    st.data(),
+)
 def test_another_number_of_ranks_in_mid_epoch_visits_each_sample_once(
     size: int, ranks: list[int], batch: int, data: st.DataObject
 ) -> None:
@@ -232,8 +260,18 @@ def test_another_number_of_ranks_in_mid_epoch_visits_each_sample_once(
 
 def test_even_shards_by_dropping_and_by_padding() -> None:
     data = Dataset({"i": torch.arange(10)})
-    assert [numbers(data.shard(4, r, uneven="drop")) for r in range(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert [numbers(data.shard(4, r, uneven="pad")) for r in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 0], [3, 7, 1]]
+    assert [numbers(data.shard(4, r, uneven="drop")) for r in range(4)] == [
+        [0, 4],
+        [1, 5],
+        [2, 6],
+        [3, 7],
+    ]
+    assert [numbers(data.shard(4, r, uneven="pad")) for r in range(4)] == [
+        [0, 4, 8],
+        [1, 5, 9],
+        [2, 6, 0],
+        [3, 7, 1],
+    ]
 
 
 # columns, maps, kinds of items
@@ -277,7 +315,11 @@ def test_a_function_may_make_other_columns() -> None:
     data = data.map(lambda a, b: (a + b, a - b), ["a", "b"], output=["sum", "b"]).batch(2)
     assert data.columns == ("b", "c", "sum")
     first = next(iter(data.dicts()))
-    assert {k: v.tolist() for k, v in first.items()} == {"b": [0, -9], "c": [0, 100], "sum": [0, 11]}
+    assert {k: v.tolist() for k, v in first.items()} == {
+        "b": [0, -9],
+        "c": [0, 100],
+        "sum": [0, 11],
+    }
 
 
 def test_transforms_join_into_one_chain_however_they_are_mapped() -> None:
@@ -300,7 +342,11 @@ def test_augmentation_does_not_depend_on_the_batch(a: int, b: int) -> None:
 
 def test_epochs_augment_anew_and_image_and_mask_stay_together() -> None:
     images = torch.arange(20 * 64, dtype=torch.int32).view(20, 8, 8, 1).to(torch.uint8)
-    data = Dataset({"image": images, "mask": images.clone()}).map([PadCrop(8, 2), Flip()], ["image", "mask"]).batch(20)
+    data = (
+        Dataset({"image": images, "mask": images.clone()})
+        .map([PadCrop(8, 2), Flip()], ["image", "mask"])
+        .batch(20)
+    )
     (image, mask), (again, _) = next(iter(data)), next(iter(data))
     assert torch.equal(image, mask)
     assert not torch.equal(image, again)
@@ -315,7 +361,9 @@ def test_samples_of_different_sizes_are_transformed_one_by_one() -> None:
             return torch.full((10 + i, 12, 3), i, dtype=torch.uint8)
 
     data = Dataset(Ragged(), ["image"])
-    with pytest.raises(ValueError, match=r"column 'image': expected samples of one shape in a batch.*Resize"):
+    with pytest.raises(
+        ValueError, match=r"column 'image': expected samples of one shape in a batch.*Resize"
+    ):
         next(iter(data.batch(3)))
     (made,) = next(iter(data.map(PadCrop(10, 0), "image").batch(6)))
     assert made.shape == (6, 10, 10, 3)
@@ -375,9 +423,16 @@ def streams(data: Dataset, passes: int = 2) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_deliver_the_same_stream_with_the_users_own_random_numbers_too(workers: int) -> None:
+def test_workers_deliver_the_same_stream_with_the_users_own_random_numbers_too(
+    workers: int,
+) -> None:
     def data() -> Dataset:
-        return Dataset(Squares(50, random=True)).map(lambda x: x + torch.rand(()), "x").shuffle().batch(7)
+        return (
+            Dataset(Squares(50, random=True))
+            .map(lambda x: x + torch.rand(()), "x")
+            .shuffle()
+            .batch(7)
+        )
 
     alone, together = streams(data()), streams(data().workers(workers))
     assert torch.equal(alone[0], together[0])
@@ -449,9 +504,13 @@ def test_methods_leave_the_original_alone() -> None:
 def test_a_position_of_another_pipeline_is_refused_by_its_first_difference() -> None:
     state = Dataset({"i": torch.arange(10)}).shuffle().batch(4).state_dict()
     other = Dataset({"i": torch.arange(10)}).shuffle().batch(5)
-    with pytest.raises(ValueError, match=r"it had 'batch\(4, .*' where this one has 'batch\(5, .*Build the same"):
+    with pytest.raises(
+        ValueError, match=r"it had 'batch\(4, .*' where this one has 'batch\(5, .*Build the same"
+    ):
         other.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"it had '10 samples of i .* where this one has '11 samples"):
+    with pytest.raises(
+        ValueError, match=r"it had '10 samples of i .* where this one has '11 samples"
+    ):
         Dataset({"i": torch.arange(11)}).shuffle().batch(4).load_state_dict(state)
     with pytest.raises(ValueError, match="expected a position of version 1, got None"):
         other.load_state_dict({})
@@ -460,7 +519,9 @@ def test_a_position_of_another_pipeline_is_refused_by_its_first_difference() -> 
 def test_resharding_needs_shards_last() -> None:
     one = Dataset({"i": torch.arange(10)}).shard(2, 0).shuffle().batch(2)
     two = Dataset({"i": torch.arange(10)}).shard(5, 0).shuffle().batch(2)
-    with pytest.raises(ValueError, match=r"only where \.shard\(\.\.\.\) is the last stage before \.batch"):
+    with pytest.raises(
+        ValueError, match=r"only where \.shard\(\.\.\.\) is the last stage before \.batch"
+    ):
         two.load_state_dict(one.state_dict() | {"pipeline": list(two.plan.describe())})
     whole = Dataset({"i": torch.arange(10)}).batch(2)
     with pytest.raises(ValueError, match=r"Add \.shard\(1, 0, uneven='keep'\)"):
@@ -476,38 +537,77 @@ class Endless(IterableDataset[int]):
 
 
 MISTAKES: dict[str, tuple[Callable[[Dataset], Any], str]] = {
-    "batch twice": (lambda d: d.batch(2).batch(2), "expected samples, got batches of 2. Call batch once"),
+    "batch twice": (
+        lambda d: d.batch(2).batch(2),
+        "expected samples, got batches of 2. Call batch once",
+    ),
     "batch of none": (lambda d: d.batch(0), "batch: expected 1 to 10 samples, got 0"),
-    "batch drops all": (lambda d: d.batch(11, drop_remainder=True), "batch: expected 1 to 10 samples, got 11"),
+    "batch drops all": (
+        lambda d: d.batch(11, drop_remainder=True),
+        "batch: expected 1 to 10 samples, got 11",
+    ),
     "small buffer": (lambda d: d.shuffle(1), "expected a buffer of at least 2 items, got 1"),
     "no repeats": (lambda d: d.repeat(0), "repeat: expected 1 or more passes, got 0"),
     "take none": (lambda d: d.take(0), "take: expected at least 1 item, got 0"),
     "skip all": (lambda d: d.skip(10), "skip: expected 0 to 9 of 10 items, got 10"),
-    "shard index": (lambda d: d.shard(2, 2), "expected 0 <= index < count <= 10, got index 2, count 2"),
+    "shard index": (
+        lambda d: d.shard(2, 2),
+        "expected 0 <= index < count <= 10, got index 2, count 2",
+    ),
     "shard too fine": (lambda d: d.shard(11, 0), "expected 0 <= index < count <= 10"),
-    "shard uneven": (lambda d: d.shard(2, 0, uneven="no"), "expected uneven='keep', 'drop' or 'pad', got 'no'"),
-    "unknown column": (lambda d: d.map(abs, "y"), r"expected columns out of \['x'\], each once, got \['y'\]"),
-    "select nothing": (lambda d: d.select(), r"expected columns out of \['x'\], each once, got \[\]"),
+    "shard uneven": (
+        lambda d: d.shard(2, 0, uneven="no"),
+        "expected uneven='keep', 'drop' or 'pad', got 'no'",
+    ),
+    "unknown column": (
+        lambda d: d.map(abs, "y"),
+        r"expected columns out of \['x'\], each once, got \['y'\]",
+    ),
+    "select nothing": (
+        lambda d: d.select(),
+        r"expected columns out of \['x'\], each once, got \[\]",
+    ),
     "map a number": (lambda d: d.map(3, "x"), "map: expected a transform or a function, got int 3"),
-    "transform renames": (lambda d: d.map(Rescale(1.0, 0.0), "x", output="z"), "so output= is of no use"),
-    "too few results": (lambda d: list(d.map(abs, "x", output=["a", "b"])), "to return 2 values for .*, got 1"),
+    "transform renames": (
+        lambda d: d.map(Rescale(1.0, 0.0), "x", output="z"),
+        "so output= is of no use",
+    ),
+    "too few results": (
+        lambda d: list(d.map(abs, "x", output=["a", "b"])),
+        "to return 2 values for .*, got 1",
+    ),
     "batch of a half": (lambda d: d.batch(2.5), "batch: expected a whole number, got 2.5"),
     "batch of True": (lambda d: d.batch(True), "batch: expected a whole number, got True"),
     "take a half": (lambda d: d.take(2.5), "take: expected a whole number, got 2.5"),
     "skip a half": (lambda d: d.skip(1.5), "skip: expected a whole number, got 1.5"),
     "repeat a half": (lambda d: d.repeat(1.5), "repeat: expected a whole number, got 1.5"),
     "shuffle by a half": (lambda d: d.shuffle(2.5), "shuffle: expected a whole number, got 2.5"),
-    "shuffle by text": (lambda d: d.shuffle(seed="a"), "shuffle: seed: expected a whole number, got 'a'"),
+    "shuffle by text": (
+        lambda d: d.shuffle(seed="a"),
+        "shuffle: seed: expected a whole number, got 'a'",
+    ),
     "shard a half": (lambda d: d.shard(2, 0.5), "shard: index: expected a whole number, got 0.5"),
     "workers by halves": (lambda d: d.workers(0.5), "workers: expected a whole number, got 0.5"),
     "seek a half": (lambda d: d.seek(0.5), "seek: epoch: expected a whole number, got 0.5"),
     "select twice": (lambda d: d.select("x", "x"), r"out of \['x'\], each once, got \['x', 'x'\]"),
-    "output twice": (lambda d: d.map(abs, "x", output=["a", "a"]), r"different names in output=, got \['a', 'a'\]"),
-    "an index": (lambda d: d[0], r"no index: iterate over it, or take item n by next\(iter\(data.skip\(n\)\)\)"),
+    "output twice": (
+        lambda d: d.map(abs, "x", output=["a", "a"]),
+        r"different names in output=, got \['a', 'a'\]",
+    ),
+    "an index": (
+        lambda d: d[0],
+        r"no index: iterate over it, or take item n by next\(iter\(data.skip\(n\)\)\)",
+    ),
     "a DataLoader": (lambda d: next(iter(DataLoader(d))), r"It needs no DataLoader: \.shuffle\(\)"),
     "workers": (lambda d: d.workers(-1), "expected count >= 0 and ahead >= 1, got -1 and 2"),
-    "seek": (lambda d: d.seek(0, 11), "expected an epoch from 0 and a step of 0 to 10, got 0 and 11"),
-    "chain does not fit": (lambda d: d.map(PadCrop(4, 1), "x"), r"transform 0, PadCrop\(.*does not take a batch int64"),
+    "seek": (
+        lambda d: d.seek(0, 11),
+        "expected an epoch from 0 and a step of 0 to 10, got 0 and 11",
+    ),
+    "chain does not fit": (
+        lambda d: d.map(PadCrop(4, 1), "x"),
+        r"transform 0, PadCrop\(.*does not take a batch int64",
+    ),
 }
 
 
@@ -519,7 +619,11 @@ def test_a_mistake_is_told_when_it_is_made(name: str) -> None:
 
 
 BAD_DATA: dict[str, tuple[Any, Any, str]] = {
-    "lengths differ": ({"a": torch.zeros(3), "b": torch.zeros(4)}, None, "columns of one length, got {'a': 3, 'b': 4}"),
+    "lengths differ": (
+        {"a": torch.zeros(3), "b": torch.zeros(4)},
+        None,
+        "columns of one length, got {'a': 3, 'b': 4}",
+    ),
     "no columns": ({}, None, "expected columns of one length, got {}"),
     "scalar": ({"a": torch.tensor(3)}, None, "expected columns of one length"),
     "empty": ({"a": torch.zeros(0, 3)}, None, "expected at least one sample"),
@@ -534,11 +638,27 @@ BAD_DATA: dict[str, tuple[Any, Any, str]] = {
     "an empty data set": (Squares(0), None, "expected at least one sample, got an empty Squares"),
     "names": (Squares(), ["a"], "expected 2 different column names, one per part of a sample, got"),
     "names twice": (Squares(), ["a", "a"], "expected 2 different column names"),
-    "one name for two": (Squares(), "xy", r"expected 2 different column names, one per part of a sample, got \['xy'\]"),
-    "names that are one": ({1: torch.zeros(3), "1": torch.zeros(3)}, None, "some are equal as text"),
-    "two devices": ({"a": torch.zeros(3), "b": torch.zeros(3, device="meta")}, None, "expected columns on one device"),
+    "one name for two": (
+        Squares(),
+        "xy",
+        r"expected 2 different column names, one per part of a sample, got \['xy'\]",
+    ),
+    "names that are one": (
+        {1: torch.zeros(3), "1": torch.zeros(3)},
+        None,
+        "some are equal as text",
+    ),
+    "two devices": (
+        {"a": torch.zeros(3), "b": torch.zeros(3, device="meta")},
+        None,
+        "expected columns on one device",
+    ),
     "a list of nothing": ([], None, "expected at least one sample, got an empty list"),
-    "unknown names": ({"a": torch.zeros(3)}, ["b"], r"expected columns out of \['a'\], each once, got \['b'\]"),
+    "unknown names": (
+        {"a": torch.zeros(3)},
+        ["b"],
+        r"expected columns out of \['a'\], each once, got \['b'\]",
+    ),
 }
 
 

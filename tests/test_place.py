@@ -7,18 +7,22 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.flow.place import budget_bytes, readable
+from halfstep.data.pipeline.residency import budget_bytes, readable
 from halfstep.errors import Notice
 
 
 def data(size: int = 50) -> Dataset:
     images = torch.arange(size * 75, dtype=torch.int32).view(size, 5, 5, 3).to(torch.uint8)
-    return Dataset({"image": images, "label": torch.arange(size)}, seed=4).map([PadCrop(5, 1), Flip()], "image")
+    return Dataset({"image": images, "label": torch.arange(size)}, seed=4).map(
+        [PadCrop(5, 1), Flip()], "image"
+    )
 
 
 def same(a: Dataset, b: Dataset) -> bool:
     parts = zip(a, b, strict=True)
-    return all(torch.equal(x.cpu(), u.cpu()) and torch.equal(y.cpu(), v.cpu()) for (x, y), (u, v) in parts)
+    return all(
+        torch.equal(x.cpu(), u.cpu()) and torch.equal(y.cpu(), v.cpu()) for (x, y), (u, v) in parts
+    )
 
 
 def test_a_small_set_stays_on_the_device_and_gives_the_hosts_batches(device: torch.device) -> None:
@@ -38,7 +42,8 @@ def test_a_window_shuffle_can_be_resident_too(device: torch.device) -> None:
 def test_over_the_budget_it_streams_and_says_so(device: torch.device) -> None:
     host = data().shuffle().batch(7)
     with pytest.warns(
-        Notice, match=r"streaming to .*, not resident: it takes 4\.053 KiB and the budget is 1 KiB; budget="
+        Notice,
+        match=r"streaming to .*, not resident: it takes 4\.053 KiB and the budget is 1 KiB; budget=",
     ):
         streamed = host.to_device(device, budget=1024)
     assert streamed.placement.kind == "stream"
@@ -49,7 +54,9 @@ def test_over_the_budget_it_streams_and_says_so(device: torch.device) -> None:
 def test_samples_read_one_by_one_stream_until_they_are_loaded(device: torch.device) -> None:
     rows = [(torch.full((3,), i), i) for i in range(20)]
     host = Dataset(rows).shuffle().batch(6)
-    with pytest.warns(Notice, match=r"its samples are read one by one by a Dataset; \.load\(\) reads them"):
+    with pytest.warns(
+        Notice, match=r"its samples are read one by one by a Dataset; \.load\(\) reads them"
+    ):
         streamed = host.to_device(device)
     assert same(host, streamed)
     host.seek(0)
@@ -58,11 +65,16 @@ def test_samples_read_one_by_one_stream_until_they_are_loaded(device: torch.devi
     assert same(host, resident)
 
 
-def test_functions_of_single_samples_keep_it_on_the_host_and_those_of_batches_do_not(device: torch.device) -> None:
+def test_functions_of_single_samples_keep_it_on_the_host_and_those_of_batches_do_not(
+    device: torch.device,
+) -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
-    with pytest.warns(Notice, match="map.*double on label.* works on single samples on the host; use a transform, or"):
+    with pytest.warns(
+        Notice,
+        match="map.*double on label.* works on single samples on the host; use a transform, or",
+    ):
         streamed = data().map(double, "label").batch(7).to_device(device)
     resident = data().batch(7).map(double, "label").to_device(device)
     assert resident.placement.kind == "resident"
@@ -89,7 +101,12 @@ def test_a_stream_left_early_leaves_no_thread(device: torch.device) -> None:
 
 
 def test_a_function_of_batches_is_random_alike_on_host_and_device(device: torch.device) -> None:
-    host = data().shuffle().batch(7).map(lambda y: y + torch.randint(0, 1000, ()).to(y.device), "label")
+    host = (
+        data()
+        .shuffle()
+        .batch(7)
+        .map(lambda y: y + torch.randint(0, 1000, ()).to(y.device), "label")
+    )
     assert same(host, host.to_device(device, budget="1MB"))
 
 
@@ -105,10 +122,18 @@ def test_budgets_are_read(text: str) -> None:
 
 @pytest.mark.parametrize("budget", ["", "much", "-1GB", -1, 0.0, 1.5, True])
 def test_other_budgets_are_refused(budget: object) -> None:
-    with pytest.raises(ValueError, match="budget: expected bytes, a size such as '8GB' or a fraction"):
+    with pytest.raises(
+        ValueError, match="budget: expected bytes, a size such as '8GB' or a fraction"
+    ):
         data().to_device("cpu", budget=budget)  # type: ignore[arg-type]
 
 
 def test_sizes_are_readable() -> None:
-    sizes = {0: "0 bytes", 1023: "1023 bytes", 1 << 20: "1 MiB", 47_040_000: "44.86 MiB", 3 << 40: "3 TiB"}
+    sizes = {
+        0: "0 bytes",
+        1023: "1023 bytes",
+        1 << 20: "1 MiB",
+        47_040_000: "44.86 MiB",
+        3 << 40: "3 TiB",
+    }
     assert {n: readable(n) for n in sizes} == sizes

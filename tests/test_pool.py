@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from halfstep.compiler.passes import joint_graph__pool as pool
 from halfstep.errors import Notice
-from halfstep.step import pool
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # Shape, kernel, stride, padding, ceil_mode: overlapping, apart, with gaps between, uneven, beyond the edge.
@@ -27,9 +27,19 @@ def made(case: Any, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ..
     """Input, gradient and offsets, channels last."""
     shape, kernel, stride, padding, ceil_mode = case
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=g).to(device, dtype).contiguous(memory_format=torch.channels_last)
-    out, offsets = prims._low_memory_max_pool_with_offsets(x, kernel, stride, padding, (1, 1), ceil_mode)
-    grad = torch.randn(out.shape, generator=g).to(device, dtype).contiguous(memory_format=torch.channels_last)
+    x = (
+        torch.randn(shape, generator=g)
+        .to(device, dtype)
+        .contiguous(memory_format=torch.channels_last)
+    )
+    out, offsets = prims._low_memory_max_pool_with_offsets(
+        x, kernel, stride, padding, (1, 1), ceil_mode
+    )
+    grad = (
+        torch.randn(out.shape, generator=g)
+        .to(device, dtype)
+        .contiguous(memory_format=torch.channels_last)
+    )
     return x, grad, offsets
 
 
@@ -37,7 +47,9 @@ def wanted(case: Any, x: Tensor, grad: Tensor) -> Tensor:
     """torch's own, in float32, rounded once."""
     _, kernel, stride, padding, ceil_mode = case
     wide = x.float().requires_grad_()
-    (found,) = torch.autograd.grad(F.max_pool2d(wide, kernel, stride, padding, 1, ceil_mode), wide, grad.float())
+    (found,) = torch.autograd.grad(
+        F.max_pool2d(wide, kernel, stride, padding, 1, ceil_mode), wide, grad.float()
+    )
     return found.to(x.dtype)
 
 
@@ -56,7 +68,9 @@ def test_the_operation(case: Any, dtype: torch.dtype) -> None:
 
 
 @inside
-@pytest.mark.parametrize("dtype", DTYPES[:2])  # the interpreter cuts off where a bfloat16 is to be rounded
+@pytest.mark.parametrize(
+    "dtype", DTYPES[:2]
+)  # the interpreter cuts off where a bfloat16 is to be rounded
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel(case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "BLOCK", 128)  # several to a row
@@ -78,7 +92,9 @@ def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pool, "launch", fails)
     x, grad, offsets = made(CASES[0], torch.float32)
     with pytest.warns(Notice, match="more kernels: Triton failed"):
-        assert torch.equal(pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad))
+        assert torch.equal(
+            pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad)
+        )
     assert list(pool._WORKS.values()) == [False]
 
 
@@ -87,17 +103,23 @@ def backward(x: Tensor, grad: Tensor, dilation: int = 1, stride: int = 2) -> tup
     window = [3, 3], [stride, stride], [1, 1], [dilation, dilation]
     _, offsets = prims._low_memory_max_pool_with_offsets(x, *window, False)
     kernel, *rest = window
-    indices = prims._low_memory_max_pool_offsets_to_indices(offsets, kernel, list(x.shape[2:]), *rest)
+    indices = prims._low_memory_max_pool_offsets_to_indices(
+        offsets, kernel, list(x.shape[2:]), *rest
+    )
     return (aten.max_pool2d_with_indices_backward(grad, x, *window, False, indices),)
 
 
-def rewritten(x: Tensor, grad: Tensor, device: str = "cpu", mode: Any = "fake", **window: int) -> bool:
+def rewritten(
+    x: Tensor, grad: Tensor, device: str = "cpu", mode: Any = "fake", **window: int
+) -> bool:
     """Whether it is ours now; the result is the same."""
     graph = make_fx(lambda x, grad: backward(x, grad, **window), tracing_mode=mode)(x, grad)
     pool.rewrite(graph.graph, device)
     graph.graph.lint()
     assert torch.equal(Interpreter(graph).run(x, grad)[0], backward(x, grad, **window)[0])
-    return bool(graph.graph.find_nodes(op="call_function", target=torch.ops.halfstep.unpool.default))
+    return bool(
+        graph.graph.find_nodes(op="call_function", target=torch.ops.halfstep.unpool.default)
+    )
 
 
 def last(*shape: int) -> Tensor:

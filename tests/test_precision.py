@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.precision import TABLE
-from halfstep.precision.scale import ScaleState, inverse
+from halfstep.precision.loss_scale import ScaleState, inverse
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -91,7 +91,9 @@ ELSEWHERE = {
 @pytest.mark.parametrize(("word", "ours"), ELSEWHERE.items(), ids=str)
 def test_the_words_of_other_libraries_are_answered_with_ours(word: object, ours: str) -> None:
     for make in (hs.Precision, hs.Precision.parse):
-        with pytest.raises((ValueError, TypeError), match=rf"\nDid you mean '{re.escape(ours)}'\?$"):
+        with pytest.raises(
+            (ValueError, TypeError), match=rf"\nDid you mean '{re.escape(ours)}'\?$"
+        ):
             make(word)  # type: ignore[arg-type]
     asked = hs.Precision(ours)
     assert (asked.name, asked.compute == BF16) == (ours.split("+")[0], "bf16" in ours)
@@ -138,7 +140,9 @@ REFUSED = [  # name, choice, what the refusal must say: the field first, then wh
 
 
 @pytest.mark.parametrize(("name", "choice", "says"), REFUSED)
-def test_a_choice_that_cannot_be_honoured_is_refused(name: str, choice: dict[str, object], says: list[str]) -> None:
+def test_a_choice_that_cannot_be_honoured_is_refused(
+    name: str, choice: dict[str, object], says: list[str]
+) -> None:
     with pytest.raises(ValueError, match=re.escape(says[0])) as refusal:
         hs.Precision(name, **choice)
     assert [word for word in says if word not in str(refusal.value)] == []
@@ -146,7 +150,10 @@ def test_a_choice_that_cannot_be_honoured_is_refused(name: str, choice: dict[str
 
 def test_keep_batchnorm_fp32_has_mindspores_meaning() -> None:
     """O2 + False: norms low, still scaled. O3 + True: O2's casts without scaling. None: the table."""
-    low, kept = hs.Precision("O2", keep_batchnorm_fp32=False), hs.Precision("O3", keep_batchnorm_fp32=True)
+    low, kept = (
+        hs.Precision("O2", keep_batchnorm_fp32=False),
+        hs.Precision("O3", keep_batchnorm_fp32=True),
+    )
     assert (low.norms, low.scale) == (F16, hs.DynamicScale())
     assert (kept.norms, kept.scale, kept.cast) == (F32, hs.NoScale(), hs.Precision("O2").cast)
     assert hs.Precision("O2", keep_batchnorm_fp32=True).norms == hs.Precision("O2").norms == F32
@@ -246,7 +253,9 @@ def test_a_scale_that_could_not_work_is_refused(setting: dict[str, object], says
 
 
 def state(scale: float, growth: int, device: torch.device) -> ScaleState:
-    return ScaleState(torch.tensor(scale, device=device), torch.tensor(growth, dtype=torch.int32, device=device))
+    return ScaleState(
+        torch.tensor(scale, device=device), torch.tensor(growth, dtype=torch.int32, device=device)
+    )
 
 
 def found(overflow: bool, device: torch.device) -> Tensor:
@@ -315,9 +324,13 @@ def test_an_eps_that_half_parameters_cannot_hold_is_told(device: torch.device) -
 
     def step(precision: str | hs.Precision, eps: float) -> None:
         net = nn.Linear(4, 3).to(device)
-        hs.TrainStep(net, nn.MSELoss(), torch.optim.Adam(net.parameters(), eps=eps), precision=precision)
+        hs.TrainStep(
+            net, nn.MSELoss(), torch.optim.Adam(net.parameters(), eps=eps), precision=precision
+        )
 
-    with pytest.warns(hs.Notice, match=r"Adam: eps=1e-08 is 0 in float16.*give eps=1e-4, or rounding='kahan'"):
+    with pytest.warns(
+        hs.Notice, match=r"Adam: eps=1e-08 is 0 in float16.*give eps=1e-4, or rounding='kahan'"
+    ):
         step("fp16", 1e-8)
     for precision, eps in (
         ("fp16", 1e-4),

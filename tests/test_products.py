@@ -19,10 +19,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.step.generate import generate
-from halfstep.step.products import BLOCKS, LEAST_PART, Cut, cut
+from halfstep.compiler.backend import generate
+from halfstep.compiler.passes.split_k import BLOCKS, LEAST_PART, Cut, cut
 
-ULP = 2.0**-24  # half a unit in the last place of 1: what one rounding to float32 may change, relative
+ULP = (
+    2.0**-24
+)  # half a unit in the last place of 1: what one rounding to float32 may change, relative
 aten = torch.ops.aten
 RULE = {
     (64, 512, 784): 7,  # 112 each; 8 · 98 would leave rows off 16 bytes
@@ -66,7 +68,9 @@ def linear(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, (x, w, b), g)
 
 
-def operands(batch: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def operands(
+    batch: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     shapes = (batch, inputs), (outputs, inputs), (outputs,), (batch, outputs)
     return [torch.randn(s, dtype=dtype) for s in shapes]
 
@@ -75,7 +79,9 @@ def traced(f: Callable[..., Any], inputs: list[Tensor], mode: Any = "fake") -> G
     return make_fx(f, tracing_mode=mode)(*inputs)
 
 
-def applied(f: Callable[..., Any], inputs: list[Tensor], mode: Any = "fake", device: str = "cpu") -> GraphModule:
+def applied(
+    f: Callable[..., Any], inputs: list[Tensor], mode: Any = "fake", device: str = "cpu"
+) -> GraphModule:
     graph = traced(f, inputs, mode)
     Cut(device)(graph.graph)
     graph.graph.lint()
@@ -89,7 +95,9 @@ def count(graph: GraphModule, target: Any) -> int:
 
 def products(graph: GraphModule) -> tuple[int, int]:
     """How many are whole, and how many cut."""
-    return count(graph, aten.mm.default) + count(graph, aten.addmm.default), count(graph, aten.bmm.default)
+    return count(graph, aten.mm.default) + count(graph, aten.addmm.default), count(
+        graph, aten.bmm.default
+    )
 
 
 def bounds(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> list[Tensor]:
@@ -109,7 +117,9 @@ def bounds(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> list[Tensor]:
         ((50, 300, 7), 1),
     ],
 )
-def test_a_linear_layers_products_are_cut_both_ways(sizes: tuple[int, int, int], parts: int) -> None:
+def test_a_linear_layers_products_are_cut_both_ways(
+    sizes: tuple[int, int, int], parts: int
+) -> None:
     inputs = operands(*sizes)
     plain, graph = traced(linear, inputs), applied(linear, inputs)
     assert products(plain) == (3, 0)
@@ -119,7 +129,9 @@ def test_a_linear_layers_products_are_cut_both_ways(sizes: tuple[int, int, int],
     for far, e, a, b in zip(bounds(*inputs), exact, mine, whole, strict=False):
         assert ((a.double() - e).abs() <= far).all()
         assert ((a.double() - b.double()).abs() <= 2 * far).all()
-    assert not all(torch.equal(a, b) for a, b in zip(mine, whole, strict=True))  # another order of summation
+    assert not all(
+        torch.equal(a, b) for a, b in zip(mine, whole, strict=True)
+    )  # another order of summation
     assert torch.equal(mine[3], whole[3])  # the bias gradient is no product
 
 
@@ -149,7 +161,11 @@ class Seen(Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor):
             said = n.meta["val"]
-            assert (said.shape, said.stride(), said.dtype) == (result.shape, result.stride(), result.dtype), n
+            assert (said.shape, said.stride(), said.dtype) == (
+                result.shape,
+                result.stride(),
+                result.dtype,
+            ), n
             n.meta["lies"] = result.untyped_storage().data_ptr()
         return result
 
@@ -213,11 +229,19 @@ def test_generated_code_runs_the_cut_products_forward_and_backward() -> None:
         out = f(*mine)
         return [out.detach(), *torch.autograd.grad(out, mine, g.to(dtype))]
 
-    compiled = torch.compile(F.linear, dynamic=False, backend=partial(generate, low=False, chip="cpu"))
+    compiled = torch.compile(
+        F.linear, dynamic=False, backend=partial(generate, low=False, chip="cpu")
+    )
     run(compiled)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         result = run(compiled)
     names = [e.name for e in seen.events()]
-    assert (names.count("aten::bmm"), names.count("aten::mm"), names.count("aten::addmm")) == (2, 1, 0)
-    for far, exact, a in zip(bounds(x, w, b, g), run(F.linear, torch.float64), result, strict=False):
+    assert (names.count("aten::bmm"), names.count("aten::mm"), names.count("aten::addmm")) == (
+        2,
+        1,
+        0,
+    )
+    for far, exact, a in zip(
+        bounds(x, w, b, g), run(F.linear, torch.float64), result, strict=False
+    ):
         assert ((a.double() - exact).abs() <= far).all()

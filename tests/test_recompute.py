@@ -18,7 +18,9 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.last, self.again = nn.Linear(6, 8), nn.Linear(8, 3), again
-        self.block = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 8))
+        self.block = nn.Sequential(
+            nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 8)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h: Any = self.first(x)
@@ -31,7 +33,9 @@ def trained(precision: Any, *, again: bool, accumulate: int) -> list[Tensor]:
     net = Net(again=again).to(DEVICE)
     made = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate
+    )
     torch.manual_seed(2)
     for _ in range(4):
         x, y = torch.randn(8, 6, generator=made), torch.randint(0, 3, (8,), generator=made)
@@ -42,7 +46,9 @@ def trained(precision: Any, *, again: bool, accumulate: int) -> list[Tensor]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_a_checkpointed_block_gives_the_bits_of_a_kept_one(name: str, kernels: Any, accumulate: int) -> None:
+def test_a_checkpointed_block_gives_the_bits_of_a_kept_one(
+    name: str, kernels: Any, accumulate: int
+) -> None:
     base, _, dtype = name.partition("+")
     precision = hs.Precision(base, kernels=kernels, **({"dtype": "bfloat16"} if dtype else {}))
     kept, again = (trained(precision, again=each, accumulate=accumulate) for each in (False, True))
@@ -57,7 +63,9 @@ def test_kept_modules_are_computed_anew_as_they_were() -> None:
 
 def test_after_backward_no_copy_of_the_forward_is_held() -> None:
     net = Net(again=False).to(DEVICE)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2")
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
+    )
     step(torch.randn(8, 6, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE))
     assert step.applied._last == ()  # their graph would keep gradients on the stream of this step
     assert all(p.dtype == torch.float32 for p in net.parameters())

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = {"skipped": torch.bool, "updated": torch.bool, "fingerprint": torch.int64, "lr": torch.float64}
+KINDS = {
+    "skipped": torch.bool,
+    "updated": torch.bool,
+    "fingerprint": torch.int64,
+    "lr": torch.float64,
+}
 PLACES = pytest.mark.parametrize("decide", ["host", "device"])
 
 
@@ -23,7 +28,9 @@ def build(*, groups: int = 1, precision: Any = None, **options: Any) -> hs.Train
     torch.manual_seed(0)
     net = nn.Linear(3, 2).to(DEVICE)
     parts = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(net.parameters())]
-    optimizer = torch.optim.SGD(net.parameters() if groups == 1 else parts, lr=0.1, fused=precision != "bf16")
+    optimizer = torch.optim.SGD(
+        net.parameters() if groups == 1 else parts, lr=0.1, fused=precision != "bf16"
+    )
     precision = precision or hs.Precision("fp32", scale=hs.DynamicScale(init=8.0, interval=1))
     return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, **options)
 
@@ -55,31 +62,43 @@ def flags(record: hs.Record) -> tuple[bool, bool]:
 def test_an_updating_step_reports_its_loss_rate_scale_and_norm(decide: str) -> None:
     step = build(decide=decide, clip_norm=0.01)
     for i in range(3):
-        grads, loss = gradients(step.net, [batch(i)]), nn.functional.mse_loss(step.net(batch(i)[0]), batch(i)[1])
+        grads, loss = (
+            gradients(step.net, [batch(i)]),
+            nn.functional.mse_loss(step.net(batch(i)[0]), batch(i)[1]),
+        )
         record = step(*batch(i))
         assert_shape(record)
         assert flags(record) == (True, False)
         assert torch.equal(record.loss, loss.detach())
         assert torch.equal(record.cycle_loss, loss.detach())
         assert float(record.scale) == 8 * 2**i, "the scale this step used, not the next one"
-        assert torch.isclose(record.grad_norm, norm(grads), rtol=1e-6), "unscaled and before clipping"  # float32 sums
+        assert torch.isclose(record.grad_norm, norm(grads), rtol=1e-6), (
+            "unscaled and before clipping"
+        )  # float32 sums
         assert float(record.lr) == 0.1
         assert record.fingerprint == 0
 
 
 @PLACES
-def test_the_steps_of_a_cycle_report_the_loss_so_far_and_the_last_one_the_update(decide: str) -> None:
+def test_the_steps_of_a_cycle_report_the_loss_so_far_and_the_last_one_the_update(
+    decide: str,
+) -> None:
     step = build(decide=decide, accumulate=3)
     for cycle in range(2):
         batches = [batch(10 * cycle + i, rows=i + 1) for i in range(3)]
-        rows = [nn.functional.mse_loss(step.net(x), y, reduction="none").detach().double().mean(1) for x, y in batches]
+        rows = [
+            nn.functional.mse_loss(step.net(x), y, reduction="none").detach().double().mean(1)
+            for x, y in batches
+        ]
         grads = gradients(step.net, batches)
         records = [step(*b) for b in batches]
         for i, record in enumerate(records):
             assert_shape(record)
             assert flags(record) == (i == 2, False)
             assert torch.isclose(record.loss.double(), rows[i].mean(), rtol=1e-6)  # float32
-            assert torch.isclose(record.cycle_loss.double(), torch.cat(rows[: i + 1]).mean(), rtol=1e-6)
+            assert torch.isclose(
+                record.cycle_loss.double(), torch.cat(rows[: i + 1]).mean(), rtol=1e-6
+            )
             assert float(record.scale) == 8 * 2**cycle
             assert (record.grad_norm == 0) == (i < 2)
         assert torch.isclose(records[2].grad_norm, norm(grads), rtol=1e-6)
@@ -164,11 +183,18 @@ def test_records_stand_still_while_training_goes_on(decide: str, accumulate: int
         records.append(step(*batch(i, bad=i == 5)))
         copies.append([value.clone() for value in records[-1]])
     for record, copy in zip(records, copies, strict=True):
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(record, copy, strict=True))
+        assert all(
+            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(record, copy, strict=True)
+        )
 
 
 def test_a_loss_in_half_precision_is_reported_in_float32_and_fp64_in_float64() -> None:
-    for name, dtype in (("O1", torch.float32), ("O2", torch.float32), ("bf16", torch.float32), ("fp64", torch.float64)):
+    for name, dtype in (
+        ("O1", torch.float32),
+        ("O2", torch.float32),
+        ("bf16", torch.float32),
+        ("fp64", torch.float64),
+    ):
         for accumulate in (1, 2):
             step = build(precision=name, accumulate=accumulate, nonfinite="skip")
             x, y = batch(0)

@@ -15,7 +15,9 @@ from halfstep.model import Model
 
 X = torch.randn(30, 5, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (30,), generator=torch.Generator().manual_seed(2))
-BATCHES = [(X[i : i + 6].clone(), Y[i : i + 6]) for i in range(0, 30, 6)]  # five a pass, where memory begins: MKL asks
+BATCHES = [
+    (X[i : i + 6].clone(), Y[i : i + 6]) for i in range(0, 30, 6)
+]  # five a pass, where memory begins: MKL asks
 DATA = hs.data.Dataset((X, Y)).batch(6)  # the same
 Make = Callable[[torch.optim.Optimizer], Any]
 
@@ -25,15 +27,22 @@ SCHEDULERS: dict[str, Make] = {
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 7),
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, total_steps=25, cycle_momentum=False),
     "LambdaLR": lambda o: lrs.LambdaLR(o, [lambda i: 1 / (1 + i), lambda i: 0.9**i]),
-    "SequentialLR": lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o, 0.5, 4), lrs.ExponentialLR(o, 0.9)], [8]),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.ConstantLR(o, 0.5, 4), lrs.ExponentialLR(o, 0.9)], [8]
+    ),
 }
 
 
 def parts(kind: Any = torch.optim.SGD) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
-    groups = [{"params": net[0].parameters(), "lr": 0.3}, {"params": net[2].parameters(), "lr": 0.1}]
-    return net, kind(groups, lr=0.1, foreach=False, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    groups = [
+        {"params": net[0].parameters(), "lr": 0.3},
+        {"params": net[2].parameters(), "lr": 0.1},
+    ]
+    return net, kind(
+        groups, lr=0.1, foreach=False, **({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    )
 
 
 def plain(make: Make, passes: int, kind: Any = torch.optim.SGD) -> Tensor:
@@ -48,9 +57,13 @@ def plain(make: Make, passes: int, kind: Any = torch.optim.SGD) -> Tensor:
     return weights(net)
 
 
-def model(make: Make, kind: Any = torch.optim.SGD, precision: Any = "fp32", **options: Any) -> Model:
+def model(
+    make: Make, kind: Any = torch.optim.SGD, precision: Any = "fp32", **options: Any
+) -> Model:
     net, optimizer = parts(kind)
-    return Model(net, nn.CrossEntropyLoss(), optimizer, precision, schedule=make(optimizer), **options)
+    return Model(
+        net, nn.CrossEntropyLoss(), optimizer, precision, schedule=make(optimizer), **options
+    )
 
 
 def weights(net: nn.Module) -> Tensor:
@@ -74,7 +87,11 @@ def test_fits_one_after_the_other_are_the_plain_loop(name: str, kind: Any) -> No
 
 def test_a_fit_that_was_stopped_early_goes_on_from_where_it_stopped() -> None:
     ours = model(SCHEDULERS["ExponentialLR"])
-    ours.fit(9, DATA, callbacks=hs.Lambda(epoch_end=lambda run: run.stop("enough") if run.epoch == 2 else None))
+    ours.fit(
+        9,
+        DATA,
+        callbacks=hs.Lambda(epoch_end=lambda run: run.stop("enough") if run.epoch == 2 else None),
+    )
     ours.fit(1, DATA)
     assert torch.equal(weights(ours.net), plain(SCHEDULERS["ExponentialLR"], 3))
 
@@ -88,7 +105,9 @@ def test_skipped_steps_between_two_fits_do_not_move_it() -> None:
     assert history.rows["skipped"] == [False] * 3 + [True]
     made.fit(1, BATCHES[:2], callbacks=history)
     expected = [0.3 * 0.9**n for n in (3, 4)]
-    assert [lr[0] for lr in history.rows["lr"]] == pytest.approx(expected, rel=1e-15)  # by repeated multiplication
+    assert [lr[0] for lr in history.rows["lr"]] == pytest.approx(
+        expected, rel=1e-15
+    )  # by repeated multiplication
 
 
 def test_a_halfstep_schedule_begins_with_each_fit() -> None:
@@ -135,7 +154,9 @@ def test_past_the_end_of_one_cycle_the_advice_works() -> None:
     ours = model(make(10))
     ours.fit(2, DATA)
     before = weights(ours.net)
-    with pytest.raises(ValueError, match="built for 10 updates; the fits before made 10 and this one has 5") as caught:
+    with pytest.raises(
+        ValueError, match="built for 10 updates; the fits before made 10 and this one has 5"
+    ) as caught:
         ours.fit(1, DATA)
     assert "total_steps=15" in str(caught.value)
     assert "model.schedule = OneCycleLR(optimizer, …, total_steps=5)" in str(caught.value)
@@ -146,7 +167,9 @@ def test_past_the_end_of_one_cycle_the_advice_works() -> None:
     assert torch.equal(weights(longer.net), plain(make(15), 3))
     assert ours.optimizer is not None
     ours.schedule = make(5)(ours.optimizer)
-    assert rates(ours)[0] == pytest.approx((0.5 / 25, 0.5 / 25), rel=1e-14)  # a cycle of its own, from torch's cosine
+    assert rates(ours)[0] == pytest.approx(
+        (0.5 / 25, 0.5 / 25), rel=1e-14
+    )  # a cycle of its own, from torch's cosine
 
 
 def test_what_was_changed_between_two_fits_is_told() -> None:
@@ -154,14 +177,18 @@ def test_what_was_changed_between_two_fits_is_told() -> None:
     ours.fit(1, DATA)
     assert ours.optimizer is not None
     ours.optimizer.param_groups[1]["lr"] = 0.7
-    with pytest.raises(ValueError, match=r"rates as the last fit left them, \[0.15, 0.05\], received \[0.15, 0.7\]"):
+    with pytest.raises(
+        ValueError, match=r"rates as the last fit left them, \[0.15, 0.05\], received \[0.15, 0.7\]"
+    ):
         ours.fit(1, DATA)
     ours.schedule = lrs.ExponentialLR(ours.optimizer, 0.5)  # the advice: it begins at what was set
     assert [lr[1] for lr in rates(ours)][:3] == [0.7, 0.35, 0.175]
     other = model(SCHEDULERS["StepLR"])
     other.fit(1, DATA)
     other.schedule.step()
-    with pytest.raises(ValueError, match=r"StepLR was stepped by hand between two fits; fit moves it by itself"):
+    with pytest.raises(
+        ValueError, match=r"StepLR was stepped by hand between two fits; fit moves it by itself"
+    ):
         other.fit(1, DATA)
 
 
@@ -226,10 +253,18 @@ def test_another_accumulation_counts_too(tmp_path: Path) -> None:
 
 def test_steps_per_epoch_count_what_is_left(tmp_path: Path) -> None:
     """Two epochs of ten steps: 10 over and 10 to come, though a pass has 8 batches now."""
-    arguments: dict[str, Any] = {"steps_per_epoch": 10, "callbacks": [hs.Checkpoint(tmp_path), stop_at(10)]}
+    arguments: dict[str, Any] = {
+        "steps_per_epoch": 10,
+        "callbacks": [hs.Checkpoint(tmp_path), stop_at(10)],
+    }
     model(lambda o: [[0.1] * 20] * 2).fit(2, batches(4), **arguments)
     with pytest.warns(hs.Notice, match="the data had"):
-        assert model(lambda o: [[0.1] * 20] * 2).fit(2, batches(8), resume=tmp_path, steps_per_epoch=10).position == 20
+        assert (
+            model(lambda o: [[0.1] * 20] * 2)
+            .fit(2, batches(8), resume=tmp_path, steps_per_epoch=10)
+            .position
+            == 20
+        )
 
 
 def test_one_cycle_goes_on_with_other_batches(tmp_path: Path) -> None:
@@ -271,7 +306,9 @@ EPOCHS: dict[str, tuple[Make, str]] = {  # 4 epochs of 5 updates
 def test_a_scheduler_that_counts_epochs_is_told_once(name: str) -> None:
     make, line = EPOCHS[name]
     ours = model(make)
-    with pytest.warns(hs.Notice, match=rf"schedule: {name} is moved once per update.* of the 20 .*{line}") as caught:
+    with pytest.warns(
+        hs.Notice, match=rf"schedule: {name} is moved once per update.* of the 20 .*{line}"
+    ) as caught:
         ours.fit(4, DATA)
     assert [each.filename for each in caught] == [__file__]
     ours.fit(4, DATA)
@@ -293,7 +330,9 @@ def test_as_many_epochs_as_updates_are_left_alone() -> None:
     model(lambda o: lrs.CosineAnnealingLR(o, 2)).fit(2, BATCHES[:1])
 
 
-def test_the_advice_for_a_scheduler_that_counts_epochs_is_the_loop_that_steps_it_per_epoch() -> None:
+def test_the_advice_for_a_scheduler_that_counts_epochs_is_the_loop_that_steps_it_per_epoch() -> (
+    None
+):
     def make(o: Any) -> Any:
         return hs.schedules.from_torch(lrs.CosineAnnealingLR(o, 4), 20, every=5)
 
@@ -318,7 +357,9 @@ def test_the_advice_for_a_scheduler_that_counts_epochs_is_the_loop_that_steps_it
 ], ids=["formula", "number", "list", "function"])  # fmt: skip
 def test_one_schedule_for_groups_of_different_rates_is_told(schedule: Any, line: str) -> None:
     ours = model(lambda o: schedule)
-    with pytest.warns(hs.Notice, match=rf"their rates are 0.3, 0.1, received .*: schedule={line}") as caught:
+    with pytest.warns(
+        hs.Notice, match=rf"their rates are 0.3, 0.1, received .*: schedule={line}"
+    ) as caught:
         first = rates(ours)
     assert [each.filename for each in caught] == [__file__]
     assert all(a == b for a, b in first)

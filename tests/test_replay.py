@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import Notice, checkpoint
-from halfstep.again import diff, replay
 from halfstep.callbacks import Checkpoint
 from halfstep.cli import main
-from halfstep.cli.app import app
+from halfstep.cli.main__app import app
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
+from halfstep.reproduce import diff, replay
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
@@ -41,15 +41,26 @@ class Nudge(nn.Module):
 
 def build(nudge: int = 0, fingerprint_every: int = 1) -> dict[str, Any]:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 16), Nudge(nudge), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    net = nn.Sequential(
+        nn.Linear(6, 16), Nudge(nudge), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    model = Model(net, nn.CrossEntropyLoss(), optimizer, "O2", ema=0.9, fingerprint_every=fingerprint_every)
-    return {"model": model, "data": hs.data.Dataset({"x": X, "y": Y}).shuffle().batch(8), "epochs": 3}
+    model = Model(
+        net, nn.CrossEntropyLoss(), optimizer, "O2", ema=0.9, fingerprint_every=fingerprint_every
+    )
+    return {
+        "model": model,
+        "data": hs.data.Dataset({"x": X, "y": Y}).shuffle().batch(8),
+        "epochs": 3,
+    }
 
 
 def run(folder: Path, every: int = 6, **options: Any) -> Any:
     parts = build(**options)
-    callbacks = [hs.JSONLLog(folder / "log.jsonl"), Checkpoint(folder, every_steps=every, every_epochs=None, keep=100)]
+    callbacks = [
+        hs.JSONLLog(folder / "log.jsonl"),
+        Checkpoint(folder, every_steps=every, every_epochs=None, keep=100),
+    ]
     result = parts["model"].fit(parts["epochs"], parts["data"], callbacks=callbacks)
     return parts["model"], result
 
@@ -59,7 +70,9 @@ def pair() -> tuple[Any, Any]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = Model(net, nn.CrossEntropyLoss(), optimizer, schedule=[0.1 / (i + 1) for i in range(24)])
+    model = Model(
+        net, nn.CrossEntropyLoss(), optimizer, schedule=[0.1 / (i + 1) for i in range(24)]
+    )
     return model, hs.data.Dataset((X, Y)).batch(8)
 
 
@@ -105,7 +118,9 @@ def test_gradients_of_a_replay_explain_its_update(tmp_path: Path) -> None:
     run(tmp_path)
     found = replay(build, tmp_path, 9)
     assert found.row is not None
-    norm = torch.stack([g.double().norm() / found.row.scale for g in found.gradients.values()]).norm()
+    norm = torch.stack(
+        [g.double().norm() / found.row.scale for g in found.gradients.values()]
+    ).norm()
     assert float(norm) == pytest.approx(found.row.grad_norm, rel=1e-6)  # float32 sums
 
 
@@ -113,7 +128,11 @@ def test_runs_that_are_equal_are_found_equal(tmp_path: Path) -> None:
     run(tmp_path / "a")
     run(tmp_path / "b")
     found = diff(tmp_path / "a", tmp_path / "b", build=(build, build))
-    assert [(d.by, d.step) for d in found] == [("by the logs", None), ("by the checkpoints", None), ("by replay", None)]
+    assert [(d.by, d.step) for d in found] == [
+        ("by the logs", None),
+        ("by the checkpoints", None),
+        ("by replay", None),
+    ]
     assert found[0].equal_until == 24
 
 
@@ -121,7 +140,9 @@ def test_runs_that_are_equal_are_found_equal(tmp_path: Path) -> None:
 def test_the_first_differing_step_and_its_tensors_are_named(tmp_path: Path, at: int) -> None:
     run(tmp_path / "a")
     run(tmp_path / "b", nudge=at)
-    logs, checkpoints, by_replay = diff(tmp_path / "a", tmp_path / "b", build=(build, lambda: build(nudge=at)))
+    logs, checkpoints, by_replay = diff(
+        tmp_path / "a", tmp_path / "b", build=(build, lambda: build(nudge=at))
+    )
     assert logs.step == at
     assert "fingerprint" in logs.names
     assert logs.equal_until == at - 1
@@ -143,18 +164,26 @@ def test_fingerprints_see_what_the_loss_does_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [3, 6, 8])
 def test_an_evaluation_after_the_step_is_not_taken_for_it(tmp_path: Path, step: int) -> None:
     def evaluated() -> dict[str, Any]:
-        return {**build(), "valid": hs.data.Dataset({"x": X[:5], "y": Y[:5]}).batch(5), "valid_every_steps": 3}
+        return {
+            **build(),
+            "valid": hs.data.Dataset({"x": X[:5], "y": Y[:5]}).batch(5),
+            "valid_every_steps": 3,
+        }
 
     caught = Caught(step)
     parts = evaluated()
-    parts.pop("model").fit(**parts, callbacks=[caught, Checkpoint(tmp_path, every_steps=4, every_epochs=None)])
+    parts.pop("model").fit(
+        **parts, callbacks=[caught, Checkpoint(tmp_path, every_steps=4, every_epochs=None)]
+    )
     found = replay(evaluated, tmp_path, step)
     assert torch.equal(found.outputs[""], caught.output)
     assert found.batch[0].shape == (len(caught.output), 6)
 
 
 @pytest.mark.parametrize("step", [2, 9, 24])
-def test_a_run_is_as_long_as_it_was_when_the_builder_does_not_say(tmp_path: Path, step: int) -> None:
+def test_a_run_is_as_long_as_it_was_when_the_builder_does_not_say(
+    tmp_path: Path, step: int
+) -> None:
     caught, (model, data) = Caught(step), pair()
     model.fit(3, data, callbacks=[caught, Checkpoint(tmp_path)])
     assert replay(pair, tmp_path, step).row == caught.row
@@ -175,7 +204,9 @@ def test_a_step_has_the_epochs_of_the_fit_that_made_it(tmp_path: Path) -> None:
         return parts
 
     for epochs in (1, 2):
-        build()["model"].fit(epochs, build()["data"], callbacks=[Checkpoint(tmp_path)], resume="auto")
+        build()["model"].fit(
+            epochs, build()["data"], callbacks=[Checkpoint(tmp_path)], resume="auto"
+        )
     for step in (3, 8, 9, 16):
         replay(short, tmp_path, step)
     assert seen == [1, 1, 2, 2]
@@ -205,7 +236,9 @@ def test_clocks_files_and_lengths_are_no_difference(tmp_path: Path) -> None:
 def test_another_kind_of_log_is_no_difference(tmp_path: Path) -> None:
     fit(tmp_path / "a", 1, hs.JSONLLog(tmp_path / "a.jsonl"))
     fit(tmp_path / "b", 1, hs.CSVLog(tmp_path / "b.csv"))
-    assert [(d.step, d.equal_until) for d in diff(tmp_path / "a", tmp_path / "b")] == [(None, 8)]  # the last
+    assert [(d.step, d.equal_until) for d in diff(tmp_path / "a", tmp_path / "b")] == [
+        (None, 8)
+    ]  # the last
 
 
 def test_evaluations_are_compared_with_evaluations(tmp_path: Path) -> None:
@@ -235,9 +268,18 @@ def test_an_unfinished_last_line_of_a_log_is_left_out(tmp_path: Path) -> None:
 
 def test_every_bit_of_a_tensor_is_compared_in_any_layout(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    tree = {"image": image, "nan": torch.tensor(torch.nan), "zero": torch.tensor(0.0), "empty": torch.empty(0, 3)}
+    tree = {
+        "image": image,
+        "nan": torch.tensor(torch.nan),
+        "zero": torch.tensor(0.0),
+        "empty": torch.empty(0, 3),
+    }
     other = {**tree, "image": image.contiguous()}
-    part = {**tree, "image": image.clone().index_fill_(3, torch.tensor(4), -0.0), "zero": torch.tensor(-0.0)}
+    part = {
+        **tree,
+        "image": image.clone().index_fill_(3, torch.tensor(4), -0.0),
+        "zero": torch.tensor(-0.0),
+    }
     for name, each in {"a": tree, "b": other, "c": part}.items():
         checkpoint.save(tmp_path / name / checkpoint.name_of(3), each)
     assert [(d.step, d.equal_until) for d in diff(tmp_path / "a", tmp_path / "b")] == [(None, 3)]
@@ -251,20 +293,37 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
     broken = tmp_path / "b" / checkpoint.name_of(1) / "tensors.safetensors"
     broken.write_bytes(broken.read_bytes()[:-1])
     with pytest.warns(Notice, match=f"left out: .*{checkpoint.name_of(1)}"):
-        assert [(d.step, d.equal_until) for d in diff(tmp_path / "a", tmp_path / "b")] == [(None, 2)]
+        assert [(d.step, d.equal_until) for d in diff(tmp_path / "a", tmp_path / "b")] == [
+            (None, 2)
+        ]
     (tmp_path / "a" / checkpoint.name_of(2) / "tree.json").unlink()
-    with pytest.warns(Notice), pytest.raises(ValueError, match="nor a checkpoint of the same step that is whole"):
+    with (
+        pytest.warns(Notice),
+        pytest.raises(ValueError, match="nor a checkpoint of the same step that is whole"),
+    ):
         diff(tmp_path / "a", tmp_path / "b")
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no folder": (lambda p: replay(build, p / "none", 3), "expected a folder of checkpoints, found nothing"),
+    "no folder": (
+        lambda p: replay(build, p / "none", 3),
+        "expected a folder of checkpoints, found nothing",
+    ),
     "step 0": (lambda p: replay(build, p, 0), "expected a step of 1 or more, got 0"),
     "beyond the end": (lambda p: replay(build, p, 99), "the run ended before step 99"),
     "no number of epochs": (lambda p: replay(pair, p, 1), 'no epochs. Return .*"epochs": …'),
-    "a class for a callback": (lambda p: replay(lambda: {**build(), "callbacks": [Callback]}, p, 1), "Call it"),
-    "a builder of nothing": (lambda p: replay(lambda: 3, p, 1), "expected a function that returns .model, data."),
-    "an unknown argument": (lambda p: replay(lambda: {**build(), "epoch": 3}, p, 1), "epoch is no argument of fit"),
+    "a class for a callback": (
+        lambda p: replay(lambda: {**build(), "callbacks": [Callback]}, p, 1),
+        "Call it",
+    ),
+    "a builder of nothing": (
+        lambda p: replay(lambda: 3, p, 1),
+        "expected a function that returns .model, data.",
+    ),
+    "an unknown argument": (
+        lambda p: replay(lambda: {**build(), "epoch": 3}, p, 1),
+        "epoch is no argument of fit",
+    ),
     "diff without a folder": (lambda p: diff(p, p / "none"), "expected the folder of a run"),
     "diff without anything": (lambda p: diff(p, p), "share neither a log.jsonl nor a checkpoint"),
 }
@@ -311,7 +370,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_commands(project: Path) -> None:
     runner = CliRunner()
-    shown = runner.invoke(app, ["replay", "a", "--step", "7", "--build", "my_build:build", "--save", "s.safetensors"])
+    shown = runner.invoke(
+        app, ["replay", "a", "--step", "7", "--build", "my_build:build", "--save", "s.safetensors"]
+    )
     assert shown.exit_code == 0, shown.output
     assert "step 7, from" in shown.output
     assert "grad weight" in shown.output
@@ -324,10 +385,21 @@ def test_the_commands(project: Path) -> None:
 
 
 def test_the_installed_command_tells_mistakes_without_a_traceback(project: Path) -> None:
-    command = [sys.executable, "-c", "from halfstep.cli import main; main()", "replay", "a", "--step", "7"]
+    command = [
+        sys.executable,
+        "-c",
+        "from halfstep.cli import main; main()",
+        "replay",
+        "a",
+        "--step",
+        "7",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert told.returncode == 2
-    assert "halfstep: replay: say how the run was built: --build package.module:function" in told.stderr
+    assert (
+        "halfstep: replay: say how the run was built: --build package.module:function"
+        in told.stderr
+    )
     assert "Traceback" not in told.stderr
 
 
@@ -342,7 +414,9 @@ def leaves(): sys.exit(7)
 """
 
 
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[Any, str]:
     monkeypatch.setattr(sys, "argv", ["halfstep", *words])
     with pytest.raises(SystemExit) as end:
         main()

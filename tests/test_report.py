@@ -23,7 +23,9 @@ class Net(nn.Module):
         return out
 
 
-def ran(net: nn.Module, device: torch.device, precision: str | hs.Precision, **options: object) -> hs.TrainStep:
+def ran(
+    net: nn.Module, device: torch.device, precision: str | hs.Precision, **options: object
+) -> hs.TrainStep:
     net.to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, **options)
@@ -35,24 +37,42 @@ MODULES = ["body.0", "body.1", "body.2", "head"]
 SEEN = {  # precision → (input, weight, output) of Linear, LayerNorm, ReLU, Linear
     "fp32": [(HIGH, HIGH, HIGH), (HIGH, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, HIGH)],
     "fp64": [("float64",) * 3, ("float64",) * 3, ("float64", "-", "float64"), ("float64",) * 3],
-    "O1": [(HIGH, HIGH, LOW), (LOW, HIGH, LOW), (LOW, "-", LOW), (LOW, HIGH, LOW)],  # autocast casts inside
+    "O1": [
+        (HIGH, HIGH, LOW),
+        (LOW, HIGH, LOW),
+        (LOW, "-", LOW),
+        (LOW, HIGH, LOW),
+    ],  # autocast casts inside
     "O2": [(LOW, LOW, LOW), (HIGH, HIGH, HIGH), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "O3": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "fp16": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
-    "bf16": [("bfloat16",) * 3, ("bfloat16",) * 3, ("bfloat16", "-", "bfloat16"), ("bfloat16",) * 3],
+    "bf16": [
+        ("bfloat16",) * 3,
+        ("bfloat16",) * 3,
+        ("bfloat16", "-", "bfloat16"),
+        ("bfloat16",) * 3,
+    ],
 }
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_each_module_is_listed_with_the_dtypes_it_really_used(name: str, device: torch.device) -> None:
+def test_each_module_is_listed_with_the_dtypes_it_really_used(
+    name: str, device: torch.device
+) -> None:
     modules = ran(Net(), device, name).report().modules
     seen = SEEN[name]
-    if name == "O1" and device.type == "cuda":  # whose op list has layer_norm return float32; the CPU's does not
+    if (
+        name == "O1" and device.type == "cuda"
+    ):  # whose op list has layer_norm return float32; the CPU's does not
         seen = [seen[0], (LOW, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, LOW)]
     assert [(m.input, m.weight, m.output) for m in (modules[n] for n in MODULES)] == seen
     assert [modules[n].kind for n in MODULES] == ["Linear", "LayerNorm", "ReLU", "Linear"]
     network = modules[""]
-    assert (network.kind, network.input, network.output) == ("Net", HIGH, "float64" if name == "fp64" else HIGH)
+    assert (network.kind, network.input, network.output) == (
+        "Net",
+        HIGH,
+        "float64" if name == "fp64" else HIGH,
+    )
 
 
 def test_a_kept_module_is_listed_in_the_dtype_it_was_kept_in(device: torch.device) -> None:
@@ -73,7 +93,9 @@ def test_the_report_agrees_with_a_hook_of_the_users_own(device: torch.device) ->
     for name in MODULES:
         net.get_submodule(name).register_forward_hook(look)
     modules = ran(net, device, "O3").report().modules
-    assert [f"torch.{modules[n].output}" for n in MODULES] == [str(seen[net.get_submodule(n)]) for n in MODULES]
+    assert [f"torch.{modules[n].output}" for n in MODULES] == [
+        str(seen[net.get_submodule(n)]) for n in MODULES
+    ]
 
 
 class Attention(nn.Module):
@@ -90,7 +112,9 @@ class Attention(nn.Module):
         return out
 
 
-def test_modules_that_own_weights_are_listed_even_when_they_have_children(device: torch.device) -> None:
+def test_modules_that_own_weights_are_listed_even_when_they_have_children(
+    device: torch.device,
+) -> None:
     modules = ran(Attention(), device, "O2").report().modules
     assert {"attention", "normed"} <= set(modules)
     assert modules["attention"].weight == LOW
@@ -123,7 +147,9 @@ def test_choices_follow_what_the_user_said(device: torch.device) -> None:
     net = Net().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     precision = hs.Precision("O2", dtype="bfloat16", scale=128, kernels="torch")
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=4, nonfinite="raise")
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=4, nonfinite="raise"
+    )
     choices = step.report().choices
     assert "compute bfloat16" in choices["precision"]
     assert "FixedScale(value=128.0" in choices["loss scale"]
@@ -149,7 +175,11 @@ def test_notices_are_repeated(device: torch.device) -> None:
 
 def test_printed_it_is_a_table_with_aligned_columns(device: torch.device) -> None:
     lines = str(ran(Net(), device, "O2").report()).splitlines()
-    head = next(i for i, line in enumerate(lines) if line.split() == ["module", "kind", "input", "weight", "output"])
+    head = next(
+        i
+        for i, line in enumerate(lines)
+        if line.split() == ["module", "kind", "input", "weight", "output"]
+    )
     rows = lines[head + 1 :]
     assert [row.split()[0] for row in rows] == [*MODULES, "(network)"]
     for word in ("kind", "input", "weight", "output"):

@@ -19,17 +19,24 @@ from report_fixtures import HOSTILE, comparison, fail, hostile
 
 from halfstep.report import page as render
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install playwright"
+)
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-LONG = "O2 with every rule that anybody has ever thought of, kept.in.one.very.long.name.without.a.single.space" * 2
+LONG = (
+    "O2 with every rule that anybody has ever thought of, kept.in.one.very.long.name.without.a.single.space"
+    * 2
+)
 Show = Callable[..., Any]
 
 
 def found(own: str) -> str | None:
     """A browser's program: the one asked for, playwright's own, or the system's."""
     asked = os.environ.get("HALFSTEP_CHROMIUM")
-    return asked or (own if Path(own).exists() else next(filter(None, map(shutil.which, NAMES)), None))
+    return asked or (
+        own if Path(own).exists() else next(filter(None, map(shutil.which, NAMES)), None)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +45,12 @@ def browser() -> Iterator[Any]:
         program = found(p.chromium.executable_path)
         if program is None:
             assert "HALFSTEP_NEEDS_BROWSER" not in os.environ, "no browser was installed"
-            pytest.skip("needs a Chromium: playwright install chromium, or HALFSTEP_CHROMIUM=/path/to/chromium")
-        started = p.chromium.launch(executable_path=program, args=["--no-sandbox"])  # root has no sandbox
+            pytest.skip(
+                "needs a Chromium: playwright install chromium, or HALFSTEP_CHROMIUM=/path/to/chromium"
+            )
+        started = p.chromium.launch(
+            executable_path=program, args=["--no-sandbox"]
+        )  # root has no sandbox
         yield started
         started.close()
 
@@ -99,7 +110,9 @@ def show(browser: Any, server: Server) -> Iterator[Show]:
 
 def overflow(shown: Any) -> int:
     """Pixels by which the page is wider than the screen."""
-    wide: int = shown.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    wide: int = shown.evaluate(
+        "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
     return wide
 
 
@@ -158,7 +171,9 @@ def test_boxes_of_the_legend_hide_and_show_a_precision_everywhere(show: Show) ->
     drawn = shown.locator("g.k2 .line")
     assert all(drawn.nth(i).is_visible() for i in range(3))
     shown.locator(".legend label", has_text="O1").click()
-    assert all(lines.nth(i).evaluate("e => getComputedStyle(e).display") == "none" for i in range(7))
+    assert all(
+        lines.nth(i).evaluate("e => getComputedStyle(e).display") == "none" for i in range(7)
+    )
     assert shown.locator("g.k1 .line").first.is_visible()
     shown.locator("#chart-loss .plot").hover()
     assert shown.locator("#chart-loss .tip bdi").all_inner_texts() == ["fp32", "fp16", "O2"]
@@ -175,15 +190,21 @@ def test_hovering_reads_the_values_out(show: Show) -> None:
     assert tip.is_hidden()
     box = plot.bounding_box()
     plot.hover(position={"x": box["width"] * 0.41, "y": 60})  # epochs 1 to 6: the third is at 0.4
-    accuracy = np.array([[e["valid_acc"] for e in run["epochs"]] for run in made["runs"]]).reshape(2, 3, 6)[:, :, 2]
+    accuracy = np.array([[e["valid_acc"] for e in run["epochs"]] for run in made["runs"]]).reshape(
+        2, 3, 6
+    )[:, :, 2]
     wanted: list[Any] = ["epoch 3"]
     for name, seeds in zip(("fp32", "O1"), accuracy * 100, strict=True):
         wanted += [name, seeds.mean(), seeds.min(), seeds.max()]
     said = [part for line in tip.inner_text().split("\n") for part in line.split(" to ")]
     shown_values = [float(part.removesuffix(" %")) if part.endswith("%") else part for part in said]
-    assert shown_values == [v if isinstance(v, str) else pytest.approx(v, abs=0.006) for v in wanted]  # two decimals
+    assert shown_values == [
+        v if isinstance(v, str) else pytest.approx(v, abs=0.006) for v in wanted
+    ]  # two decimals
     spot = shown.locator("#chart-accuracy .spot").first.bounding_box()
-    assert spot["x"] + spot["width"] / 2 == pytest.approx(box["x"] + 0.4 * box["width"], abs=1.5)  # whole pixels
+    assert spot["x"] + spot["width"] / 2 == pytest.approx(
+        box["x"] + 0.4 * box["width"], abs=1.5
+    )  # whole pixels
     shown.mouse.move(5, 5)
     assert tip.is_hidden()
 
@@ -192,7 +213,13 @@ def test_arrow_keys_read_the_values_out(show: Show) -> None:
     shown = show(comparison(("fp32",), 1))
     tip = shown.locator("#chart-accuracy .tip")
     shown.locator("#chart-accuracy .plot").focus()
-    for key, epoch in (("ArrowRight", 1), ("ArrowRight", 2), ("End", 6), ("ArrowRight", 6), ("ArrowLeft", 5)):
+    for key, epoch in (
+        ("ArrowRight", 1),
+        ("ArrowRight", 2),
+        ("End", 6),
+        ("ArrowRight", 6),
+        ("ArrowLeft", 5),
+    ):
         shown.keyboard.press(key)
         assert tip.locator("b").inner_text() == f"epoch {epoch}"
     shown.keyboard.press("Escape")
@@ -216,7 +243,10 @@ def test_colours_follow_the_system_and_the_switch(show: Show) -> None:
     back = "getComputedStyle(document.body).backgroundColor"
     line = "getComputedStyle(document.querySelector('g.k1 .line')).stroke"
     light, dark = show(comparison(), color_scheme="light"), show(comparison(), color_scheme="dark")
-    seen = {name: (each.evaluate(back), each.evaluate(line)) for name, each in (("light", light), ("dark", dark))}
+    seen = {
+        name: (each.evaluate(back), each.evaluate(line))
+        for name, each in (("light", light), ("dark", dark))
+    }
     assert seen["light"][0] == "rgb(250, 249, 246)"
     assert seen["dark"][0] == "rgb(18, 21, 26)"
     assert seen["light"][1] != seen["dark"][1]
@@ -264,7 +294,9 @@ def test_whoever_cannot_see_the_charts_hears_them(show: Show) -> None:
     assert shown.get_by_role("checkbox", name="O1").is_checked()
     assert shown.get_by_role("radio", name="Auto").is_checked()
     assert shown.get_by_role("table").count() >= 2
-    levels = [int(each.evaluate("e => e.tagName[1]")) for each in shown.get_by_role("heading").all()]
+    levels = [
+        int(each.evaluate("e => e.tagName[1]")) for each in shown.get_by_role("heading").all()
+    ]
     assert levels[0] == 1
     assert all(b <= a + 1 for a, b in pairwise(levels))
 

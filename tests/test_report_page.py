@@ -23,9 +23,11 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli.report import report as command
-from halfstep.report import axes, charts, markdown, numbers, page, read, series, write
+from halfstep.report import charts, markdown, page, read, series, write
+from halfstep.report import series__axes as axes
+from halfstep.report import text as numbers
+from halfstep.report.load__values import parse
 from halfstep.report.page import embedded
-from halfstep.report.values import parse
 
 VOID = {"meta", "link", "input", "br", "path", "rect"}
 STYLE = Path(page.__code__.co_filename).with_name("style.css").read_text()
@@ -71,7 +73,9 @@ class Tree(HTMLParser):
     def row(self, name: str) -> dict[str, str]:
         """A row of the table of results by its headings."""
         heads = next(cells for cells in self.cells if cells[0] in ("Precision", "Run"))
-        return dict(zip(heads, next(cells for cells in self.cells if cells[0] == name), strict=True))
+        return dict(
+            zip(heads, next(cells for cells in self.cells if cells[0] == name), strict=True)
+        )
 
     @property
     def text(self) -> str:
@@ -85,8 +89,17 @@ def empty() -> dict[str, Any]:
         keep = {k: v for k, v in each.items() if isinstance(v, str) or k == "seed"}
         each |= dict.fromkeys(each) | keep
     for run in made["runs"]:
-        run["curve"] = {"step": [1, 2], "loss": [None, None], "scale": [None, None], "lr": [None, None]}
-    return made | {"spec": {}, "environment": {}, "recommendation": {"precision": None, "reason": ""}}
+        run["curve"] = {
+            "step": [1, 2],
+            "loss": [None, None],
+            "scale": [None, None],
+            "lr": [None, None],
+        }
+    return made | {
+        "spec": {},
+        "environment": {},
+        "recommendation": {"precision": None, "reason": ""},
+    }
 
 
 def blind() -> dict[str, Any]:
@@ -101,7 +114,13 @@ def blind() -> dict[str, Any]:
 
 def diverged() -> dict[str, Any]:
     made = comparison()
-    fail(made, "fp16", 1, "NonFiniteError: step 141: the gradients of 0.weight are not finite", keep=60)
+    fail(
+        made,
+        "fp16",
+        1,
+        "NonFiniteError: step 141: the gradients of 0.weight are not finite",
+        keep=60,
+    )
     made["runs"][3]["curve"]["loss"][200:] = [1e38, None] * 150
     return made
 
@@ -112,10 +131,24 @@ def deep(precisions: tuple[str, ...] = ("fp32", "O2"), seeds: int = 1) -> dict[s
     for run in made["runs"]:
         low = "float32" if run["precision"] == "fp32" else "float16"
         run["dtypes"] = [
-            {"module": f"layer{i}.{k}", "kind": k, "input": low, "weight": "-" if k == "ReLU" else low, "output": low}
+            {
+                "module": f"layer{i}.{k}",
+                "kind": k,
+                "input": low,
+                "weight": "-" if k == "ReLU" else low,
+                "output": low,
+            }
             for i in range(53)
             for k in ("Conv2d", "BatchNorm2d", "ReLU")
-        ] + [{"module": "fc", "kind": "Linear", "input": "float32", "weight": "float32", "output": "float32"}]
+        ] + [
+            {
+                "module": "fc",
+                "kind": "Linear",
+                "input": "float32",
+                "weight": "float32",
+                "output": "float32",
+            }
+        ]
     return made
 
 
@@ -139,7 +172,12 @@ def test_page_is_whole_small_and_asks_for_nothing(name: str) -> None:
     made = page(PAGES[name]())
     tree = Tree(made)
     assert len(made.encode()) < 300_000
-    links = [v for _, attrs in tree.found for k, v in attrs.items() if k in ("src", "href", "action", "data", "srcset")]
+    links = [
+        v
+        for _, attrs in tree.found
+        for k, v in attrs.items()
+        if k in ("src", "href", "action", "data", "srcset")
+    ]
     assert links == ["data:,"]
     assert "url(" not in made
     assert "@import" not in made
@@ -152,7 +190,9 @@ def test_page_is_whole_small_and_asks_for_nothing(name: str) -> None:
 def test_only_the_pages_own_script_may_run(name: str) -> None:
     made = page(PAGES[name]())
     tree = Tree(made)
-    policy = next(a["content"] for tag, a in tree.found if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for tag, a in tree.found if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     scripts = re.findall(r"<script>(.*?)</script>", made, re.DOTALL)
     assert len(scripts) == 1
@@ -167,13 +207,22 @@ def test_only_the_pages_own_script_may_run(name: str) -> None:
 def test_hostile_names_are_text_everywhere() -> None:
     tree = Tree(page(hostile()))
     assert not {tag for tag, _ in tree.found} & {"img", "iframe", "object", "a", "base"}
-    assert tree.text.count(HOSTILE) > 20  # title, command, device, names, verdicts, modules, choices, the error
-    assert "\N{REPLACEMENT CHARACTER}" not in tree.text  # half a pair becomes "?", in UTF-8 as any other text
+    assert (
+        tree.text.count(HOSTILE) > 20
+    )  # title, command, device, names, verdicts, modules, choices, the error
+    assert (
+        "\N{REPLACEMENT CHARACTER}" not in tree.text
+    )  # half a pair becomes "?", in UTF-8 as any other text
     kinds = {attrs.get("class") for tag, attrs in tree.found if tag == "td"}
     assert "v-unknown" in kinds
 
 
-@given(st.recursive(st.text() | st.floats(allow_nan=False, allow_infinity=False), lambda x: st.lists(x, max_size=3)))
+@given(
+    st.recursive(
+        st.text() | st.floats(allow_nan=False, allow_infinity=False),
+        lambda x: st.lists(x, max_size=3),
+    )
+)
 @example(["</script><!--<script>&\u2028\u2029"])
 def test_embedded_json_comes_back_and_cannot_end_its_element(value: Any) -> None:
     made = embedded(value)
@@ -201,18 +250,34 @@ def test_the_table_says_the_rows_numbers() -> None:
 
 
 def test_numbers_as_text() -> None:
-    short = {0: "0", 0.01234: "0.0123", 1.5: "1.50", 12.345: "12.3", 1234.5: "1,234", -2.5: "−2.50", 1e12: "1.00e12"}
+    short = {
+        0: "0",
+        0.01234: "0.0123",
+        1.5: "1.50",
+        12.345: "12.3",
+        1234.5: "1,234",
+        -2.5: "−2.50",
+        1e12: "1.00e12",
+    }
     assert {value: numbers.short(value) for value in short} == short
     sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.50 KiB", 2**30: "1.00 GiB", 2**60: "1,048,576 TiB"}
     assert {value: numbers.size(value) for value in sizes} == sizes
     scales = {1.0: "1.00", 65536.0: "2¹⁶", 2.0**-14: "2⁻¹⁴", 49152.0: "49,152", 0.0: "0"}
     assert {value: numbers.scale(value) for value in scales} == scales
     assert numbers.points(0.125, None) == "+0.12"  # Python rounds halves to even
-    assert numbers.short(None) == numbers.size(None) == numbers.scale(None) == numbers.points(None) == "–"
+    assert (
+        numbers.short(None)
+        == numbers.size(None)
+        == numbers.scale(None)
+        == numbers.points(None)
+        == "–"
+    )
 
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=5), st.booleans(), st.integers(2, 8))
-def test_axes_hold_their_values_and_mark_round_ones(values: list[float], log: bool, most: int) -> None:
+def test_axes_hold_their_values_and_mark_round_ones(
+    values: list[float], log: bool, most: int
+) -> None:
     axis = axes.around(values, log=log)
     kept = [min(axes.HUGE, max(-axes.HUGE, v)) for v in values if v > 0 or not log]
     assert axis.lo < axis.hi
@@ -249,7 +314,12 @@ def test_the_loss_scale_keeps_every_jump_and_invents_no_value() -> None:
     made = comparison(("O1",), 3, steps=5000)
     curves = charts.scaling(parse(made)).curves
     seen = [run["curve"] for run in made["runs"]]
-    jumps = {c["step"][i] for c in seen for i in range(1, len(c["step"])) if c["scale"][i] != c["scale"][i - 1]}
+    jumps = {
+        c["step"][i]
+        for c in seen
+        for i in range(1, len(c["step"]))
+        if c["scale"][i] != c["scale"][i - 1]
+    }
     assert jumps <= set(curves.x)
     assert set(curves.lines[0].values()) <= {v for c in seen for v in c["scale"]}
     assert curves.lines[0].hi[0] == 65536.0
@@ -297,7 +367,9 @@ def test_paths_and_read_out_agree() -> None:
     points = [tuple(map(int, p.split())) for p in re.split("[ML]", drawn[1])[1:]]
     wanted = [(1 - (v - lo) / (hi - lo)) * 1000 for v in chart["lines"][0]["mid"]]
     assert [x for x, _ in points] == [0, 200, 400, 600, 800, 1000]
-    assert [y for _, y in points] == pytest.approx(wanted, abs=1.0)  # whole units; values have six digits
+    assert [y for _, y in points] == pytest.approx(
+        wanted, abs=1.0
+    )  # whole units; values have six digits
 
 
 def test_without_accuracy_the_validation_loss_is_drawn() -> None:
@@ -331,7 +403,9 @@ def test_notes_before_the_numbers() -> None:
 
 def test_many_modules_are_gathered_and_the_odd_one_stays_apart() -> None:
     tree = Tree(page(deep()))
-    rows = {cells[0]: cells[1:] for cells in tree.cells if "×" in cells[0] or cells[0].startswith("fc")}
+    rows = {
+        cells[0]: cells[1:] for cells in tree.cells if "×" in cells[0] or cells[0].startswith("fc")
+    }
     assert rows == {
         "layer0.Conv2d … layer52.Conv2d Conv2d × 53": ["fp32", "fp16"],
         "layer0.BatchNorm2d … layer52.BatchNorm2d BatchNorm2d × 53": ["fp32", "fp16"],
@@ -345,9 +419,21 @@ def test_many_modules_are_gathered_and_the_odd_one_stays_apart() -> None:
 # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB.
 SEEN = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
-    "no blue": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+    "no red": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "no green": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.01182, 0.04294, 0.968881),
+    ),
+    "no blue": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.3039),
+    ),
 }
 TO_LMS = ((0.4122214708, 0.5363325363, 0.0514459929), (0.2119034982, 0.6806995451, 0.1073969566),
           (0.0883024619, 0.2817188376, 0.6299787005))  # fmt: skip
@@ -370,7 +456,9 @@ def contrast(a: str, b: str) -> float:
 def test_colours_can_be_read_and_told_apart(dark: int) -> None:
     found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)
     colours = {name: pair[dark] for name, *pair in found}
-    for name, under in itertools.product(("ink", "quiet", "accent", "good", "bad", "unsure"), ("paper", "card")):
+    for name, under in itertools.product(
+        ("ink", "quiet", "accent", "good", "bad", "unsure"), ("paper", "card")
+    ):
         assert contrast(colours[name], colours[under]) >= 4.5, (name, under)
     marks = re.findall(r"\.d-\w+ \{ background: light-dark\((#\w{6}), (#\w{6})\)", STYLE)
     assert len(marks) == 4
@@ -378,7 +466,10 @@ def test_colours_can_be_read_and_told_apart(dark: int) -> None:
     lines = [colours[f"c{i}"] for i in range(8)]
     assert all(contrast(c, colours["card"]) >= 3 for c in lines)
     for name, seen in SEEN.items():
-        labs = [np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ np.clip(np.array(seen) @ linear(c), 0, 1)) for c in lines]
+        labs = [
+            np.array(TO_LAB) @ np.cbrt(np.array(TO_LMS) @ np.clip(np.array(seen) @ linear(c), 0, 1))
+            for c in lines
+        ]
         for i, j in itertools.combinations(range(8), 2):
             # OKLab: 0.02 is just noticed side by side; the first five, which most pages show, keep five times that
             assert math.dist(labs[i], labs[j]) > (0.1 if j < 5 else 0.07), (name, i, j)
@@ -400,7 +491,9 @@ def test_markdown_is_a_table_with_the_same_numbers() -> None:
 def test_markdown_keeps_hostile_names_as_text() -> None:
     made = hostile()
     made["rows"][1]["precision"] = "a|b`c``d"
-    made["recommendation"]["reason"] = "[x](javascript:alert(1)) **bold** @somebody\n\n# head\n| a | b |\n"
+    made["recommendation"]["reason"] = (
+        "[x](javascript:alert(1)) **bold** @somebody\n\n# head\n| a | b |\n"
+    )
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown(made))
     assert set(re.findall(r"<(\w+)", html)) <= {
         "h2", "p", "strong", "code", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "details",
@@ -430,7 +523,10 @@ def test_json_has_no_bare_nan(tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
-    assert json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)["rows"][0]["loss"] is None
+    assert (
+        json.loads((tmp_path / "report.json").read_text(), parse_constant=refuse)["rows"][0]["loss"]
+        is None
+    )
 
 
 def test_a_runs_result_is_a_page_of_its_own(tmp_path: Path) -> None:
@@ -448,7 +544,9 @@ def test_a_log_is_a_page_with_the_numbers_of_the_run(tmp_path: Path) -> None:
     data = hs.data.Dataset((x, x[:, :3].argmax(1))).batch(20)
     net = nn.Linear(8, 3)
     metrics = {"acc": hs.metrics.Accuracy()}
-    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), "O2", metrics=metrics)
+    model = hs.Model(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), "O2", metrics=metrics
+    )
     history = hs.History()
     model.fit(3, data, valid=data, callbacks=[hs.JSONLLog(tmp_path / "log.jsonl"), history])
     report = parse(read(tmp_path))
@@ -464,16 +562,16 @@ def test_a_log_is_a_page_with_the_numbers_of_the_run(tmp_path: Path) -> None:
 
 def test_a_log_that_is_still_written_and_one_that_is_damaged(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    line = (
-        '{"kind": "step", "epoch": 1, "global_step": %d, "loss": %s, "scale": 1.0, "lr": [0.1, 0.2], "skipped": false}'
-    )
+    line = '{"kind": "step", "epoch": 1, "global_step": %d, "loss": %s, "scale": 1.0, "lr": [0.1, 0.2], "skipped": false}'
     log.write_text(f"{line % (1, 0.5)}\n{line % (2, chr(34) + 'NaN' + chr(34))}\n" + '{"kind": "st')
     run = parse(read(log)).runs[0]
     assert run.curve == {"step": (1, 2), "loss": (0.5, None), "scale": (1, 1), "lr": (0.1, 0.1)}
     log.write_text(f"{line % (1, 0.5)}\nbroken\n{line % (2, 0.4)}\n")
     with pytest.raises(ValueError, match=r"line 2 of .*log.jsonl.*Cut that line out"):
         read(tmp_path)
-    log.write_text("".join(each for each in log.read_text().splitlines(keepends=True) if each != "broken\n"))
+    log.write_text(
+        "".join(each for each in log.read_text().splitlines(keepends=True) if each != "broken\n")
+    )
     assert parse(read(tmp_path)).runs[0].curve["loss"] == (0.5, 0.4)
     log.write_text(log.read_text() + "broken\n")  # a whole line: nobody is still writing it
     with pytest.raises(ValueError, match="line 3 of"):
@@ -484,7 +582,10 @@ def test_a_log_that_is_still_written_and_one_that_is_damaged(tmp_path: Path) -> 
 
 
 def test_long_logs_are_taken_evenly(tmp_path: Path) -> None:
-    lines = [json.dumps({"kind": "step", "epoch": 1, "global_step": i, "loss": 1 / i}) for i in range(1, 10_001)]
+    lines = [
+        json.dumps({"kind": "step", "epoch": 1, "global_step": i, "loss": 1 / i})
+        for i in range(1, 10_001)
+    ]
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
     steps = parse(read(tmp_path)).runs[0].curve["step"]
     assert (len(steps), steps[0], steps[-1]) == (500, 1, 10_000)
@@ -494,7 +595,9 @@ def test_long_logs_are_taken_evenly(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"expected compare.json .* found no such folder"):
         read(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"found none of them. Name the folder that was given to --out"):
+    with pytest.raises(
+        FileNotFoundError, match=r"found none of them. Name the folder that was given to --out"
+    ):
         read(tmp_path)
     (tmp_path / "compare.json").write_text('{"halfstep_compare": 1, "title"')
     with pytest.raises(ValueError, match=r"expected JSON in .*compare.json"):
@@ -506,7 +609,9 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text(json.dumps(comparison(("fp32",), 1)))
     with pytest.raises(ValueError, match="expected one of the formats html, md, json, got 'pdf'"):
         write(tmp_path, formats=["html", "pdf"])
-    assert [p.name for p in tmp_path.iterdir()] == ["compare.json"]  # nothing, rather than some of it
+    assert [p.name for p in tmp_path.iterdir()] == [
+        "compare.json"
+    ]  # nothing, rather than some of it
 
 
 def test_the_command(tmp_path: Path) -> None:

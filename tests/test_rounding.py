@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.rounding import key_for, stochastic
+from halfstep.precision.low_params__rounding import key_for, stochastic
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 LOWS = [F16, BF16]
@@ -64,7 +64,9 @@ def test_it_goes_to_a_neighbour_with_the_probability_that_makes_the_mean_exact(
 
 
 @pytest.mark.parametrize("low", LOWS)
-def test_the_mean_over_random_values_is_exact_to_its_standard_error(low: torch.dtype, device: torch.device) -> None:
+def test_the_mean_over_random_values_is_exact_to_its_standard_error(
+    low: torch.dtype, device: torch.device
+) -> None:
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(5)).to(device)
     errors = stochastic(x, low, key(0, 0, device)).double() - x.double()
     z = errors.mean() / (errors.std() / math.sqrt(len(x)))
@@ -76,11 +78,15 @@ def test_the_mean_over_random_values_is_exact_to_its_standard_error(low: torch.d
 @pytest.mark.parametrize("low", LOWS)
 def test_a_representable_value_never_moves(low: torch.dtype, device: torch.device) -> None:
     """All 65,536 bit patterns: normals, subnormals, zeros of both signs, infinities, NaN."""
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(low).to(device)
+    patterns = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(low).to(device)
+    )
     for update in range(3):
         out = stochastic(patterns.float(), low, key(update, 0, device))
         real = ~patterns.isnan()
-        assert torch.equal(out[real].view(torch.int16), patterns[real].view(torch.int16))  # signs of zero included
+        assert torch.equal(
+            out[real].view(torch.int16), patterns[real].view(torch.int16)
+        )  # signs of zero included
         assert out[~real].isnan().all()
 
 
@@ -107,16 +113,24 @@ def test_what_nearest_keeps_finite_stays_finite_and_what_it_overflows_overflows(
 
 
 @pytest.mark.parametrize("low", LOWS)
-def test_the_draws_are_a_function_of_update_parameter_and_element(low: torch.dtype, device: torch.device) -> None:
+def test_the_draws_are_a_function_of_update_parameter_and_element(
+    low: torch.dtype, device: torch.device
+) -> None:
     x = torch.full((4096,), 1.0 + 2.0**-12, device=device)
     one = stochastic(x, low, key(7, 2, device))
     assert torch.equal(one, stochastic(x, low, key(7, 2, device)))
-    assert torch.equal(one, stochastic(x.view(64, 64), low, key(7, 2, device)).view(-1))  # the shape does not matter
+    assert torch.equal(
+        one, stochastic(x.view(64, 64), low, key(7, 2, device)).view(-1)
+    )  # the shape does not matter
     assert torch.equal(one[:100], stochastic(x[:100], low, key(7, 2, device)))
-    assert torch.equal(one, stochastic(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device))  # nor the device
+    assert torch.equal(
+        one, stochastic(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
+    )  # nor the device
     for other in (key(8, 2, device), key(7, 3, device)):
         differs = (stochastic(x, low, other) != one).float().mean().item()
-        p = 2.0**-2 if low == F16 else 2.0**-5  # of rounding up, so two independent draws differ with 2 p (1 - p)
+        p = (
+            2.0**-2 if low == F16 else 2.0**-5
+        )  # of rounding up, so two independent draws differ with 2 p (1 - p)
         assert differs == pytest.approx(2 * p * (1 - p), abs=5 * math.sqrt(0.25 / 4096))  # z = 5
 
 
@@ -143,7 +157,9 @@ class Drift(nn.Module):
         return (self.w.float() * x).sum()
 
 
-def drift(rounding: str, dtype: str, device: torch.device, lr: float, updates: int) -> tuple[Tensor, hs.TrainStep]:
+def drift(
+    rounding: str, dtype: str, device: torch.device, lr: float, updates: int
+) -> tuple[Tensor, hs.TrainStep]:
     net = Drift(1.0).to(device)
     precision = hs.Precision(dtype, rounding=rounding)
     step = hs.TrainStep(net, None, torch.optim.SGD(net.parameters(), lr=lr), precision=precision)
@@ -152,7 +168,10 @@ def drift(rounding: str, dtype: str, device: torch.device, lr: float, updates: i
     return net.w.detach().double(), step
 
 
-UPDATES, LR = 400, 6e-5  # 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
+UPDATES, LR = (
+    400,
+    6e-5,
+)  # 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
 
 
 def test_nearest_loses_small_updates(device: torch.device) -> None:
@@ -174,7 +193,9 @@ def test_stochastic_lands_near_the_exact_sum_and_on_it_in_the_mean(device: torch
     exact, unit = 1.0 - UPDATES * LR, 2.0**-11
     p = LR / unit
     sigma = unit * math.sqrt(UPDATES * p * (1 - p))  # a sum of independent roundings
-    assert (w - exact).abs().max().item() <= 6 * sigma  # z = 6 for 256 elements: one false alarm in a million
+    assert (
+        w - exact
+    ).abs().max().item() <= 6 * sigma  # z = 6 for 256 elements: one false alarm in a million
     assert abs(w.mean().item() - exact) <= 5 * sigma / math.sqrt(256)
 
 
@@ -183,7 +204,9 @@ def test_a_weight_of_one_moves_under_updates_of_6e_minus_4_in_float16_and_under_
     rounding: str, device: torch.device
 ) -> None:
     half, _ = drift(rounding, "fp16", device, 6e-4, 100)
-    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(100 * 0.25)  # z = 6 when stochastic
+    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(
+        100 * 0.25
+    )  # z = 6 when stochastic
     brain, _ = drift(rounding, "bf16", device, 1e-3, 100)
     assert (brain.mean() - 0.9).abs().item() <= 2.0**-9 + 6 * 2.0**-8 * math.sqrt(100 * 0.25 / 256)
     still, _ = drift("nearest", "bf16", device, 1e-3, 100)
@@ -216,23 +239,39 @@ def test_kahan_tracks_an_fp32_master_over_a_thousand_updates(device: torch.devic
     # hi + lo hold 22 bits of a value below 1 (2**-23 relative per update), fp32 arithmetic adds 2**-24: a random walk
     # of 1,000 steps at z = 6 stays below 6 · sqrt(1000) · 1.5 · 2**-23.
     assert (whole - master.double()).abs().max().item() <= 6 * math.sqrt(1000) * 1.5 * 2.0**-23
-    assert (net.weight.double() - master.double()).abs().max().item() <= 2.0**-12 + 6 * math.sqrt(1000) * 1.5 * 2.0**-23
+    assert (net.weight.double() - master.double()).abs().max().item() <= 2.0**-12 + 6 * math.sqrt(
+        1000
+    ) * 1.5 * 2.0**-23
 
 
 def adam(rounding: str, device: torch.device) -> tuple[hs.TrainStep, Tensor, Tensor]:
     net, x, y = regression(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=hs.Precision("fp16", rounding=rounding)), x, y
+    return (
+        hs.TrainStep(
+            net, nn.MSELoss(), optimizer, precision=hs.Precision("fp16", rounding=rounding)
+        ),
+        x,
+        y,
+    )
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(rounding: str, device: torch.device) -> None:
+def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(
+    rounding: str, device: torch.device
+) -> None:
     step, x, y = adam(rounding, device)
     for _ in range(3):
         step(x, y)
     moments = next(iter(step.optimizer.state.values()))
-    assert {k: v.dtype for k, v in moments.items()} == {"step": F32, "exp_avg": F32, "exp_avg_sq": F32}
-    assert not torch.equal(moments["exp_avg"], moments["exp_avg"].half().float())  # not rounded on the way either
+    assert {k: v.dtype for k, v in moments.items()} == {
+        "step": F32,
+        "exp_avg": F32,
+        "exp_avg_sq": F32,
+    }
+    assert not torch.equal(
+        moments["exp_avg"], moments["exp_avg"].half().float()
+    )  # not rounded on the way either
     saved = copy.deepcopy(step.state_dict())
     torch.manual_seed(0)
     twin, *_ = adam(rounding, device)

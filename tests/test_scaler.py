@@ -55,7 +55,9 @@ def plant(net: nn.Linear, step: int) -> None:
         net.weight.grad[step % 3, 0] = VALUES[step % 3]
 
 
-def iterate(scaler: TorchScaler, net: nn.Linear, optimizer: Optimizer, step: int, clip: bool = False) -> None:
+def iterate(
+    scaler: TorchScaler, net: nn.Linear, optimizer: Optimizer, step: int, clip: bool = False
+) -> None:
     """One iteration of torch's protocol."""
     optimizer.zero_grad()
     x, y = batch(step)
@@ -68,7 +70,9 @@ def iterate(scaler: TorchScaler, net: nn.Linear, optimizer: Optimizer, step: int
     scaler.update()
 
 
-def train(scaler: TorchScaler, optimizer: str, steps: Iterable[int] = range(220), **how: bool) -> list[Any]:
+def train(
+    scaler: TorchScaler, optimizer: str, steps: Iterable[int] = range(220), **how: bool
+) -> list[Any]:
     """The scale after each step, then everything that was trained."""
     net, opt = net_and(optimizer)
     scales: list[Any] = []
@@ -128,7 +132,10 @@ def test_the_trajectory_equals_dynamic_scale_next() -> None:
 def test_a_real_overflow_of_half_gradients_is_skipped_and_recovered() -> None:
     """Gradients of half products overflow on their own while the scale is too high: nothing is planted."""
     runs = []
-    for scaler in (TorchScaler("cpu", init_scale=2.0**24), make(init_scale=2.0**24, growth_interval=2000)):
+    for scaler in (
+        TorchScaler("cpu", init_scale=2.0**24),
+        make(init_scale=2.0**24, growth_interval=2000),
+    ):
         net, opt = net_and("sgd momentum")
         scales = []
         for step in range(20):
@@ -162,7 +169,10 @@ def test_fused_sgd_with_momentum_survives_an_overflow_in_its_first_step() -> Non
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_same_clipped_update_at_every_scale(optimizer: str) -> None:
-    runs = [train(make(init_scale=s, growth_interval=0), optimizer, range(2, 30), clip=True) for s in (1.0, 2.0**16)]
+    runs = [
+        train(make(init_scale=s, growth_interval=0), optimizer, range(2, 30), clip=True)
+        for s in (1.0, 2.0**16)
+    ]
     assert_same(runs[0][1:], runs[1][1:])
 
 
@@ -279,7 +289,9 @@ def test_accumulation_equals_torchs(bad: bool) -> None:
         torchs.scale(micro(theirs, i)).backward()
     torchs.step(their_opt)
     torchs.update()
-    assert_same([scaler.get_scale(), *flat(net, opt)], [torchs.get_scale(), *flat(theirs, their_opt)])
+    assert_same(
+        [scaler.get_scale(), *flat(net, opt)], [torchs.get_scale(), *flat(theirs, their_opt)]
+    )
     assert scaler.skipped == bad
 
 
@@ -309,7 +321,12 @@ def test_seeds_of_any_shape_and_number_are_scaled() -> None:
         return [p.grad for p in net.parameters() if p.grad is not None]
 
     scaler = make()
-    for dy in (None, 0.5, [torch.full((2, 3), 3.0).half(), torch.tensor([1.0, 2.0], dtype=torch.float64)], [None, 2.0]):
+    for dy in (
+        None,
+        0.5,
+        [torch.full((2, 3), 3.0).half(), torch.tensor([1.0, 2.0], dtype=torch.float64)],
+        [None, 2.0],
+    ):
         ours = grads(lambda gm, ys, dy=dy: scaler.backward(gm, ys, dy))  # type: ignore[misc]
         assert_same(ours, grads(lambda gm, ys, dy=dy: gm.backward(ys, dy)))  # type: ignore[misc]
 
@@ -328,7 +345,10 @@ def test_update_scale_is_a_choice_of_its_own() -> None:
     assert run() == 2  # one update for both backward passes
     assert run(unscale_grad=False) == 2
     assert run(unscale_grad=False, update_scale=True) == 2  # nothing was checked, nothing moves
-    with pytest.raises(ValueError, match="update_scale: expected True, False or 'if_unscale_grad', received 'never'"):
+    with pytest.raises(
+        ValueError,
+        match="update_scale: expected True, False or 'if_unscale_grad', received 'never'",
+    ):
         run(update_scale="never")
 
 
@@ -355,7 +375,11 @@ def test_scale_factor_is_a_copy_and_can_be_set() -> None:
     assert seen.shape == ()
     assert torch.equal(seen, torch.tensor(2.0**16))
     assert scaler.get_scale() == 2**17
-    refused = {"power of two": (math.nan, -1.0), "move floor": (2.0**-20,), "reshape": (torch.ones(2),)}
+    refused = {
+        "power of two": (math.nan, -1.0),
+        "move floor": (2.0**-20,),
+        "reshape": (torch.ones(2),),
+    }
     for advice, value in ((a, v) for a, values in refused.items() for v in values):
         with pytest.raises(ValueError, match=f"scale: expected .*, received .*do .*{advice}"):
             scaler.scale_factor = value
@@ -368,7 +392,9 @@ def test_the_two_protocols_do_not_unscale_twice() -> None:
     with gm:
         scaler.backward(gm, net(torch.ones(1, 6)).sum())
     for call in (scaler.step, scaler.unscale_):
-        with pytest.raises(RuntimeError, match=r"do optimizer.step\(\) after them instead of scaler.step"):
+        with pytest.raises(
+            RuntimeError, match=r"do optimizer.step\(\) after them instead of scaler.step"
+        ):
             call(opt)
     opt.step()
     opt.zero_grad(set_to_none=False)
@@ -376,7 +402,9 @@ def test_the_two_protocols_do_not_unscale_twice() -> None:
     opt.zero_grad()
     scaler.scale(net(torch.ones(1, 6)).sum()).backward()
     scaler.unscale_(opt)
-    with pytest.raises(RuntimeError, match=r"do scaler.step\(optimizer\) after it instead of scaler.unscale"):
+    with pytest.raises(
+        RuntimeError, match=r"do scaler.step\(optimizer\) after it instead of scaler.unscale"
+    ):
         scaler.unscale(net.parameters())
     scaler.step(opt)
     scaler.update()
@@ -451,7 +479,9 @@ def test_all_together_needs_every_verdict_before_the_first_step() -> None:
     d, g = gan.opts["d"], gan.opts["g"]
     before = gan.weights()
     gan.backward()
-    with pytest.raises(RuntimeError, match=r"skip='all': .*do scaler.unscale_\(optimizer\) for each of them first"):
+    with pytest.raises(
+        RuntimeError, match=r"skip='all': .*do scaler.unscale_\(optimizer\) for each of them first"
+    ):
         gan.scaler.step(d)
     assert gan.moved(before) == ""  # refused before anything was done
     gan.scaler.unscale_(d)
@@ -486,7 +516,9 @@ def test_gradients_that_come_after_unscale_are_not_applied_unchecked() -> None:
         loss = scaler.scale(p.sum())
         scaler.unscale_(opt)
         loss.backward()
-        with pytest.raises(RuntimeError, match=r"do call scaler.unscale_\(optimizer\) after the last backward"):
+        with pytest.raises(
+            RuntimeError, match=r"do call scaler.unscale_\(optimizer\) after the last backward"
+        ):
             scaler.step(opt)
         assert torch.equal(p, torch.ones(2))
 
@@ -500,14 +532,20 @@ def test_a_gan_in_megengines_gear_updates_once() -> None:
             gan.scaler.backward(gms[k], loss * (math.inf if k == "d" else 1), update_scale=last)
         gan.opts[k].step()
     assert gan.scaler.get_scale() == 2**15
-    assert [len(opt.state) for opt in gan.opts.values()] == [0, 2]  # the generator's own gradients were finite
+    assert [len(opt.state) for opt in gan.opts.values()] == [
+        0,
+        2,
+    ]  # the generator's own gradients were finite
 
 
 # floor, cap, fixed scale, tracker
 
 
 def test_floor_and_cap_hold_after_each_update() -> None:
-    (net, opt), scaler = net_and("adam"), make(init_scale=4.0, floor=1.0, cap=8.0, growth_interval=1)
+    (net, opt), scaler = (
+        net_and("adam"),
+        make(init_scale=4.0, floor=1.0, cap=8.0, growth_interval=1),
+    )
     scales = []
     for _ in range(4):
         skip_once(scaler, net, opt)
@@ -541,11 +579,15 @@ def test_a_fixed_scale_never_moves_but_still_skips() -> None:
 
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("tracker", [4, 5, 6, 1000])
-def test_a_tracker_at_or_beyond_the_interval_grows_at_the_next_finite_update(tracker: int, used: bool) -> None:
+def test_a_tracker_at_or_beyond_the_interval_grows_at_the_next_finite_update(
+    tracker: int, used: bool
+) -> None:
     (net, opt), scaler = net_and("adam"), make()
     if used:
         iterate(scaler, net, opt, 2)
-    scaler.load_state_dict({**TorchScaler("cpu", growth_interval=5).state_dict(), "_growth_tracker": tracker})
+    scaler.load_state_dict(
+        {**TorchScaler("cpu", growth_interval=5).state_dict(), "_growth_tracker": tracker}
+    )
     iterate(scaler, net, opt, 3)
     assert scaler.get_scale() == 2**17
 
@@ -578,7 +620,10 @@ def test_a_streak_raises_and_names_scale_and_parameters() -> None:
         scaler.update()
     message = str(caught.value)
     assert "3 or more skipped in a row; the scale is 8192" in message
-    assert "optimizer 0 (SGD), group 0, parameter 3 '1.bias'; optimizer 1 (Adam), group 0, parameter 0 of" in message
+    assert (
+        "optimizer 0 (SGD), group 0, parameter 3 '1.bias'; optimizer 1 (Adam), group 0, parameter 0 of"
+        in message
+    )
     assert "'0.weight'" not in message
     assert message.endswith("or go on in another dtype with on_skips='bf16' or on_skips='fp32'")
     assert isinstance(caught.value, FloatingPointError)
@@ -596,8 +641,15 @@ def test_a_streak_in_megengines_gear_names_the_tensors_whose_gradients_it_droppe
     (net, _), scaler = net_and("adam"), make(max_skips=1)
     gm = GradManager().attach(net.parameters())
     x = torch.ones(1, 6)
-    with gm, pytest.raises(OverflowStreak, match=r"tensor 1 of unscale\(\), shape \(3,\), do look for inf"):
-        scaler.backward(gm, (net(x) * torch.tensor([math.inf, 1, 1])).sum() - (net.weight @ x.T).sum() * 0)
+    with (
+        gm,
+        pytest.raises(
+            OverflowStreak, match=r"tensor 1 of unscale\(\), shape \(3,\), do look for inf"
+        ),
+    ):
+        scaler.backward(
+            gm, (net(x) * torch.tensor([math.inf, 1, 1])).sum() - (net.weight @ x.T).sum() * 0
+        )
 
 
 def test_a_streak_without_gradients_left_or_with_many() -> None:
@@ -606,7 +658,9 @@ def test_a_streak_without_gradients_left_or_with_many() -> None:
     poison(net)
     scaler.step(opt)
     opt.zero_grad()
-    with pytest.raises(OverflowStreak, match=r"cleared before update\(\) \(call zero_grad\(\) after it\)"):
+    with pytest.raises(
+        OverflowStreak, match=r"cleared before update\(\) \(call zero_grad\(\) after it\)"
+    ):
         scaler.update()
     many = [nn.Parameter(torch.ones(1)) for _ in range(10)]
     for p in many:
@@ -643,7 +697,9 @@ def test_a_streak_can_turn_the_room_to_another_dtype(on_skips: str, dtype: torch
 
     before = net.weight.detach().clone()
     assert [step(), step()] == [torch.float16] * 2
-    with pytest.warns(UserWarning, match=rf"parameter 0 of shape .* goes on in {amp_name(dtype)}") as caught:
+    with pytest.warns(
+        UserWarning, match=rf"parameter 0 of shape .* goes on in {amp_name(dtype)}"
+    ) as caught:
         assert step() == torch.float16
     assert caught[0].filename == __file__
     assert torch.equal(net.weight, before)
@@ -656,7 +712,9 @@ def test_a_streak_can_turn_the_room_to_another_dtype(on_skips: str, dtype: torch
     assert scaler.get_scale() == 1
     for _ in range(2):
         skip_once(scaler, net, opt)
-    with pytest.raises(OverflowStreak) as caught_error:  # it still checks, and there is no second fallback
+    with pytest.raises(
+        OverflowStreak
+    ) as caught_error:  # it still checks, and there is no second fallback
         skip_once(scaler, net, opt)
     assert "on_skips" not in str(caught_error.value)
 
@@ -682,7 +740,9 @@ def test_a_fallen_scaler_takes_the_room_along_when_it_is_loaded() -> None:
     state, pickled = scaler.state_dict(), pickle.dumps(scaler)
     amp.low_prec_dtype = "float16"
     other = make()
-    with pytest.warns(UserWarning, match="saved after a fallback; autocast.. goes on in bfloat16") as caught:
+    with pytest.warns(
+        UserWarning, match="saved after a fallback; autocast.. goes on in bfloat16"
+    ) as caught:
         other.load_state_dict(state)
     assert caught[0].filename == __file__
     assert amp.low_prec_dtype == "bfloat16"
@@ -695,7 +755,13 @@ def test_a_fallen_scaler_takes_the_room_along_when_it_is_loaded() -> None:
 # state
 
 
-TORCHS = {"scale": 512.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 11, "_growth_tracker": 3}
+TORCHS = {
+    "scale": 512.0,
+    "growth_factor": 3.0,
+    "backoff_factor": 0.25,
+    "growth_interval": 11,
+    "_growth_tracker": 3,
+}
 LIMITS = {"floor": 0.5, "cap": 2.0**20, "skip": "all", "max_skips": 7, "on_skips": "bf16"}
 PERTURBED = TORCHS | LIMITS | {"skipped": 5, "skips_in_a_row": 2, "fallen": True}
 
@@ -756,7 +822,9 @@ def test_a_state_of_torchs_keeps_the_limits_and_begins_the_counts() -> None:
     scaler = make(cap=2.0**20, max_skips=9)
     skip_once(scaler, *net_and("adam"))
     scaler.load_state_dict(torchs().state_dict())
-    assert scaler.state_dict()["halfstep"] == make(cap=2.0**20, max_skips=9).state_dict()["halfstep"]
+    assert (
+        scaler.state_dict()["halfstep"] == make(cap=2.0**20, max_skips=9).state_dict()["halfstep"]
+    )
     with pytest.raises(RuntimeError, match="state dict is empty"):
         scaler.load_state_dict({})
     bad = {**torchs().state_dict(), "halfstep": {"max_skips": 0}}
@@ -784,18 +852,24 @@ NOT_POSITIVE = (math.nan, math.inf, -math.inf, -1.0, "2", None, True)
         ("on_skips", ("fp16", None), "choose 'raise'"),
     ],
 )
-def test_settings_are_refused_at_construction(field: str, values: tuple[Any, ...], advice: str) -> None:
+def test_settings_are_refused_at_construction(
+    field: str, values: tuple[Any, ...], advice: str
+) -> None:
     for value in values:
         with pytest.raises(ValueError, match=rf"^{field}: expected .*, received .*, do {advice}"):
             make(**{field: value})
 
 
 def test_the_advice_in_refusals_works() -> None:
-    with pytest.raises(ValueError, match=r"init_scale: .*do name the device: GradScaler\(device='cpu'\)"):
+    with pytest.raises(
+        ValueError, match=r"init_scale: .*do name the device: GradScaler\(device='cpu'\)"
+    ):
         GradScaler("cpu")  # type: ignore[arg-type]
     GradScaler(device="cpu")
     GradScaler(device=torch.device("cpu"))
-    with pytest.raises(ValueError, match=r"init_scale: expected between floor=6.*, do move floor or cap"):
+    with pytest.raises(
+        ValueError, match=r"init_scale: expected between floor=6.*, do move floor or cap"
+    ):
         make(init_scale=2.0**-20)
     make(init_scale=2.0**-20, floor=0.0)
     with pytest.raises(ValueError, match=r"and cap=8, received 16\.0, do move floor or cap"):
@@ -807,7 +881,9 @@ def test_the_advice_in_refusals_works() -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator is there")
 def test_a_missing_device_is_refused_not_disabled() -> None:
-    with pytest.raises(ValueError, match=r"device: .* has \(cpu\), received 'cuda', do leave device=None"):
+    with pytest.raises(
+        ValueError, match=r"device: .* has \(cpu\), received 'cuda', do leave device=None"
+    ):
         GradScaler(device="cuda")
     assert GradScaler().scale_factor.device.type == "cpu"
     assert GradScaler(device="cuda", enabled=False).scale_factor == 1
@@ -821,7 +897,10 @@ def test_a_missing_device_is_refused_not_disabled() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_host_sync_beyond_torchs(fused: bool) -> None:
     net = nn.Linear(6, 3, device="cuda")
-    opt, scaler = Adam(net.parameters(), lr=0.01, fused=fused, capturable=True), GradScaler(growth_interval=5)
+    opt, scaler = (
+        Adam(net.parameters(), lr=0.01, fused=fused, capturable=True),
+        GradScaler(growth_interval=5),
+    )
     x = torch.randn(5, 6, device="cuda")
 
     def step() -> None:

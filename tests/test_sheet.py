@@ -13,7 +13,9 @@ def coloured(size: int = 12) -> Dataset:
     """Sample i is a picture whose left half is (20 i, 0, 0) and whose right half is black."""
     images = torch.zeros(size, 8, 8, 3, dtype=torch.uint8)
     images[:, :, :4, 0] = (torch.arange(size) * 20).to(torch.uint8).view(-1, 1, 1)
-    return Dataset({"image": images, "label": torch.arange(size) % 3}, classes=["ape", "bear", "cat"])
+    return Dataset(
+        {"image": images, "label": torch.arange(size) % 3}, classes=["ape", "bear", "cat"]
+    )
 
 
 def red(page: Image.Image, column: int, row: int) -> tuple[int, int]:
@@ -22,9 +24,18 @@ def red(page: Image.Image, column: int, row: int) -> tuple[int, int]:
     return page.getpixel((left, top))[0], page.getpixel((left + 56, top))[0]  # type: ignore[index]
 
 
-def test_the_sheet_shows_the_samples_of_the_first_epoch_raw_and_as_delivered(tmp_path: Path) -> None:
+def test_the_sheet_shows_the_samples_of_the_first_epoch_raw_and_as_delivered(
+    tmp_path: Path,
+) -> None:
     data = coloured().map(Flip(p=1.0), "image").shuffle(seed=1).batch(4)
-    order = torch.cat([y for _, y in Dataset({"x": torch.zeros(12), "i": torch.arange(12)}).shuffle(seed=1).batch(4)])
+    order = torch.cat(
+        [
+            y
+            for _, y in Dataset({"x": torch.zeros(12), "i": torch.arange(12)})
+            .shuffle(seed=1)
+            .batch(4)
+        ]
+    )
     path = tmp_path / "sheet.png"
     sheet(data, path, samples=6, epochs=2)
     page = Image.open(path)
@@ -33,7 +44,9 @@ def test_the_sheet_shows_the_samples_of_the_first_epoch_raw_and_as_delivered(tmp
     for column in range(6):
         value = int(order[column]) * 20
         assert red(page, column, 0) == (value, 0)
-        assert red(page, column, 1) == red(page, column, 2) == (0, value)  # p=1: flipped in every epoch
+        assert (
+            red(page, column, 1) == red(page, column, 2) == (0, value)
+        )  # p=1: flipped in every epoch
 
 
 def test_labels_are_written_by_their_names() -> None:
@@ -47,7 +60,9 @@ def test_labels_are_written_by_their_names() -> None:
 
 
 def test_floats_in_chw_are_stretched_to_what_the_eye_sees() -> None:
-    data = coloured(3).map([ToCHW(), Rescale(1 / 255, 0.0), Normalize((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))], "image")
+    data = coloured(3).map(
+        [ToCHW(), Rescale(1 / 255, 0.0), Normalize((0.5, 0.5, 0.5), (0.2, 0.2, 0.2))], "image"
+    )
     page = sheet(data, samples=3, epochs=1)
     assert red(page, 2, 1) == (255, 0)
 
@@ -55,8 +70,14 @@ def test_floats_in_chw_are_stretched_to_what_the_eye_sees() -> None:
 def test_the_shipped_sample_is_gray() -> None:
     images, labels = sample(train=False)
     page = sheet(Dataset((images, labels)), samples=4, epochs=0)
-    tile = page.crop((64, 26, 64 + 112, 26 + 112)).getchannel(0).resize((28, 28), Image.Resampling.NEAREST)
-    assert torch.equal(torch.frombuffer(bytearray(tile.tobytes()), dtype=torch.uint8).view(28, 28), images[0])
+    tile = (
+        page.crop((64, 26, 64 + 112, 26 + 112))
+        .getchannel(0)
+        .resize((28, 28), Image.Resampling.NEAREST)
+    )
+    assert torch.equal(
+        torch.frombuffer(bytearray(tile.tobytes()), dtype=torch.uint8).view(28, 28), images[0]
+    )
 
 
 def test_fewer_samples_than_asked_for_make_a_smaller_sheet() -> None:
@@ -66,9 +87,14 @@ def test_fewer_samples_than_asked_for_make_a_smaller_sheet() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ValueError, match="expected at least 1 sample and 0 epochs, got 0 and 1"):
         sheet(coloured(), samples=0, epochs=1)
-    with pytest.raises(ValueError, match=r"expected a column of images .* got \['x', 'y'\]\. Name it"):
+    with pytest.raises(
+        ValueError, match=r"expected a column of images .* got \['x', 'y'\]\. Name it"
+    ):
         sheet(Dataset((torch.zeros(4), torch.zeros(4))))
-    with pytest.raises(ValueError, match=r"got shape \(1, 5, 6, 7\), where neither would do\. State layout='HWC' or"):
+    with pytest.raises(
+        ValueError,
+        match=r"got shape \(1, 5, 6, 7\), where neither would do\. State layout='HWC' or",
+    ):
         sheet(Dataset({"x": torch.zeros(4, 5, 6, 7)}))
     with pytest.raises(ValueError, match=r"expected a path that ends in \.png, got 'sheet\.jpg'"):
         sheet(coloured(), "sheet.jpg")
@@ -82,7 +108,9 @@ def tile(page: Image.Image) -> torch.Tensor:
 
 def test_floats_from_0_to_1_are_shown_as_they_are_and_others_by_their_finite_values() -> None:
     half = torch.full((1, 8, 8), 0.5)
-    assert torch.equal(tile(sheet(Dataset({"x": half}), epochs=0)).unique(), torch.tensor([128], dtype=torch.uint8))
+    assert torch.equal(
+        tile(sheet(Dataset({"x": half}), epochs=0)).unique(), torch.tensor([128], dtype=torch.uint8)
+    )
     wide = torch.full((1, 8, 8), -3.0)
     wide[0, :, 4:] = 5.0
     expected = tile(sheet(Dataset({"x": wide}), epochs=0))
@@ -100,11 +128,16 @@ def test_a_long_image_keeps_its_shape() -> None:
 def test_an_open_layout_is_asked_for_and_taken() -> None:
     red = torch.zeros(1, 3, 20, 4, dtype=torch.uint8)
     red[:, 0] = 255
-    with pytest.raises(ValueError, match=r"where both would do\. State layout='HWC' or layout='CHW'"):
+    with pytest.raises(
+        ValueError, match=r"where both would do\. State layout='HWC' or layout='CHW'"
+    ):
         sheet(Dataset({"x": red}), epochs=0)
     assert tile(sheet(Dataset({"x": red}), epochs=0, layout="CHW"))[56, 56].tolist() == [255, 0, 0]
 
 
 def test_samples_that_do_not_stack_and_names_that_are_text_can_be_looked_at() -> None:
     rows = [(torch.zeros(8 + i, 8, 3, dtype=torch.uint8), f"n{i}") for i in range(3)]
-    assert sheet(Dataset(rows, ["image", "name"]).batch(3), epochs=1).size == (64 + 3 * 120, 26 + 2 * 120)
+    assert sheet(Dataset(rows, ["image", "name"]).batch(3), epochs=1).size == (
+        64 + 3 * 120,
+        26 + 2 * 120,
+    )

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import halfstep as hs
-from halfstep.precision import pieces
-from halfstep.step import spread
+from halfstep.kernels import foreach as pieces
+from halfstep.kernels import foreach__spread as spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,19 +24,36 @@ CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sgd": (SGD, {"lr": 0.1}),
     "sgd decay": (SGD, {"lr": 0.1, "weight_decay": 0.01, "maximize": True}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9}),
-    "dampening": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True}),
+    "dampening": (
+        SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True},
+    ),
     "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adam": (Adam, {"lr": 0.01}),
     "adam decay": (Adam, {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5}),
     "amsgrad": (Adam, {"lr": 0.01, "amsgrad": True, "maximize": True}),
     "adamw": (AdamW, {"lr": 0.01}),
-    "adamw amsgrad": (AdamW, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.3, "betas": (0.7, 0.8)}),
+    "adamw amsgrad": (
+        AdamW,
+        {"lr": 0.01, "amsgrad": True, "weight_decay": 0.3, "betas": (0.7, 0.8)},
+    ),
     "decoupled": (Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
-SIZES = [(150, 101), (7,), (8, 3, 30, 30), (), (0, 3), (4096,), (4097,), (13, 5)]  # the third: channels last
+SIZES = [
+    (150, 101),
+    (7,),
+    (8, 3, 30, 30),
+    (),
+    (0, 3),
+    (4096,),
+    (4097,),
+    (13, 5),
+]  # the third: channels last
 
 
-def make(case: str, dtype: torch.dtype = torch.float32, *, tensor_lr: bool = False) -> tuple[Optimizer, list[Tensor]]:
+def make(
+    case: str, dtype: torch.dtype = torch.float32, *, tensor_lr: bool = False
+) -> tuple[Optimizer, list[Tensor]]:
     """Two groups, the last parameter frozen; every other one has state."""
     torch.manual_seed(1)
     params = [nn.Parameter(torch.randn(size, dtype=dtype, device=DEVICE)) for size in SIZES]
@@ -103,7 +123,9 @@ def test_pieces_are_many_and_launches_are_not() -> None:
     for lists, room in ((2, 64), (3, 48), (4, 36), (5, 30)):
         size = pieces.length(mlp, lists)
         count = sum(-(-n // size) for n in mlp)
-        assert size % 4 == 0  # torch's kernels read four at a time where a piece begins at a multiple of four
+        assert (
+            size % 4 == 0
+        )  # torch's kernels read four at a time where a piece begins at a multiple of four
         assert count <= room
         assert size == pieces.PIECE or sum(-(-n // (size - pieces.PIECE)) for n in mlp) > room
         assert count > 2 * 11
@@ -114,7 +136,9 @@ def test_pieces_are_many_and_launches_are_not() -> None:
 def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     kernel = torch._fused_sgd_
-    monkeypatch.setattr(torch, "_fused_sgd_", lambda *a, **k: (seen.append(len(a[0])), kernel(*a, **k))[1])
+    monkeypatch.setattr(
+        torch, "_fused_sgd_", lambda *a, **k: (seen.append(len(a[0])), kernel(*a, **k))[1]
+    )
     optimizer, _ = make("momentum")
     seen.clear()
     assert spread.step(optimizer, flag(0.0))
@@ -132,9 +156,18 @@ def refusals() -> Iterator[tuple[str, Callable[[Any, list[Any]], Any]]]:
     yield "differentiable", lambda o, _: o.param_groups[1].update(differentiable=True)
     yield "no state", lambda o, ps: o.state.pop(ps[1])
     yield "part of a state", lambda o, ps: o.state[ps[1]].popitem()
-    yield "a state elsewhere", lambda o, ps: o.state[ps[0]].update(exp_avg=o.state[ps[0]]["exp_avg"].to("meta"))
-    yield "a counter elsewhere", lambda o, ps: o.state[ps[0]].update(step=o.state[ps[0]]["step"].to("meta"))
-    yield "a rate elsewhere", lambda o, _: o.param_groups[0].update(lr=torch.tensor(0.1, device="meta"))
+    yield (
+        "a state elsewhere",
+        lambda o, ps: o.state[ps[0]].update(exp_avg=o.state[ps[0]]["exp_avg"].to("meta")),
+    )
+    yield (
+        "a counter elsewhere",
+        lambda o, ps: o.state[ps[0]].update(step=o.state[ps[0]]["step"].to("meta")),
+    )
+    yield (
+        "a rate elsewhere",
+        lambda o, _: o.param_groups[0].update(lr=torch.tensor(0.1, device="meta")),
+    )
     yield "betas as tensors", lambda o, _: o.param_groups[0].update(betas=(torch.tensor(0.9), 0.99))
     yield "other strides", lambda _, ps: setattr(ps[2], "grad", ps[2].grad.contiguous())
     yield "gaps", lambda _, ps: setattr(ps[2], "data", ps[2].new_zeros(16, 3, 30, 30)[::2])
@@ -206,6 +239,8 @@ def test_a_step_that_is_spread_equals_one_that_is_not() -> None:
 def train(*, spread: bool) -> Any:
     torch.manual_seed(0)
     net = nn.Linear(100, 90).to(DEVICE)
-    step = hs.TrainStep(net, nn.MSELoss(), AdamW(net.parameters(), fused=True), decide="device", nonfinite="skip")
+    step = hs.TrainStep(
+        net, nn.MSELoss(), AdamW(net.parameters(), fused=True), decide="device", nonfinite="skip"
+    )
     step.update.commit.step_in_pieces = spread
     return step

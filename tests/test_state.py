@@ -15,19 +15,31 @@ from torch import Tensor, nn
 import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ACCUMULATE, BATCHES, OVERFLOW = 4, 13, 6  # the batch at index 6 spoils the second of three full cycles
+ACCUMULATE, BATCHES, OVERFLOW = (
+    4,
+    13,
+    6,
+)  # the batch at index 6 spoils the second of three full cycles
 SCALE = hs.DynamicScale(init=64.0, interval=1)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
 CONFIGS: dict[str, tuple[hs.Precision, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "O1": (hs.Precision("O1", scale=SCALE), ADAM, {"ema": 0.9}),
-    "O2": (hs.Precision("O2", scale=SCALE), partial(ADAM, fused=True), {"ema": 0.9, "lr": [0.1, 0.02, 0.03, 0.04]}),
+    "O2": (
+        hs.Precision("O2", scale=SCALE),
+        partial(ADAM, fused=True),
+        {"ema": 0.9, "lr": [0.1, 0.02, 0.03, 0.04]},
+    ),
     "O2-device": (
         hs.Precision("O2", scale=SCALE),
         partial(ADAM, fused=True),
         {"decide": "device", "lr": [0.1, 0.02, 0.03, 0.04], "ema": 0.9},
     ),
     "fp16-kahan": (hs.Precision("fp16", scale=SCALE, rounding="kahan"), ADAM, {"clip_norm": 0.1}),
-    "fp16-stochastic": (hs.Precision("fp16", scale=SCALE, rounding="stochastic"), ADAM, {"ema": 0.9}),
+    "fp16-stochastic": (
+        hs.Precision("fp16", scale=SCALE, rounding="stochastic"),
+        ADAM,
+        {"ema": 0.9},
+    ),
     "fp64": (
         hs.Precision("fp64"),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
@@ -37,7 +49,9 @@ CONFIGS: dict[str, tuple[hs.Precision, Callable[..., torch.optim.Optimizer], dic
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3), nn.Linear(4, 2)).to(DEVICE)
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3), nn.Linear(4, 2)
+    ).to(DEVICE)
 
 
 def build(config: str, *, seed: int = 0, accumulate: int = ACCUMULATE) -> hs.TrainStep:
@@ -48,7 +62,12 @@ def build(config: str, *, seed: int = 0, accumulate: int = ACCUMULATE) -> hs.Tra
         warnings.simplefilter("ignore", hs.Notice)  # BatchNorm in a cycle
         optimizer = make(net.parameters())
         return hs.TrainStep(
-            net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate, **options
+            net,
+            nn.CrossEntropyLoss(),
+            optimizer,
+            precision=precision,
+            accumulate=accumulate,
+            **options,
         )
 
 
@@ -123,17 +142,24 @@ def test_every_field_and_every_tensor_survives_the_round_trip(config: str, steps
     before = everything(step)
     scrambled(step.state)
     with torch.no_grad():
-        whole = [dict(step.net.state_dict()), dict(step.optimizer.state), step.optimizer.param_groups]
+        whole = [
+            dict(step.net.state_dict()),
+            dict(step.optimizer.state),
+            step.optimizer.param_groups,
+        ]
         for _, tensor in leaves(whole):
             if isinstance(tensor, Tensor):
                 tensor.copy_(scramble(tensor))
     changed = everything(step)
-    assert [p for p, v in before.items() if isinstance(v, Tensor) and v.numel() and same(v, changed[p])] == []
+    assert [
+        p for p, v in before.items() if isinstance(v, Tensor) and v.numel() and same(v, changed[p])
+    ] == []
     other = build(config, seed=1)
     other.load_state_dict(through_a_file(step.state_dict()))
     assert_same(everything(other), changed)
     assert all(
-        torch.equal(a, b) for a, b in zip(other.fingerprints().values(), step.fingerprints().values(), strict=True)
+        torch.equal(a, b)
+        for a, b in zip(other.fingerprints().values(), step.fingerprints().values(), strict=True)
     )
 
 
@@ -145,8 +171,14 @@ def test_no_field_of_the_state_is_empty_in_every_configuration() -> None:
         for i in range(6):
             feed(step, i)
         filled |= {path.split(".")[1] for path, value in leaves(step.state) if value is not None}
-        filled |= {"cycle." + path.split(".")[1] for path, value in leaves(step.state.cycle) if value is not None}
-    names = {f.name for f in fields(step.state)} | {f"cycle.{f.name}" for f in fields(step.state.cycle)}
+        filled |= {
+            "cycle." + path.split(".")[1]
+            for path, value in leaves(step.state.cycle)
+            if value is not None
+        }
+    names = {f.name for f in fields(step.state)} | {
+        f"cycle.{f.name}" for f in fields(step.state.cycle)
+    }
     assert names - filled == set()
 
 
@@ -214,7 +246,9 @@ class Counting(nn.Module):
         return self.linear(x) * (1 + 1 / self.seen)
 
 
-@pytest.mark.parametrize("kind", ["loss with parameters", "loss with buffers", "unsaved buffer", "free parameter"])
+@pytest.mark.parametrize(
+    "kind", ["loss with parameters", "loss with buffers", "unsaved buffer", "free parameter"]
+)
 def test_whatever_decides_the_next_step_is_saved(kind: str) -> None:
     """Trained tensors outside the network and buffers outside its state_dict decide the next step too."""
 
@@ -224,10 +258,17 @@ def test_whatever_decides_the_next_step_is_saved(kind: str) -> None:
         loss: Any = Scaled().to(DEVICE) if kind.startswith("loss") else nn.CrossEntropyLoss()
         free = nn.Parameter(torch.rand((), device=DEVICE))
         extra = {"loss with parameters": [loss], "free parameter": [free]}.get(kind, [])
-        trained = [*net.parameters(), *(p for e in extra for p in ([e] if isinstance(e, Tensor) else e.parameters()))]
+        trained = [
+            *net.parameters(),
+            *(p for e in extra for p in ([e] if isinstance(e, Tensor) else e.parameters())),
+        ]
         options = {"forward": lambda n, x, y: (n(x) * free, y)} if kind == "free parameter" else {}
         step = hs.TrainStep(net, loss, torch.optim.Adam(trained, lr=0.1), **options)
-        return step, [*trained, *net.buffers(), *(loss.buffers() if isinstance(loss, Scaled) else [])]
+        return step, [
+            *trained,
+            *net.buffers(),
+            *(loss.buffers() if isinstance(loss, Scaled) else []),
+        ]
 
     def go(step: hs.TrainStep, i: int) -> Tensor:
         torch.manual_seed(i)
@@ -274,10 +315,15 @@ def test_an_open_cycle_keeps_its_meaning_under_another_loss_scale() -> None:
     def half_done(scale: float) -> hs.TrainStep:
         torch.manual_seed(0)
         net = nn.Linear(3, 2).to(DEVICE)
-        optimizer, precision = torch.optim.SGD(net.parameters(), lr=0.1), hs.Precision("fp32", scale=scale)
+        optimizer, precision = (
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            hs.Precision("fp32", scale=scale),
+        )
         return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, accumulate=2)
 
-    batches = [(torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)) for _ in range(2)]
+    batches = [
+        (torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)) for _ in range(2)
+    ]
     step, other = half_done(1024.0), half_done(2.0)
     step(*batches[0])
     refused = refusal(other, step.state_dict())
@@ -290,7 +336,9 @@ def test_an_open_cycle_keeps_its_meaning_under_another_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("missing", ["ema", "kahan"])
-def test_a_state_without_what_this_step_keeps_is_refused_or_completed_when_it_is_loaded(missing: str) -> None:
+def test_a_state_without_what_this_step_keeps_is_refused_or_completed_when_it_is_loaded(
+    missing: str,
+) -> None:
     def make(*, keeps: bool) -> hs.TrainStep:
         net = nn.Linear(3, 2).to(DEVICE)
         rounding = "kahan" if keeps and missing == "kahan" else "nearest"
@@ -316,7 +364,9 @@ def test_a_run_that_fell_back_goes_on_in_what_it_fell_back_to(device: torch.devi
         net = nn.Linear(4, 3).to(device)
         scale = hs.DynamicScale(max_skips=2, on_skips="fp32", floor=2.0**16)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision("O2", scale=scale))
+        return hs.TrainStep(
+            net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision("O2", scale=scale)
+        )
 
     x, y = torch.randn(8, 4, device=device) * 1e5, torch.randint(0, 3, (8,), device=device)
     first = build()

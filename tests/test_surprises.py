@@ -16,7 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
 
 
 def data(batch: int = 8) -> hs.data.Dataset:
@@ -25,7 +27,9 @@ def data(batch: int = 8) -> hs.data.Dataset:
 
 def model(net: nn.Module | None = None, precision: str = "fp32", **options: Any) -> hs.Model:
     net = net or network()
-    return hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision, **options)
+    return hs.Model(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision, **options
+    )
 
 
 def weights(m: hs.Model) -> list[Tensor]:
@@ -37,7 +41,10 @@ def test_a_network_that_comes_in_eval_mode_is_trained_in_train_mode() -> None:
     torch.manual_seed(3)
     right.fit(2, data())
     torch.manual_seed(3)
-    with pytest.warns(hs.Notice, match=r"came in eval mode, and is trained in train mode.*then \.eval\(\) on those"):
+    with pytest.warns(
+        hs.Notice,
+        match=r"came in eval mode, and is trained in train mode.*then \.eval\(\) on those",
+    ):
         mine.fit(2, data())
     assert all(torch.equal(a, b) for a, b in zip(weights(right), weights(mine), strict=True))
     assert all(module.training for module in mine.net.modules())
@@ -59,7 +66,9 @@ def test_eval_mode_that_changes_nothing_is_nobodys_news() -> None:
 
 def test_a_run_with_averages_is_loaded_as_it_was_evaluated(tmp_path: Path) -> None:
     first = model(ema=0.9)
-    scores = first.fit(2, data(), valid=data(), callbacks=[hs.Checkpoint(tmp_path, every_epochs=1)]).history[-1]
+    scores = first.fit(
+        2, data(), valid=data(), callbacks=[hs.Checkpoint(tmp_path, every_epochs=1)]
+    ).history[-1]
     again = model()
     account = again.load(tmp_path)
     assert len(account.averaged) == 6
@@ -122,10 +131,20 @@ def test_another_loss_is_told(tmp_path: Path) -> None:
 
 def test_parameters_that_nobody_moves_are_told() -> None:
     net = network()
-    with pytest.warns(hs.Notice, match=r"4\.weight, 4\.bias are in none of its groups.*requires_grad_\(False\)"):
-        hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1))
+    with pytest.warns(
+        hs.Notice, match=r"4\.weight, 4\.bias are in none of its groups.*requires_grad_\(False\)"
+    ):
+        hs.Model(
+            net,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1),
+        )
     net[4].requires_grad_(False)
-    hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1))
+    hs.Model(
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD([*net[0].parameters(), *net[1].parameters()], lr=0.1),
+    )
 
 
 def test_a_precision_beside_a_step_of_ones_own() -> None:
@@ -139,13 +158,21 @@ def test_a_precision_beside_a_step_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("given", [{"x": X, "y": Y}, (X, Y)], ids=["dict", "tuple"])
-def test_a_forward_of_ones_own_that_returns_the_loss_takes_the_columns_of_a_data_set(given: Any) -> None:
+def test_a_forward_of_ones_own_that_returns_the_loss_takes_the_columns_of_a_data_set(
+    given: Any,
+) -> None:
     def forward(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return nn.functional.cross_entropy(net(x), y)
 
     batches = hs.data.Dataset(given, seed=1).shuffle().batch(8)
     net = network()
-    mine = hs.Model(net, None, torch.optim.SGD(net.parameters(), lr=0.1), forward=forward, count=lambda b: len(b[1]))
+    mine = hs.Model(
+        net,
+        None,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        forward=forward,
+        count=lambda b: len(b[1]),
+    )
     right = model()
     for each in (mine, right):
         torch.manual_seed(3)
@@ -154,7 +181,10 @@ def test_a_forward_of_ones_own_that_returns_the_loss_takes_the_columns_of_a_data
 
 
 LOSSES: dict[str, Any] = {
-    "tuple": (lambda out, y: (nn.functional.cross_entropy(out, y), out), "received tuple with the loss first"),
+    "tuple": (
+        lambda out, y: (nn.functional.cross_entropy(out, y), out),
+        "received tuple with the loss first",
+    ),
     "dict": (lambda out, y: {"loss": nn.functional.cross_entropy(out, y)}, "received dict"),
     "float": (lambda out, y: nn.functional.cross_entropy(out, y).item(), "received float"),
 }
@@ -171,10 +201,17 @@ def test_a_loss_that_returns_no_tensor_is_told(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("scheduler", "schedule"), ("metric", "metrics"), ("gradient_clip_val", "clip_norm"), ("acumulate", "accumulate")],
+    [
+        ("scheduler", "schedule"),
+        ("metric", "metrics"),
+        ("gradient_clip_val", "clip_norm"),
+        ("acumulate", "accumulate"),
+    ],
 )
 def test_an_option_by_another_name_is_answered_with_ours(name: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"Model: unknown option '{name}'; did you mean '{meant}'\?.*schedule, "):
+    with pytest.raises(
+        TypeError, match=rf"Model: unknown option '{name}'; did you mean '{meant}'\?.*schedule, "
+    ):
         model(**{name: 1})
 
 
@@ -202,7 +239,9 @@ def test_predictions_of_several_tensors_are_whole(named: bool) -> None:
     assert type(got) is type(right)
     pairs = [(got[k], right[k]) for k in (right if named else range(2))]
     assert all(a.shape == b.shape for a, b in pairs)
-    torch.testing.assert_close([a for a, _ in pairs], [b.detach() for _, b in pairs])  # other batches, other products
+    torch.testing.assert_close(
+        [a for a, _ in pairs], [b.detach() for _, b in pairs]
+    )  # other batches, other products
 
 
 def test_predictions_of_several_lengths_ask_for_a_stream() -> None:
@@ -221,10 +260,14 @@ def test_a_forward_over_named_columns_predicts_too() -> None:
     )  # fmt: skip
     batches = [{"img": X[i : i + 16], "truth": Y[i : i + 16]} for i in range(0, 64, 16)]
     assert torch.equal(m.predict(batches), torch.cat([net(b["img"]) for b in batches]))
-    assert torch.equal(m.predict(X, batch=16), torch.cat([net(b["img"]) for b in batches]))  # inputs alone
+    assert torch.equal(
+        m.predict(X, batch=16), torch.cat([net(b["img"]) for b in batches])
+    )  # inputs alone
 
 
-def test_a_device_that_halted_between_two_looks_ends_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_halted_between_two_looks_ends_the_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On CUDA the host learns of it some calls late; here it never does by itself."""
     monkeypatch.setattr("halfstep.watch.Watch.look", lambda self, value, device: None)
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 64, 8)]

@@ -38,7 +38,12 @@ NONE = torch.empty((0, 0), dtype=torch.int64)  # the words of a transform that d
 MANY = 20_000
 ALARM = 1e-6  # each chi-square test raises a false alarm for one seed in a million; ours is fixed
 AUGMENT: list[Transform] = [PadCrop(32, 4), Flip(), Cutout(8)]
-FLOATS: list[Transform] = [Rescale(1 / 255), Normalize([0.49, 0.48, 0.45], [0.2, 0.2, 0.21]), ToCHW(), Cast("float16")]
+FLOATS: list[Transform] = [
+    Rescale(1 / 255),
+    Normalize([0.49, 0.48, 0.45], [0.2, 0.2, 0.21]),
+    ToCHW(),
+    Cast("float16"),
+]
 
 
 def pixels(*shape: int) -> Tensor:
@@ -50,7 +55,12 @@ def draw(count: int, samples: int) -> Tensor:
 
 
 def run(
-    chain: list[Transform], batch: Tensor, *, seed: int = 7, epoch: int = 0, samples: Tensor | None = None
+    chain: list[Transform],
+    batch: Tensor,
+    *,
+    seed: int = 7,
+    epoch: int = 0,
+    samples: Tensor | None = None,
 ) -> Tensor:
     samples = torch.arange(len(batch)) if samples is None else samples
     return apply(chain, batch, seed=seed, epochs=torch.full_like(samples, epoch), samples=samples)
@@ -68,7 +78,9 @@ def same(got: Tensor, expected: np.ndarray) -> None:
 def test_pad_crop_is_numpys_pad_and_slice(padding: Any, fill: int) -> None:
     images, words = pixels(50, 9, 11, 3), draw(2, 50)
     left, top, right, bottom = (padding,) * 4 if isinstance(padding, int) else padding
-    padded = np.pad(images.numpy(), ((0, 0), (top, bottom), (left, right), (0, 0)), constant_values=fill)
+    padded = np.pad(
+        images.numpy(), ((0, 0), (top, bottom), (left, right), (0, 0)), constant_values=fill
+    )
     rows, columns = padded.shape[1] - 7 + 1, padded.shape[2] - 10 + 1
     expected = []
     for image, y, x in zip(padded, *words.tolist(), strict=True):
@@ -79,7 +91,9 @@ def test_pad_crop_is_numpys_pad_and_slice(padding: Any, fill: int) -> None:
 
 def test_pad_crop_reaches_the_first_and_the_last_window() -> None:
     image = torch.arange(1, 10).view(1, 3, 3)
-    ends = PadCrop(3, (1, 0, 0, 1))(image.expand(2, 3, 3), torch.tensor([[0, 2**32 - 1], [0, 2**32 - 1]]))
+    ends = PadCrop(3, (1, 0, 0, 1))(
+        image.expand(2, 3, 3), torch.tensor([[0, 2**32 - 1], [0, 2**32 - 1]])
+    )
     assert ends.tolist() == [[[0, 1, 2], [0, 4, 5], [0, 7, 8]], [[4, 5, 6], [7, 8, 9], [0, 0, 0]]]
 
 
@@ -90,7 +104,10 @@ def test_flip_compares_the_word_with_p(p: float) -> None:
     images = pixels(words.shape[1], 6, 5, 3)
     below = math.floor(Fraction(p) * 2**32 + Fraction(1, 2))
     pairs = zip(images.numpy(), words[0].tolist(), strict=True)
-    same(Flip(p)(images, words), np.stack([image[:, ::-1] if w < below else image for image, w in pairs]))
+    same(
+        Flip(p)(images, words),
+        np.stack([image[:, ::-1] if w < below else image for image, w in pairs]),
+    )
 
 
 @pytest.mark.parametrize("size", [1, 4, 5, (2, 7), 30])
@@ -125,10 +142,14 @@ def coordinates(n: int, eps: float) -> float:
 @pytest.mark.parametrize("antialias", [False, True])
 @pytest.mark.parametrize("size", [(48, 51), (13, 9), (24, 24), (7, 60), (1, 1)])
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_resize_is_bilinear_in_float64(size: tuple[int, int], antialias: bool, channels: int) -> None:
+def test_resize_is_bilinear_in_float64(
+    size: tuple[int, int], antialias: bool, channels: int
+) -> None:
     images, resize = pixels(3, 32, 24, channels), Resize(size, antialias)
     rows, columns = filters(32, size[0], antialias), filters(24, size[1], antialias)
-    exact = torch.from_numpy(np.einsum("ih,jw,bhwc->bijc", rows, columns, images.numpy().astype(np.float64)))
+    exact = torch.from_numpy(
+        np.einsum("ih,jw,bhwc->bijc", rows, columns, images.numpy().astype(np.float64))
+    )
     for dtype, eps in ((torch.float64, 2**-53), (torch.float32, 2**-24)):
         got = resize(images.to(dtype), NONE)
         assert got.dtype == dtype
@@ -141,18 +162,29 @@ def test_resize_is_bilinear_in_float64(size: tuple[int, int], antialias: bool, c
 
 
 def test_resize_breaks_ties_upwards_and_stays_in_range() -> None:
-    doubled = Resize((1, 4))(torch.tensor([[[0, 2]], [[1, 3]], [[255, 255]]], dtype=torch.uint8), NONE)
-    assert doubled.tolist() == [[[0, 1, 2, 2]], [[1, 2, 3, 3]], [[255, 255, 255, 255]]]  # 0.5 → 1, 1.5 → 2, 2.5 → 3
+    doubled = Resize((1, 4))(
+        torch.tensor([[[0, 2]], [[1, 3]], [[255, 255]]], dtype=torch.uint8), NONE
+    )
+    assert doubled.tolist() == [
+        [[0, 1, 2, 2]],
+        [[1, 2, 3, 3]],
+        [[255, 255, 255, 255]],
+    ]  # 0.5 → 1, 1.5 → 2, 2.5 → 3
 
 
 def test_antialiased_resize_is_pillows() -> None:
     image = pytest.importorskip("PIL.Image")
     images = pixels(8, 32, 24, 3)
     for height, width in [(13, 9), (16, 12), (48, 51), (5, 70)]:
-        pillow = [image.fromarray(i).resize((width, height), image.Resampling.BILINEAR) for i in images.numpy()]
+        pillow = [
+            image.fromarray(i).resize((width, height), image.Resampling.BILINEAR)
+            for i in images.numpy()
+        ]
         expected = torch.from_numpy(np.stack([np.asarray(i) for i in pillow])).int()
         # Pillow rounds after the rows and after the columns: 1 level from exact, ours 0.5, so whole levels differ by 1
-        assert (Resize((height, width), antialias=True)(images, NONE).int() - expected).abs().max() <= 1
+        assert (
+            Resize((height, width), antialias=True)(images, NONE).int() - expected
+        ).abs().max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -165,11 +197,15 @@ def test_antialiased_resize_is_pillows() -> None:
         ((10, 24), 3, (3, 7)),
     ],
 )  # 6.67 → 7, 12.5 → 13, 7.2 → 7
-def test_resize_by_the_shorter_edge(given: tuple[int, int], size: int, expected: tuple[int, int]) -> None:
+def test_resize_by_the_shorter_edge(
+    given: tuple[int, int], size: int, expected: tuple[int, int]
+) -> None:
     assert Resize(size)(pixels(2, *given), NONE).shape == (2, *expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.float16, torch.float32, torch.float64]
+)
 def test_rescale_is_a_product_then_a_sum(dtype: torch.dtype) -> None:
     x = (torch.rand(9, 17) * 255).to(dtype)
     wide = np.float64 if dtype == torch.float64 else np.float32
@@ -192,7 +228,10 @@ def test_normalize_by_one_value_takes_any_shape() -> None:
     same(Normalize(0.2860, 0.3530)(x, NONE), expected)
     same(Normalize([0.2860], 0.3530)(x.view(4, 2, 5), NONE), expected.reshape(4, 2, 5))
     three = torch.randn(2, 5, 5, 3)
-    same(Normalize(0.5, [1, 2, 4])(three, NONE), (three.numpy() - np.float32(0.5)) / np.float32([1, 2, 4]))
+    same(
+        Normalize(0.5, [1, 2, 4])(three, NONE),
+        (three.numpy() - np.float32(0.5)) / np.float32([1, 2, 4]),
+    )
 
 
 def test_to_chw() -> None:
@@ -241,7 +280,9 @@ IMAGES: list[Callable[..., Transform]] = [
 @settings(max_examples=25)
 @given(make=st.sampled_from(IMAGES), size=st.tuples(*[st.integers(0, 4), st.integers(1, 9), st.integers(1, 9)]),
        channels=st.integers(1, 5))  # fmt: skip
-def test_every_layout_gives_the_same_pixels(make: Callable[..., Transform], size: Any, channels: int) -> None:
+def test_every_layout_gives_the_same_pixels(
+    make: Callable[..., Transform], size: Any, channels: int
+) -> None:
     images, words = pixels(*size, channels), draw(make().draws, size[0])
     got = make(layout="HWC")(images, words)
     planes = make(layout="CHW")(images.permute(0, 3, 1, 2).contiguous(), words)
@@ -257,9 +298,14 @@ def test_every_layout_gives_the_same_pixels(make: Callable[..., Transform], size
 @given(shape=st.tuples(*[st.integers(1, 6)] * 4))
 def test_a_layout_is_found_only_where_there_is_no_doubt(shape: tuple[int, ...]) -> None:
     last, second = shape[3] in (1, 3, 4), shape[1] in (1, 3, 4)
-    words, images = torch.zeros(1, shape[0], dtype=torch.int64), torch.arange(math.prod(shape)).view(shape)
+    words, images = (
+        torch.zeros(1, shape[0], dtype=torch.int64),
+        torch.arange(math.prod(shape)).view(shape),
+    )
     if last == second:
-        with pytest.raises(ValueError, match=r"Flip: expected 1, 3 or 4 .* State layout='HWC' or layout='CHW'"):
+        with pytest.raises(
+            ValueError, match=r"Flip: expected 1, 3 or 4 .* State layout='HWC' or layout='CHW'"
+        ):
             Flip(1)(images, words)
     else:
         assert torch.equal(Flip(1)(images, words), images.flip(2 if last else 3))
@@ -281,7 +327,9 @@ class Probe:
 
 def test_each_place_owns_256_draws() -> None:
     samples, epochs = torch.tensor([5, 2**40, 0]), torch.tensor([0, 3, 3])
-    words = hashing.words(11, epochs, samples, torch.tensor([hashing.draw_key(n) for n in (0, 1, 512, 768, 769, 770)]))
+    words = hashing.words(
+        11, epochs, samples, torch.tensor([hashing.draw_key(n) for n in (0, 1, 512, 768, 769, 770)])
+    )
     chains: list[tuple[list[Transform], list[int]]] = [
         ([Probe(2)], [0, 1]),
         ([Probe(2), Probe(0), Probe(1)], [2]),
@@ -310,7 +358,9 @@ def coded(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_crop_windows_are_uniform(epoch: int) -> None:
     uniform(run([PadCrop(1)], coded(9, 9), epoch=epoch).flatten(), 81)
-    ends = run([PadCrop((4, 4), 2)], coded(4, 4) + 1, epoch=epoch)  # 25 windows, each with other zeros
+    ends = run(
+        [PadCrop((4, 4), 2)], coded(4, 4) + 1, epoch=epoch
+    )  # 25 windows, each with other zeros
     uniform(torch.unique(ends.flatten(1), dim=0, return_inverse=True)[1], 25)
 
 
@@ -324,7 +374,9 @@ def test_cutout_centres_are_uniform(seed: int) -> None:
 @pytest.mark.parametrize("p", [0.5, 0.1, 0.93])
 def test_flips_come_at_the_stated_rate(p: float) -> None:
     flips = run([Flip(p)], coded(1, 2))[:, 0, 0].sum().item()
-    assert abs(flips - p * MANY) < 4.9 * math.sqrt(MANY * p * (1 - p))  # 4.9 σ: a false alarm in a million
+    assert abs(flips - p * MANY) < 4.9 * math.sqrt(
+        MANY * p * (1 - p)
+    )  # 4.9 σ: a false alarm in a million
 
 
 def test_draws_are_independent_of_each_other() -> None:
@@ -338,7 +390,9 @@ def test_draws_are_independent_of_each_other() -> None:
         outs = [run(chain, samples.unsqueeze(1), epoch=epoch, samples=samples) for chain in chains]
         return [column.double() for out in outs for column in out.T]
 
-    rows = torch.stack([v for epoch, shift in ((0, 0), (1, 0), (0, 1), (0, 32)) for v in drawn(epoch, shift)])
+    rows = torch.stack(
+        [v for epoch, shift in ((0, 0), (1, 0), (0, 1), (0, 32)) for v in drawn(epoch, shift)]
+    )
     for values in (rows, (rows >= 2**31).double()):
         correlations = torch.corrcoef(values).fill_diagonal_(0)
         # 276 pairs at 5.5 σ: a false alarm for one seed in 100,000
@@ -348,7 +402,12 @@ def test_draws_are_independent_of_each_other() -> None:
 def test_seeds_epochs_samples_and_places_all_matter() -> None:
     batch = pixels(64, 32, 32, 3)
     later = [Rescale(1), *AUGMENT, Cast("uint8")]
-    outs = [run(AUGMENT, batch), run(AUGMENT, batch, seed=8), run(AUGMENT, batch, epoch=1), run(later, batch)]
+    outs = [
+        run(AUGMENT, batch),
+        run(AUGMENT, batch, seed=8),
+        run(AUGMENT, batch, epoch=1),
+        run(later, batch),
+    ]
     outs.append(run(AUGMENT, batch, samples=torch.arange(64) + 1))
     assert all(not torch.equal(a, b) for i, a in enumerate(outs) for b in outs[:i])
 
@@ -356,7 +415,14 @@ def test_seeds_epochs_samples_and_places_all_matter() -> None:
 @pytest.mark.parametrize("shape", [(40, 32, 32, 3), (40, 3, 32, 32), (40, 32, 32)])
 def test_a_sample_does_not_depend_on_its_batch(shape: tuple[int, ...]) -> None:
     batch, samples = pixels(*shape), torch.randint(0, 50_000, (40,))
-    chain = [*AUGMENT, Resize(48), Resize((20, 21), antialias=True), Rescale(1 / 255), Normalize(0.4, 0.2), ToCHW()]
+    chain = [
+        *AUGMENT,
+        Resize(48),
+        Resize((20, 21), antialias=True),
+        Rescale(1 / 255),
+        Normalize(0.4, 0.2),
+        ToCHW(),
+    ]
     whole = run(chain, batch, samples=samples)
     for size in (1, 7):
         parts = zip(batch.split(size), samples.split(size), strict=True)
@@ -381,14 +447,19 @@ class Seen(TorchDispatchMode):
 
 
 def test_nothing_is_read_back_and_constants_are_made_once() -> None:
-    batch, chain = pixels(16, 32, 32, 3), [*AUGMENT, Resize(40), *FLOATS, Normalize(0.123, 0.456), Flatten()]
+    batch, chain = (
+        pixels(16, 32, 32, 3),
+        [*AUGMENT, Resize(40), *FLOATS, Normalize(0.123, 0.456), Flatten()],
+    )
     with Seen() as first:
         before = run(chain, batch)
     with Seen() as second:
         after = run(chain, batch)
     assert torch.equal(before, after)
     assert "aten::lift_fresh" in first.names  # how torch.tensor shows
-    assert second.names.isdisjoint({"aten::lift_fresh", "aten::_local_scalar_dense", "aten::nonzero", "aten::item"})
+    assert second.names.isdisjoint(
+        {"aten::lift_fresh", "aten::_local_scalar_dense", "aten::nonzero", "aten::item"}
+    )
 
 
 def test_the_input_is_left_alone() -> None:
@@ -469,20 +540,32 @@ def test_a_class_made_from_normalize_keeps_its_own_arithmetic() -> None:
 
 def test_compiled_resize_and_labels() -> None:
     torch._dynamo.reset()
-    resize, one_hot = Resize((48, 20)), OneHot(3)  # made outside: torch 2.11 cannot trace their checks
+    resize, one_hot = (
+        Resize((48, 20)),
+        OneHot(3),
+    )  # made outside: torch 2.11 cannot trace their checks
     compiled = torch.compile(lambda b: resize(b, NONE), fullgraph=True, backend="aot_eager")
     images = pixels(4, 32, 32, 3)
     assert (compiled(images).int() - resize(images, NONE).int()).abs().max() <= 1  # next to a tie
     hot = torch.compile(lambda b: one_hot(b, NONE), fullgraph=True, backend="eager")
-    assert hot(torch.tensor([2, 3, -1])).tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]  # as on a device: all off
+    assert hot(torch.tensor([2, 3, -1])).tolist() == [
+        [0, 0, 1],
+        [0, 0, 0],
+        [0, 0, 0],
+    ]  # as on a device: all off
 
 
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     chain, batch, samples = [*AUGMENT, *FLOATS[:-1]], pixels(10, 32, 32, 3), torch.arange(10)
-    for links, atol in ((AUGMENT, 0.0), (chain, 1.5e-6)):  # x/255 up to 1 in a fused multiply-add: 2^-23 / std, twice
-        compiled = torch.compile(lambda b, s, c=links: apply(c, b, seed=1, epochs=s, samples=s), fullgraph=True)
+    for links, atol in (
+        (AUGMENT, 0.0),
+        (chain, 1.5e-6),
+    ):  # x/255 up to 1 in a fused multiply-add: 2^-23 / std, twice
+        compiled = torch.compile(
+            lambda b, s, c=links: apply(c, b, seed=1, epochs=s, samples=s), fullgraph=True
+        )
         expected = apply(links, batch, seed=1, epochs=samples, samples=samples)
         torch.testing.assert_close(compiled(batch, samples), expected, rtol=0, atol=atol)
 
@@ -521,7 +604,9 @@ def test_spec_of_the_cifar_chain() -> None:
         ([Flip()], (), torch.uint8, r"spec: expected the shape of a batch, samples first, got \(\)"),
     ],
 )  # fmt: skip
-def test_a_chain_that_cannot_work_is_refused(chain: Any, shape: Any, dtype: torch.dtype, match: str) -> None:
+def test_a_chain_that_cannot_work_is_refused(
+    chain: Any, shape: Any, dtype: torch.dtype, match: str
+) -> None:
     with pytest.raises(ValueError, match=match):
         spec(chain, shape, dtype)
 
@@ -536,11 +621,14 @@ class Halve:
 
 def test_what_is_no_transform_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"transform 0, Halve.*as many samples as before, got 4 samples as shape \(2, 5\)"
+        ValueError,
+        match=r"transform 0, Halve.*as many samples as before, got 4 samples as shape \(2, 5\)",
     ):
         spec([Halve()], (4, 5), torch.uint8)
     for wrong in (torch.relu, Halve(draws=257), Halve(draws=-1), 3):
-        with pytest.raises(TypeError, match=r"transform 1: expected a transform: callable.* draws in 0\.\.256, got"):
+        with pytest.raises(
+            TypeError, match=r"transform 1: expected a transform: callable.* draws in 0\.\.256, got"
+        ):
             spec([Flatten(), wrong], (4, 5), torch.uint8)
         with pytest.raises(TypeError, match="transform 0: expected a transform"):
             run([wrong], pixels(4, 5))
@@ -580,7 +668,9 @@ def test_samples_and_epochs_must_fit_the_batch() -> None:
     batch, good = pixels(4, 8, 8, 3), torch.arange(4)
     for wrong in (good[:3], good.int(), good.view(4, 1), good.to("meta")):
         came = re.escape(f"{wrong.dtype} {list(wrong.shape)} on {wrong.device}")
-        with pytest.raises(ValueError, match=rf"apply: expected samples as int64 \[4\] on cpu, got {came}"):
+        with pytest.raises(
+            ValueError, match=rf"apply: expected samples as int64 \[4\] on cpu, got {came}"
+        ):
             apply([Flip()], batch, seed=0, epochs=good, samples=wrong)
         with pytest.raises(ValueError, match="apply: expected epochs as int64"):
             apply([Flip()], batch, seed=0, epochs=wrong, samples=good)
@@ -589,7 +679,13 @@ def test_samples_and_epochs_must_fit_the_batch() -> None:
 
 
 def test_transforms_are_values() -> None:
-    made = [PadCrop([3, 4], [0, 1, 2, 3]), Normalize([1, 2, 3], [4, 5, 6]), Cast("half"), Resize([2, 3]), OneHot(3)]
+    made = [
+        PadCrop([3, 4], [0, 1, 2, 3]),
+        Normalize([1, 2, 3], [4, 5, 6]),
+        Cast("half"),
+        Resize([2, 3]),
+        OneHot(3),
+    ]
     again = [PadCrop((3, 4), (0, 1, 2, 3)), Normalize((1, 2, 3), (4, 5, 6)), Cast(torch.float16), Resize((2, 3)),
              OneHot(3, dtype="float32")]  # fmt: skip
     assert made == again

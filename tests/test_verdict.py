@@ -22,7 +22,12 @@ def test_quantile_cuts_the_density_where_it_says(p: float, dof: int) -> None:
 
 
 def test_quantile_is_the_one_in_tables() -> None:
-    assert [round(quantile(0.975, n - 1), 3) for n in (2, 3, 5, 10)] == [12.706, 4.303, 2.776, 2.262]
+    assert [round(quantile(0.975, n - 1), 3) for n in (2, 3, 5, 10)] == [
+        12.706,
+        4.303,
+        2.776,
+        2.262,
+    ]
     assert quantile(0.5, 3) == pytest.approx(0, abs=1e-15)
     with pytest.raises(ValueError, match=r"p from 0\.5"):
         quantile(0.3, 3)
@@ -34,7 +39,9 @@ def test_same_needs_the_whole_interval_within_the_margin() -> None:
     assert (found.kind, found.text) == ("same", "same within 0.5 points")
     assert found.interval == pytest.approx(4.302653 * 0.1 / math.sqrt(3), rel=1e-6)
     assert judge(values, margin=0.24).kind == "unknown"
-    assert judge([v - 0.3 for v in values], margin=0.5).kind == "worse"  # -0.55 … -0.05: neither within nor about 0
+    assert (
+        judge([v - 0.3 for v in values], margin=0.5).kind == "worse"
+    )  # -0.55 … -0.05: neither within nor about 0
 
 
 def test_a_difference_inside_the_margin_is_the_same_even_when_it_is_sure() -> None:
@@ -49,7 +56,10 @@ def test_worse_and_better_name_the_size_and_the_half_width() -> None:
 def test_one_seed_settles_nothing() -> None:
     found = judge([0.0], margin=0.5, images=Images(10_000, 0.1))
     assert (found.kind, found.interval) == ("unknown", None)
-    assert found.text == "cannot tell from one seed: +0.00 points (± 0.20 by the test images alone); give 3 or more"
+    assert (
+        found.text
+        == "cannot tell from one seed: +0.00 points (± 0.20 by the test images alone); give 3 or more"
+    )
     assert judge([-30.0], margin=0.5).kind == "unknown"
 
 
@@ -67,12 +77,23 @@ NEEDED = 8  # seeds: by tables (2.365 + 0.896) · 0.4243 / √8 = 0.489, and wit
 def test_the_reason_is_the_one_that_applies() -> None:
     """Half-widths at a target of 0.5: seeds by Student's 12.7 · sd / √2, images by 1.96 · error and 369 / N."""
     wide = [0.3, -0.3]  # sd 0.42: 3.8
-    assert judge(wide, margin=0.5, images=Images(10_000, 0.1)).text == f"cannot tell: more seeds needed, about {NEEDED}"
+    assert (
+        judge(wide, margin=0.5, images=Images(10_000, 0.1)).text
+        == f"cannot tell: more seeds needed, about {NEEDED}"
+    )
     both = judge(wide, margin=0.5, images=Images(500, 0.1)).text
-    assert both == f"cannot tell: 2 seeds and 500 test images are too few, about {NEEDED} seeds and 800 images needed"
-    alike = judge([0.0, 0.0], margin=0.5, images=Images(10_000, 0.5)).text  # 0.98: (0.98 / 0.5)² times the images
+    assert (
+        both
+        == f"cannot tell: 2 seeds and 500 test images are too few, about {NEEDED} seeds and 800 images needed"
+    )
+    alike = judge(
+        [0.0, 0.0], margin=0.5, images=Images(10_000, 0.5)
+    ).text  # 0.98: (0.98 / 0.5)² times the images
     assert alike == "cannot tell: 10,000 test images are too few, about 38,500 needed"
-    assert judge([9.0, -9.0], margin=0.5, images=Images(500, 0.1)).text == "cannot tell: more seeds needed, over 200"
+    assert (
+        judge([9.0, -9.0], margin=0.5, images=Images(500, 0.1)).text
+        == "cannot tell: more seeds needed, over 200"
+    )
 
 
 def test_more_seeds_help_where_each_stumbles_over_images_of_its_own() -> None:
@@ -81,11 +102,15 @@ def test_more_seeds_help_where_each_stumbles_over_images_of_its_own() -> None:
     right = np.ones(100_000, bool)
     draw = [rng.random(100_000) >= 0.04 for _ in range(16)]
     two, many = verdict.images_of([right] * 2, draw[:2]), verdict.images_of([right] * 16, draw)
-    assert two.with_seeds(8) == pytest.approx(many.error, rel=0.1)  # so many images leave the chance of some 3 %
+    assert two.with_seeds(8) == pytest.approx(
+        many.error, rel=0.1
+    )  # so many images leave the chance of some 3 %
     same = verdict.images_of([right] * 2, [draw[0]] * 2)
     assert (same.apart, same.with_seeds(100)) == (0, same.error)
     # twice the seeds: 1.96 · √(0.35² − 0.34² / 2) = 0.4984, and with three instead of two 0.5673
-    assert judge([0.0, 0.0], margin=0.5, images=Images(2000, 0.35, 0.34)).text.endswith("more seeds needed, about 4")
+    assert judge([0.0, 0.0], margin=0.5, images=Images(2000, 0.35, 0.34)).text.endswith(
+        "more seeds needed, about 4"
+    )
 
 
 def test_images_are_judged_by_their_means_over_seeds() -> None:
@@ -116,10 +141,14 @@ def test_the_number_of_seeds_is_enough_four_times_in_five() -> None:
 
 # simulation: seeds differ by N(delta, tau), and each disagrees with the reference on a share of 2,000 images
 
-CASES = [(n, tau, share) for n in (3, 5, 10) for tau, share in ((0.0, 0.005), (0.1, 0.01), (0.3, 0.03))]
+CASES = [
+    (n, tau, share) for n in (3, 5, 10) for tau, share in ((0.0, 0.005), (0.1, 0.01), (0.3, 0.03))
+]
 
 
-def rates(n: int, tau: float, share: float, delta: float, trials: int = 400, count: int = 2000) -> dict[str, float]:
+def rates(
+    n: int, tau: float, share: float, delta: float, trials: int = 400, count: int = 2000
+) -> dict[str, float]:
     """How often each kind comes out, image by image; `delta` and `tau` in points."""
     rng = np.random.default_rng(n * 1000 + int(1000 * tau) + int(100 * delta))
     kinds = dict.fromkeys(("same", "worse", "better", "unknown"), 0)
@@ -127,7 +156,9 @@ def rates(n: int, tau: float, share: float, delta: float, trials: int = 400, cou
         true = rng.normal(delta, tau, n) / 100
         low = np.clip((share - true) / 2, 0, 1)  # right before, wrong now
         high = np.clip((share + true) / 2, 0, 1)
-        counts = np.stack([rng.multinomial(count, (a, b, 1 - a - b)) for a, b in zip(low, high, strict=True)])
+        counts = np.stack(
+            [rng.multinomial(count, (a, b, 1 - a - b)) for a, b in zip(low, high, strict=True)]
+        )
         differences = 100 * (counts[:, 1] - counts[:, 0]) / count
         error = 100 * math.sqrt(counts[:, :2].sum()) / n / count  # independent images for each seed
         kinds[judge(differences.tolist(), margin=0.5, images=Images(count, error)).kind] += 1

@@ -14,7 +14,9 @@ from halfstep.data.transforms import Cutout, Flip, PadCrop, Rescale, Transform, 
 from halfstep.data.transforms.words import DRAWS
 from halfstep.errors import Notice
 
-room: Any = importlib.import_module("halfstep.data.transforms.window")  # the package's name is the function
+room: Any = importlib.import_module(
+    "halfstep.data.transforms.fused__window"
+)  # the package's name is the function
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SHAPES = {"HWC": (9, 12, 10, 3), "CHW": (9, 3, 12, 10), "gray": (9, 12, 10)}
@@ -29,10 +31,20 @@ CHAINS: dict[str, list[Transform]] = {
     "twice": [PadCrop(10, 3, 4), PadCrop(9, 3, 5), Flip(), Flip(), Cutout(3, 6), Cutout(3, 7)],
     "behind others": [Rescale(1.0), PadCrop(12, 4, 0.1), Flip(), Cutout(4, -0.0)],
 }
-DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16, torch.int32]
+DTYPES = [
+    torch.uint8,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.int16,
+    torch.int32,
+]
 
 
-def given(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def given(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Pixels, epochs and samples: no small numbers alone."""
     g = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, shape, generator=g)
@@ -40,7 +52,9 @@ def given(shape: tuple[int, ...], dtype: torch.dtype = torch.uint8, seed: int = 
     return pixels.to(DEVICE, dtype), epochs.to(DEVICE), samples.to(DEVICE)
 
 
-def in_turn(chain: list[Transform], batch: Tensor, epochs: Tensor, samples: Tensor, seed: int = 5) -> Tensor:
+def in_turn(
+    chain: list[Transform], batch: Tensor, epochs: Tensor, samples: Tensor, seed: int = 5
+) -> Tensor:
     """One transform after the other, by torch's kernels."""
     for place, part in enumerate(chain):
         keys = [hashing.draw_key(place * DRAWS + i) for i in range(part.draws)]
@@ -61,7 +75,9 @@ def alike(got: Tensor, expected: Tensor) -> bool:
 
 def as_in_turn(chain: list[Transform], told: tuple[Tensor, Tensor, Tensor], seed: int = 5) -> bool:
     batch, epochs, samples = told
-    return alike(apply(chain, batch, seed=seed, epochs=epochs, samples=samples), in_turn(chain, *told, seed))
+    return alike(
+        apply(chain, batch, seed=seed, epochs=epochs, samples=samples), in_turn(chain, *told, seed)
+    )
 
 
 @inside
@@ -108,7 +124,9 @@ def test_the_kernel_is_left_out_where_it_cannot_be(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(room, "_WORKS", {})
     batch, epochs, samples = given((4, 3, 12, 3), torch.float32)
     assert as_in_turn([Flip(layout="HWC")], (batch.clone().requires_grad_(), epochs, samples))
-    assert as_in_turn([Flip(layout="HWC")], (torch.nn.Parameter(batch, requires_grad=False), epochs, samples))
+    assert as_in_turn(
+        [Flip(layout="HWC")], (torch.nn.Parameter(batch, requires_grad=False), epochs, samples)
+    )
     assert as_in_turn([Flip(layout="HWC")], (batch, epochs.repeat(2)[::2], samples))
     assert as_in_turn([Flip(layout="HWC")], (batch[:0], epochs[:0], samples[:0]))
     assert not room._WORKS
@@ -118,7 +136,9 @@ def test_the_kernel_is_left_out_where_it_cannot_be(monkeypatch: pytest.MonkeyPat
 
 @inside
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func's own
-def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(room, "_WORKS", {})
     batch, epochs, samples = given((4, 12, 10, 3), torch.float32)
     chain: list[Transform] = [PadCrop(12, 4), Flip()]
@@ -134,7 +154,9 @@ def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(monkeypatch
     assert torch.equal(tangent, 2 * turned)
     made, tangent = torch.func.jvp(run, (batch,), (2 * batch,))
     assert torch.equal(tangent, 2 * turned)
-    both = torch.vmap(lambda x: apply([Flip()], x, seed=5, epochs=epochs, samples=samples))(torch.stack([batch, batch]))
+    both = torch.vmap(lambda x: apply([Flip()], x, seed=5, epochs=epochs, samples=samples))(
+        torch.stack([batch, batch])
+    )
     assert torch.equal(both[1], in_turn([Flip()], batch, epochs, samples))
     assert not room._WORKS
     negative = torch.complex(batch, batch).conj().imag  # torch negates it when it is read
@@ -154,14 +176,16 @@ def test_the_kernel_takes_any_number_as_a_fill() -> None:
 
 @inside
 def test_the_kernel_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfstep.data.transforms import window_kernel
+    from halfstep.data.transforms import triton_kernels__window_kernel as window_kernel
 
     def fails(*_: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(room, "_WORKS", {})
     monkeypatch.setattr(window_kernel, "launch", fails)
-    with pytest.warns(Notice, match="take more kernels: Triton failed .no space left.*Images are the same"):
+    with pytest.warns(
+        Notice, match="take more kernels: Triton failed .no space left.*Images are the same"
+    ):
         assert as_in_turn(CHAINS["all"], given(SHAPES["HWC"]))
     assert as_in_turn(CHAINS["all"], given(SHAPES["HWC"]))
 
@@ -190,7 +214,15 @@ def test_which_go_together() -> None:
         pass
 
     crop, flip, hole = PadCrop(8), Flip(), Cutout(3)
-    chains = [[crop, flip, hole], [crop, hole, flip], [flip, crop], [flip, flip], [Rescale(1.0), flip], [Own()], []]
+    chains = [
+        [crop, flip, hole],
+        [crop, hole, flip],
+        [flip, crop],
+        [flip, flip],
+        [Rescale(1.0), flip],
+        [Own()],
+        [],
+    ]
     assert [room._reach(chain) for chain in chains] == [3, 2, 1, 1, 0, 0, 0]
 
 
@@ -205,7 +237,10 @@ def test_fills_are_pythons_numbers(kind: Any) -> None:
 def test_a_plan_by_the_parts_themselves() -> None:
     """A crop of 8 × 9 from 14 × 16 padded: 7 places down and 8 across; half of the words turn an image."""
     plan = room._plan(
-        (PadCrop((8, 9), (4, 1, 2, 1)), Flip(), Cutout((2, 3))), (5, 3, 12, 10), (360, 120, 10, 1), torch.uint8
+        (PadCrop((8, 9), (4, 1, 2, 1)), Flip(), Cutout((2, 3))),
+        (5, 3, 12, 10),
+        (360, 120, 10, 1),
+        torch.uint8,
     )
     assert plan[:5] == ((5, 3, 8, 9), (216, 72, 9, 1), (360, 120, 10, 1), (216, 72, 9, 1), (12, 10))
     assert plan[5:] == ((3, 8, 9, 1), (1, 4, 7, 8), 2**31, (2, 3))
@@ -217,7 +252,11 @@ def test_a_plan_by_the_parts_themselves() -> None:
     ("part", "shape", "strides"),
     [
         (Flip(layout="HWC"), (2, 2, 2, 3), (2**33, 2**31, 3, 1)),  # rows far apart
-        (Flip(layout="CHW"), (4, 1, 12, 10), (120, 2**31, 10, 1)),  # a channel of its own, from planes of many images
+        (
+            Flip(layout="CHW"),
+            (4, 1, 12, 10),
+            (120, 2**31, 10, 1),
+        ),  # a channel of its own, from planes of many images
         (Flip(), (4, 2, 10), (10, 1_500_000_000, 1)),
         (Cutout(2**31), (4, 12, 10), (120, 10, 1)),
         (PadCrop(12, (0, 2**31, 0, 0)), (4, 12, 12), (144, 12, 1)),

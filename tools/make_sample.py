@@ -9,16 +9,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from halfstep.data.read.idx import read_split
+from halfstep.data.readers.idx import read_split
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def select(labels: Tensor, per_class: int) -> Tensor:
     """Indices of the first `per_class` samples of each class, ascending."""
-    firsts = [torch.nonzero(labels == label).flatten()[:per_class] for label in range(int(labels.max()) + 1)]
+    firsts = [
+        torch.nonzero(labels == label).flatten()[:per_class]
+        for label in range(int(labels.max()) + 1)
+    ]
     if short := [str(len(first)) for first in firsts if len(first) < per_class]:
-        raise ValueError(f"expected {per_class} samples in every class, found classes with {', '.join(short)}")
+        raise ValueError(
+            f"expected {per_class} samples in every class, found classes with {', '.join(short)}"
+        )
     return torch.cat(firsts).sort().values
 
 

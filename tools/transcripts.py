@@ -107,8 +107,10 @@ def denied() -> Iterator[None]:
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
     """Held by another process, as it would be."""
-    code = "from halfstep.compare.folder import *\nwith held(Path('runs/busy')): print(flush=True), input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+    code = "from halfstep.experiment.output_folder import *\nwith held(Path('runs/busy')): print(flush=True), input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         yield
@@ -179,7 +181,9 @@ def run(line: str) -> tuple[int, str]:
     assert isinstance(code, int)
     text = said.getvalue().replace(str(Path("debian").resolve()), "/usr/share/datasets")
     text = re.sub(r"process \d+ on \S+ ", "process 4711 on yours ", text)
-    text = re.sub(r"expected \d{7} bytes", "expected 5374398 bytes", text)  # another size with every new field
+    text = re.sub(
+        r"expected \d{7} bytes", "expected 5374398 bytes", text
+    )  # another size with every new field
     return code, text.replace(str(Path.cwd()), "/home/you")
 
 
@@ -191,7 +195,7 @@ def block(line: str) -> str:
 
 def page(folder: Path, *, ways_out: bool = False) -> str:
     """The whole page; with `ways_out`, the command that each mistake is answered with is run too, and must succeed."""
-    from halfstep.data.get import find
+    from halfstep.data.download import find
 
     surroundings = {"COLUMNS": "110", "HALFSTEP_CACHE": str(folder / "cache"), "NO_COLOR": "1"}
     with (
@@ -210,7 +214,10 @@ def page(folder: Path, *, ways_out: bool = False) -> str:
             if ways_out:
                 code, said = run(after)
                 assert code == 0, f"{title}: halfstep {after}\n{said}"
-        parts += ["## Help\n", *(f"### halfstep {name}\n\n{block(f'{name} --help'.strip())}" for name in COMMANDS)]
+        parts += [
+            "## Help\n",
+            *(f"### halfstep {name}\n\n{block(f'{name} --help'.strip())}" for name in COMMANDS),
+        ]
     return "\n".join(parts).replace("### halfstep \n", "### halfstep\n")
 
 

@@ -7,9 +7,9 @@ takes where it is not told: one value for the process, read at each entry.
 import sys
 
 from halfstep.amp.autocast import Dtype, autocast
+from halfstep.amp.grad_scaler import GradScaler
+from halfstep.amp.overflow_streak import OverflowStreak
 from halfstep.amp.room import Room
-from halfstep.amp.scaler import GradScaler
-from halfstep.amp.streak import OverflowStreak
 
 __all__ = ["GradScaler", "OverflowStreak", "autocast"]
 

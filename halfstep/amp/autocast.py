@@ -9,9 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Never, ParamSpec, Self, TypeAlias, TypeVar
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
-from halfstep.precision.kernels import FastHalf, has_native
+from halfstep.precision.cpu_half import FastHalf, has_native
 from halfstep.precision.policy import BF16, DTYPES, F16, F32, KERNELS
 
 P = ParamSpec("P")
@@ -97,7 +102,11 @@ class _Fast(FastHalf):
     """FastHalf that stands back while a block inside it asks for another dtype or for torch's own kernels."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         mine = bool(_here.frames) and _here.frames[-1].fast is self
         if mine and torch.get_autocast_dtype("cpu") == self.low:
@@ -135,15 +144,25 @@ def refresh() -> None:
 
 def _open(block: autocast, *, switch: bool) -> Frame:
     low = block.low_prec_dtype or defaults.low
-    fast = _here.frames[-1].fast if _here.frames else None  # a block for another device leaves the CPU's as it is
+    fast = (
+        _here.frames[-1].fast if _here.frames else None
+    )  # a block for another device leaves the CPU's as it is
     with ExitStack() as contexts:
         kinds = {block.device_type} if block.device_type else {"cpu", accelerator()}
         if block.enabled and low != F32:
             for kind in kinds:
                 _check_there(kind)
-                contexts.enter_context(torch.autocast(kind, dtype=low, cache_enabled=False))  # a cached cast goes stale
-            if kinds == {"cpu"}:  # beside an accelerator, where a CPU product is the exception, torch's kernel will do
-                fast = _enter_fast(contexts, low) if block.kernels == "auto" and not has_native(low) else None
+                contexts.enter_context(
+                    torch.autocast(kind, dtype=low, cache_enabled=False)
+                )  # a cached cast goes stale
+            if (
+                kinds == {"cpu"}
+            ):  # beside an accelerator, where a CPU product is the exception, torch's kernel will do
+                fast = (
+                    _enter_fast(contexts, low)
+                    if block.kernels == "auto" and not has_native(low)
+                    else None
+                )
         else:
             for kind in kinds:
                 if torch.is_autocast_enabled(kind):
@@ -202,7 +221,9 @@ def _parse(field: str, value: Dtype, options: tuple[torch.dtype, ...], reason: s
     if found in options:
         return found
     names = [n for n, d in DTYPES.items() if d in options]
-    raise ValueError(f"{field}: expected one of {', '.join(names)} or the torch.dtype{reason}, received {value!r}")
+    raise ValueError(
+        f"{field}: expected one of {', '.join(names)} or the torch.dtype{reason}, received {value!r}"
+    )
 
 
 def _not_torchs(enabled: object, others: dict[str, Any]) -> str:
@@ -210,7 +231,11 @@ def _not_torchs(enabled: object, others: dict[str, Any]) -> str:
     if not others and not isinstance(enabled, str | torch.dtype | torch.device):
         said = f"enabled: expected True or False, received {type(enabled).__name__}"
         return f"{said}, do write the parentheses when decorating: @amp.autocast()"
-    came = f"there is no {'=, '.join(others)}=" if others else f"enabled: expected True or False, received {enabled!r}"
+    came = (
+        f"there is no {'=, '.join(others)}="
+        if others
+        else f"enabled: expected True or False, received {enabled!r}"
+    )
     low = "low_prec_dtype='float16', 'bfloat16' or 'float32'"
     return f"{came}, do write amp.autocast(), which is for every device of this machine; a dtype is {low}"
 
@@ -221,7 +246,9 @@ def _known_device(kind: str) -> str:
     except (RuntimeError, TypeError):  # not a device type at all
         known = False
     if not known:
-        raise ValueError(f"device_type: expected 'cpu', 'cuda' or another type with autocast, received {kind!r}")
+        raise ValueError(
+            f"device_type: expected 'cpu', 'cuda' or another type with autocast, received {kind!r}"
+        )
     return kind
 
 
@@ -235,10 +262,18 @@ def _check_there(kind: str) -> None:
 
 def _check_function(fn: object) -> None:
     if isinstance(fn, staticmethod | classmethod):
-        raise TypeError(f"expected a function, received a {type(fn).__name__}, do put @amp.autocast() below that line")
+        raise TypeError(
+            f"expected a function, received a {type(fn).__name__}, do put @amp.autocast() below that line"
+        )
     if inspect.isclass(fn) or not callable(fn):
-        raise TypeError(f"expected a function, received {fn!r}, do decorate its method: @amp.autocast() def forward…")
-    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn) or inspect.iscoroutinefunction(fn):
+        raise TypeError(
+            f"expected a function, received {fn!r}, do decorate its method: @amp.autocast() def forward…"
+        )
+    if (
+        inspect.isgeneratorfunction(fn)
+        or inspect.isasyncgenfunction(fn)
+        or inspect.iscoroutinefunction(fn)
+    ):
         raise TypeError(
             "expected a plain function, received a generator or coroutine, whose body runs after the call returned, "
             "do write `with amp.autocast():` around the computation inside it"

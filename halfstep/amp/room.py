@@ -2,7 +2,16 @@
 
 from types import ModuleType
 
-from halfstep.amp.autocast import Dtype, defaults, is_on, name, parse_high, parse_low, set_low, switch
+from halfstep.amp.autocast import (
+    Dtype,
+    defaults,
+    is_on,
+    name,
+    parse_high,
+    parse_low,
+    set_low,
+    switch,
+)
 
 
 class Room(ModuleType):

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from halfstep import checkpoint
-from halfstep.callbacks.checks import Best, Mode
-from halfstep.checkpoint.atomic import remove
+from halfstep.callbacks.plateau import Best, Mode
+from halfstep.checkpoint.disk import remove
 from halfstep.checkpoint.lock import held, unwritable
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
@@ -35,13 +35,23 @@ class Checkpoint(Callback):
         every_seconds: float | None = None, keep: int = 5, best: str | None = None, mode: Mode = "auto",
         on_error: bool = True,
     ) -> None:  # fmt: skip
-        for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep", keep)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        for name, value in (
+            ("every_steps", every_steps),
+            ("every_epochs", every_epochs),
+            ("keep", keep),
+        ):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise ValueError(f"Checkpoint: expected {name} of 1 or more, got {value!r}")
         if every_seconds is not None and not every_seconds > 0:
             raise ValueError(f"Checkpoint: expected every_seconds above 0, got {every_seconds!r}")
         self.folder = Path(folder)
-        self.every_steps, self.every_epochs, self.every_seconds = every_steps, every_epochs, every_seconds
+        self.every_steps, self.every_epochs, self.every_seconds = (
+            every_steps,
+            every_epochs,
+            every_seconds,
+        )
         self.keep, self.on_error = keep, on_error
         self.best = Best("Checkpoint", best, mode, 0.0) if best is not None else None
         self.best_step: int | None = None
@@ -60,22 +70,34 @@ class Checkpoint(Callback):
         tree = run.model.snapshot()
         checkpoint.check(tree)
         here = os.path.realpath(self.folder / checkpoint.name_of(run.position))
-        whole = run.resumed is not None and os.path.realpath(run.resumed) == here and not tree["loop"]["pending"]
+        whole = (
+            run.resumed is not None
+            and os.path.realpath(run.resumed) == here
+            and not tree["loop"]["pending"]
+        )
         self._saved_at = run.position if whole else -1
         self._clock, self._begun = time.monotonic(), True
 
     def _try_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=self.folder, prefix=".halfstep-trash-", ignore_cleanup_errors=True):
+            with TemporaryDirectory(
+                dir=self.folder, prefix=".halfstep-trash-", ignore_cleanup_errors=True
+            ):
                 pass  # the only way to know; the next save would remove it after a kill
         except OSError as error:
             raise unwritable(self.folder, error) from error
 
     def _check_owner(self, run: Run) -> None:
         """Another run's checkpoints, or those of another course of this one, would be taken for this one's."""
-        found = [path for path in checkpoint.listing(self.folder) if checkpoint.step_of(path) > run.position]
-        newer = [path for path in found if _is_whole(path)]  # a broken one is replaced when its step comes
+        found = [
+            path
+            for path in checkpoint.listing(self.folder)
+            if checkpoint.step_of(path) > run.position
+        ]
+        newer = [
+            path for path in found if _is_whole(path)
+        ]  # a broken one is replaced when its step comes
         if run.resumed is not None and newer:
             raise FileExistsError(
                 f"Checkpoint: this run goes on from step {run.position}, and {self.folder} holds checkpoints of later "
@@ -87,7 +109,9 @@ class Checkpoint(Callback):
             whole = any(map(_is_whole, existing))
             what = "checkpoints of another run" if whole else "only broken checkpoints"
             advice = (
-                'Go on from them with fit(resume="auto"), or name another' if whole else "Remove them, or name another"
+                'Go on from them with fit(resume="auto"), or name another'
+                if whole
+                else "Remove them, or name another"
             )
             raise FileExistsError(
                 f"Checkpoint: {self.folder} holds {what}, up to {existing[-1].name}. {advice} folder."
@@ -102,8 +126,12 @@ class Checkpoint(Callback):
         before = self.state_dict()
         better = self._is_better(run)
         by_steps = self.every_steps is not None and run.position % self.every_steps == 0
-        by_epochs = self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0
-        late = self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
+        by_epochs = (
+            self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0
+        )
+        late = (
+            self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
+        )
         if better or by_steps or by_epochs or late:
             try:
                 self._save(run)
@@ -113,7 +141,9 @@ class Checkpoint(Callback):
 
     def end(self, run: Run) -> None:
         """Saves where the run stopped; not after a KeyboardInterrupt, which may have come in the middle of a step."""
-        if not self._begun or (run.error is not None and not (self.on_error and isinstance(run.error, Exception))):
+        if not self._begun or (
+            run.error is not None and not (self.on_error and isinstance(run.error, Exception))
+        ):
             return
         try:
             self._save(run)
@@ -165,7 +195,9 @@ def locked(callbacks: Iterable[Callback]) -> Iterator[None]:
 
 def _replace(path: Path, tree: Any) -> None:
     """Instead of a broken one, or of one whose evaluation was still to come: written first, then put in its place."""
-    aside = path.parent / f".halfstep-trash-{path.name}" / path.name  # the next save removes it after a kill
+    aside = (
+        path.parent / f".halfstep-trash-{path.name}" / path.name
+    )  # the next save removes it after a kill
     remove(aside.parent)
     checkpoint.save(aside, tree)
     remove(path)
@@ -188,4 +220,6 @@ def _tell_unevaluated(run: Run, metric: str) -> None:
 
 
 def _notice(run: Run, text: str) -> None:
-    warnings.warn(f"checkpoint {checkpoint.name_of(run.position)} was not saved, {text}", Notice, stacklevel=3)
+    warnings.warn(
+        f"checkpoint {checkpoint.name_of(run.position)} was not saved, {text}", Notice, stacklevel=3
+    )

@@ -44,7 +44,9 @@ class History(Callback):
             self._entries = [dict(entry) for entry in run.history]
 
     def state_dict(self) -> dict[str, Any]:
-        columns = {name: torch.tensor(values, dtype=_dtype(values)) for name, values in self.rows.items()}
+        columns = {
+            name: torch.tensor(values, dtype=_dtype(values)) for name, values in self.rows.items()
+        }
         return {"rows": columns, "entries": [dict(entry) for entry in self._entries]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -74,7 +76,9 @@ class Lambda(Callback):
         given = {
             "begin": begin, "epoch_begin": epoch_begin, "step": step, "visit": visit, "epoch_end": epoch_end, "end": end
         }  # fmt: skip
-        self._calls: dict[str, Callable[..., object]] = {k: f for k, f in given.items() if f is not None}
+        self._calls: dict[str, Callable[..., object]] = {
+            k: f for k, f in given.items() if f is not None
+        }
         for name, call in self._calls.items():
             if not callable(call):
                 raise TypeError(f"Lambda: expected {name} as a function, got {type(call).__name__}")

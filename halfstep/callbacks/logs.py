@@ -13,14 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from halfstep.callbacks.checks import whole
-from halfstep.callbacks.logfile import LogFile
+from halfstep.callbacks.logs__logfile import LogFile
+from halfstep.callbacks.plateau import whole
 from halfstep.engine import Callback, Row, Run
 
 _FIELDS = tuple(f.name for f in fields(Row))
 _VALUES = attrgetter(*_FIELDS)
 _PLACE = ("epoch", "step", "global_step")
-_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # json.dumps would build one for every line
+_JSON = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False
+)  # json.dumps would build one for every line
 
 
 class _Log(Callback):
@@ -28,7 +30,9 @@ class _Log(Callback):
 
     writes = True
 
-    def __init__(self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False
+    ) -> None:
         owner = type(self).__name__
         self.every, self.times = whole(owner, "every", every, 1), times
         self.file = LogFile(owner, path, overwrite=overwrite)
@@ -67,7 +71,9 @@ class CSVLog(_Log):
     columns: Sequence[str] = ()
 
     def begin(self, run: Run) -> None:
-        optimizer = getattr(run.model.step, "optimizer", None)  # a cell of the user's own has one lr in its records
+        optimizer = getattr(
+            run.model.step, "optimizer", None
+        )  # a cell of the user's own has one lr in its records
         groups = 1 if optimizer is None else len(optimizer.param_groups)
         rates = ["lr"] if groups == 1 else [f"lr_{i}" for i in range(groups)]
         steps = [part for name in _FIELDS for part in (rates if name == "lr" else [name])]
@@ -80,7 +86,9 @@ class CSVLog(_Log):
             values |= {f"lr_{i}": rate for i, rate in enumerate(values.pop("lr"))}
         later = [name for name in values if name not in self.columns]
         if later:
-            raise ValueError(f"CSVLog: the columns are fixed at the start of a run, {', '.join(later)} came later")
+            raise ValueError(
+                f"CSVLog: the columns are fixed at the start of a run, {', '.join(later)} came later"
+            )
         self.file.add(_line([_cell(values.get(name)) for name in self.columns]))
 
 
@@ -96,7 +104,9 @@ class JSONLLog(_Log):
 
     def _add(self, values: dict[str, Any]) -> None:
         try:
-            line = _JSON.encode(values)  # as it is: looking for NaN first would take four times as long
+            line = _JSON.encode(
+                values
+            )  # as it is: looking for NaN first would take four times as long
         except (ValueError, TypeError):
             line = _JSON.encode(_strict(values))
         self.file.add(line + "\n")

@@ -7,7 +7,7 @@ from typing import Any, Literal, TextIO
 import numpy as np
 import torch
 
-from halfstep.callbacks.checks import one_of, whole
+from halfstep.callbacks.plateau import one_of, whole
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import NonFiniteError
 
@@ -57,10 +57,16 @@ class LossMonitor(Callback):
         if row.global_step % self.every == 0:
             skipped = f"skipped at scale {row.scale:g}, " if row.skipped else ""
             place = f"epoch: {row.epoch} {self._word}{row.step}"
-            print(f"{place}, {skipped}loss is {self._digits(row.loss)!s}", file=self.file, flush=True)
+            print(
+                f"{place}, {skipped}loss is {self._digits(row.loss)!s}", file=self.file, flush=True
+            )
 
     def _trouble(self, row: Row) -> str:
-        what = f"the loss is {row.loss}" if not math.isfinite(row.loss) else f"its cycle's loss is {row.cycle_loss}"
+        what = (
+            f"the loss is {row.loss}"
+            if not math.isfinite(row.loss)
+            else f"its cycle's loss is {row.cycle_loss}"
+        )
         return (
             f"epoch {row.epoch} step {row.step} (step {row.global_step} of the run): {what}, and the weights moved. "
             "Go on from a checkpoint before it with a lower learning rate or clip_norm=; with loss scaling, or "
@@ -85,7 +91,9 @@ class ProgressLines(Callback):
         self.every = whole("ProgressLines", "every", every, 1)
         self.total = None if total is None else whole("ProgressLines", "total", total, 1)
         if start not in (0, 1):
-            raise ValueError(f"ProgressLines: expected start=1 to count the line's batch or 0 not to, got {start!r}")
+            raise ValueError(
+                f"ProgressLines: expected start=1 to count the line's batch or 0 not to, got {start!r}"
+            )
         self.start, self.accuracy, self.file = start, accuracy, file
         self._seen, self._before, self._began = 0, 0.0, time.perf_counter()
         self._total = self.total  # as given, or as the first epoch had it
@@ -96,7 +104,9 @@ class ProgressLines(Callback):
             self.load_state_dict({})
         if self.accuracy is not None and self.accuracy not in run.model.metrics:
             names = ", ".join(map(repr, run.model.metrics)) or "none"
-            raise ValueError(f"ProgressLines: expected accuracy= one of the metrics ({names}), got {self.accuracy!r}")
+            raise ValueError(
+                f"ProgressLines: expected accuracy= one of the metrics ({names}), got {self.accuracy!r}"
+            )
 
     def epoch_begin(self, run: Run) -> None:
         if self.accuracy is not None:
@@ -130,7 +140,9 @@ class ProgressLines(Callback):
         print(text, file=self.file, flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self._seen, "total": self._total, "spent": self._spent()} if self._seen else {}
+        return (
+            {"seen": self._seen, "total": self._total, "spent": self._spent()} if self._seen else {}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         state = state or {"seen": 0, "total": None, "spent": 0.0}
@@ -166,7 +178,9 @@ class LRMonitor(Callback):
         if self.show:
             each = row.lr if isinstance(row.lr, tuple) else (row.lr,)
             numbers = ", ".join(map(str, each))
-            print(f"epoch: {row.epoch} step: {row.step}, lr is {numbers}", file=self.file, flush=True)
+            print(
+                f"epoch: {row.epoch} step: {row.step}, lr is {numbers}", file=self.file, flush=True
+            )
 
     def state_dict(self) -> dict[str, Any]:
         rates = torch.tensor(self.rates, dtype=torch.float64)  # exact: they are Python floats

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from halfstep.callbacks.checks import whole
+from halfstep.callbacks.plateau import whole
 from halfstep.engine import Callback, Row, Run
 
 
@@ -35,7 +35,11 @@ class TensorBoard(Callback):
         if row.global_step % self.every:
             return
         values = {"loss": row.loss, "scale": row.scale, "skipped": float(row.skipped)}
-        values |= {f"lr/{i}": lr for i, lr in enumerate(row.lr)} if isinstance(row.lr, tuple) else {"lr": row.lr}
+        values |= (
+            {f"lr/{i}": lr for i, lr in enumerate(row.lr)}
+            if isinstance(row.lr, tuple)
+            else {"lr": row.lr}
+        )
         if row.updated or row.skipped:
             values["grad_norm"] = row.grad_norm
         for name, value in values.items():

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.checkpoint.errors import CheckpointError
 from halfstep.errors import Notice
+from halfstep.errors__errors import CheckpointError
 
 LOCK = ".halfstep-lock"
 
@@ -26,7 +26,9 @@ class Asks(NamedTuple):
 
 
 _SAVES = Asks()
-_held: dict[int, tuple[int, int]] = {}  # descriptors of this process's locks, and the files they are
+_held: dict[
+    int, tuple[int, int]
+] = {}  # descriptors of this process's locks, and the files they are
 _hooked: list[bool] = []
 
 
@@ -47,7 +49,9 @@ def held(folder: Path, asks: Asks = _SAVES) -> Iterator[None]:
 def unwritable(folder: Path, error: OSError, asks: Asks = _SAVES) -> CheckpointError:
     """What a folder that takes no files is told as."""
     came, instead = error.strerror or str(error), asks.instead[0].upper() + asks.instead[1:]
-    return CheckpointError(f"{asks.who}: expected a folder that can be written, {folder} cannot: {came}. {instead}.")
+    return CheckpointError(
+        f"{asks.who}: expected a folder that can be written, {folder} cannot: {came}. {instead}."
+    )
 
 
 def _take(folder: Path, asks: Asks) -> int:
@@ -69,7 +73,9 @@ def _take(folder: Path, asks: Asks) -> int:
         if _is(path, descriptor):
             _sign(descriptor)
             return descriptor
-        os.close(descriptor)  # removed by its holder between our open and our lock: the next one is another file
+        os.close(
+            descriptor
+        )  # removed by its holder between our open and our lock: the next one is another file
 
 
 def _opened(path: Path, asks: Asks) -> int:
@@ -98,7 +104,9 @@ def _release(path: Path, descriptor: int) -> None:
         if _is(path, descriptor):
             path.unlink()  # while it is still held: whoever waits to open it makes a new one
     del _held[descriptor]
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a copy in a process that was forked without Python's knowledge lets go too
+    fcntl.flock(
+        descriptor, fcntl.LOCK_UN
+    )  # a copy in a process that was forked without Python's knowledge lets go too
     os.close(descriptor)
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint.errors import wrong
-from halfstep.checkpoint.skeleton import AGAIN
+from halfstep.checkpoint.tree__skeleton import AGAIN
+from halfstep.errors__errors import wrong
 
 FORMAT, VERSION = "halfstep checkpoint", 1
 MANIFEST, TREE, TENSORS = "manifest.json", "tree.json", "tensors.safetensors"
@@ -56,10 +56,19 @@ def parse(path: Path, data: bytes) -> Manifest:
     """The manifest in these bytes: of this format and version, complete, and as its seal says."""
     content = as_json(path, data)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise wrong(path, f'"format": "{FORMAT}"', "something else", "Name the folder of a halfstep checkpoint.")
+        raise wrong(
+            path,
+            f'"format": "{FORMAT}"',
+            "something else",
+            "Name the folder of a halfstep checkpoint.",
+        )
     _check_version(path, content.get("version"))
-    if set(content) != {*(field.name for field in fields(Manifest)), "seal"} or not _are_files(content["files"]):
-        raise wrong(path, "versions, files with size and sha256, and a seal", "other entries", AGAIN)
+    if set(content) != {*(field.name for field in fields(Manifest)), "seal"} or not _are_files(
+        content["files"]
+    ):
+        raise wrong(
+            path, "versions, files with size and sha256, and a seal", "other entries", AGAIN
+        )
     listed = {name: File(**entry) for name, entry in content["files"].items()}
     manifest = Manifest(FORMAT, VERSION, str(content["halfstep"]), str(content["torch"]), listed)
     if manifest.encode() != data:
@@ -71,25 +80,36 @@ def as_json(path: Path, data: bytes) -> Any:
     """The JSON in these bytes, NaN and Infinity refused as the standard does."""
     try:
         return json.loads(data.decode(), parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise wrong(path, "JSON", f"something else ({error})", AGAIN) from error
 
 
 def check_extra(files: Mapping[str, object]) -> None:
     """A ValueError or TypeError unless these may be extra files, by their names on any file system."""
     if len(files) > 1000:
-        raise ValueError(f"extra_files: expected at most 1000, got {len(files)}. Pack them into one.")
+        raise ValueError(
+            f"extra_files: expected at most 1000, got {len(files)}. Pack them into one."
+        )
     for name, content in files.items():
         if not isinstance(content, bytes):
             advice = "Encode it first: text.encode()."
-            raise TypeError(f"extra_files[{name!r}]: expected bytes, got {type(content).__name__}. {advice}")
+            raise TypeError(
+                f"extra_files[{name!r}]: expected bytes, got {type(content).__name__}. {advice}"
+            )
         if not is_file_name(name):
             rule = "1 to 100 letters, digits, '_', '-' and '.', the first no '.' or '-'"
-            raise ValueError(f"extra_files: expected names of {rule}, got {name!r}. Rename the file.")
+            raise ValueError(
+                f"extra_files: expected names of {rule}, got {name!r}. Rename the file."
+            )
     lowered = [name.lower() for name in [*files, MANIFEST, TREE, TENSORS]]
     twice = sorted({name for name in lowered if lowered.count(name) > 1})
     if twice:
-        raise ValueError(f"extra_files: expected each name once, case aside, got {twice} again. Rename the file.")
+        raise ValueError(
+            f"extra_files: expected each name once, case aside, got {twice} again. Rename the file."
+        )
 
 
 def is_file_name(name: object) -> bool:
@@ -101,7 +121,12 @@ def _check_version(path: Path, version: Any) -> None:
         raise wrong(path, f"a version of 1 to {VERSION}", repr(version), AGAIN)
     if version > VERSION:
         came = f"version {version}, from a newer halfstep"
-        raise wrong(path, f"format version {VERSION} at most", came, "Upgrade halfstep: pip install -U halfstep.")
+        raise wrong(
+            path,
+            f"format version {VERSION} at most",
+            came,
+            "Upgrade halfstep: pip install -U halfstep.",
+        )
 
 
 def _are_files(files: Any) -> bool:
@@ -111,9 +136,17 @@ def _are_files(files: Any) -> bool:
 
 
 def _is_file(entry: Any) -> bool:
-    if not isinstance(entry, dict) or set(entry) != {"size", "sha256"} or not isinstance(entry["sha256"], str):
+    if (
+        not isinstance(entry, dict)
+        or set(entry) != {"size", "sha256"}
+        or not isinstance(entry["sha256"], str)
+    ):
         return False
-    return type(entry["size"]) is int and 0 <= entry["size"] < 1 << 62 and bool(_HEX.fullmatch(entry["sha256"]))
+    return (
+        type(entry["size"]) is int
+        and 0 <= entry["size"] < 1 << 62
+        and bool(_HEX.fullmatch(entry["sha256"]))
+    )
 
 
 def _refuse(constant: str) -> None:

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Collection
 from pathlib import Path
 
-from halfstep.checkpoint import atomic
-from halfstep.checkpoint.errors import CheckpointError, wrong
+from halfstep.checkpoint import disk as atomic
 from halfstep.checkpoint.store import read_manifest, verify
 from halfstep.errors import Notice
+from halfstep.errors__errors import CheckpointError, wrong
 
 _STIR_S = 0.05  # file systems keep times in ticks of up to 10 ms
 _NAME = re.compile(r"step-([0-9]{9,})")
@@ -19,7 +19,9 @@ _NAME = re.compile(r"step-([0-9]{9,})")
 def name_of(step: int) -> str:
     """The name of a step's checkpoint; the names of steps below 10^9 sort as the steps do."""
     if type(step) is not int or step < 0:
-        raise ValueError(f"expected a step of 0 or more, got {step!r}. Count steps from the start of the run.")
+        raise ValueError(
+            f"expected a step of 0 or more, got {step!r}. Count steps from the start of the run."
+        )
     return f"step-{step:09d}"
 
 
@@ -28,7 +30,9 @@ def step_of(path: str | Path) -> int:
     name = Path(path).name
     match = _NAME.fullmatch(name)
     if match is None or name_of(int(match[1])) != name:
-        raise ValueError(f"expected a name such as {name_of(123)}, got {name!r}. Use name_of(step) to make one.")
+        raise ValueError(
+            f"expected a name such as {name_of(123)}, got {name!r}. Use name_of(step) to make one."
+        )
     return int(match[1])
 
 
@@ -50,7 +54,9 @@ def latest(root: str | Path) -> Path | None:
     Notice names them."""
     while True:
         found, broken, lost = _search(root)
-        if found or not (lost or _is_stirring(root)):  # pruned meanwhile: newer ones are there by now
+        if found or not (
+            lost or _is_stirring(root)
+        ):  # pruned meanwhile: newer ones are there by now
             break
     if broken:
         reasons = "\n  ".join(broken)
@@ -63,7 +69,9 @@ def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[P
     """Removes the checkpoints older than the newest `keep` that are complete by size, the oldest first, except those
     in `protect`; returns the removed. Broken ones are not counted, so the newest whole one always stays."""
     if type(keep) is not int or keep < 1:
-        raise ValueError(f"expected keep of 1 or more, got {keep!r}. The newest checkpoint is never removed.")
+        raise ValueError(
+            f"expected keep of 1 or more, got {keep!r}. The newest checkpoint is never removed."
+        )
     paths, kept = listing(root), 0
     safe = {os.path.realpath(path) for path in protect}
     for at in reversed(range(len(paths))):

@@ -9,16 +9,36 @@ from typing import Any
 
 import torch
 
-from halfstep.checkpoint import container, foreign, skeleton
-from halfstep.checkpoint.atomic import writing
-from halfstep.checkpoint.errors import CheckpointError, wrong
-from halfstep.checkpoint.files import opened, write
-from halfstep.checkpoint.manifest import LARGEST, MANIFEST, TENSORS, TREE, File, Manifest, as_json, check_extra, made
+from halfstep.checkpoint import (
+    store__foreign as foreign,
+)
+from halfstep.checkpoint import (
+    tensors__container as container,
+)
+from halfstep.checkpoint import (
+    tree__skeleton as skeleton,
+)
+from halfstep.checkpoint.disk import writing
+from halfstep.checkpoint.disk__files import opened, write
+from halfstep.checkpoint.manifest import (
+    LARGEST,
+    MANIFEST,
+    TENSORS,
+    TREE,
+    File,
+    Manifest,
+    as_json,
+    check_extra,
+    made,
+)
 from halfstep.checkpoint.manifest import parse as parse_manifest
-from halfstep.checkpoint.skeleton import AGAIN, Plan
 from halfstep.checkpoint.tree import pack
+from halfstep.checkpoint.tree__skeleton import AGAIN, Plan
+from halfstep.errors__errors import CheckpointError, wrong
 
-LARGEST_FILE = 1 << 28  # bytes of tree.json and of an extra file, which are read whole: some five million leaves
+LARGEST_FILE = (
+    1 << 28
+)  # bytes of tree.json and of an extra file, which are read whole: some five million leaves
 
 
 @dataclass(frozen=True)
@@ -30,7 +50,9 @@ class Loaded:
     files: dict[str, bytes]
 
 
-def save(folder: str | Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None) -> Path:
+def save(
+    folder: str | Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None
+) -> Path:
     """Writes the tree as a new checkpoint, whole or not at all, whenever the process dies; the same tree gives the same
     bytes. TypeError or ValueError for what does not fit, before the disk is touched; CheckpointError for the disk."""
     folder, extra = Path(folder), dict(extra_files or {})
@@ -40,7 +62,9 @@ def save(folder: str | Path, tree: object, *, extra_files: Mapping[str, bytes] |
     for name, content in small.items():
         if len(content) > LARGEST_FILE:
             advice = "Keep large values in tensors."
-            raise ValueError(f"{name}: expected at most {LARGEST_FILE} bytes, got {len(content)}. {advice}")
+            raise ValueError(
+                f"{name}: expected at most {LARGEST_FILE} bytes, got {len(content)}. {advice}"
+            )
     flats = list(tensors.values())
     need = container.length([flat.numel() for flat in flats]) + sum(map(len, small.values())) + 4096
     with writing(folder, need) as temporary:
@@ -51,7 +75,10 @@ def save(folder: str | Path, tree: object, *, extra_files: Mapping[str, bytes] |
 
 
 def load(
-    folder: str | Path, *, verify: bool = True, device: Callable[[torch.device], torch.device] | None = None
+    folder: str | Path,
+    *,
+    verify: bool = True,
+    device: Callable[[torch.device], torch.device] | None = None,
 ) -> Loaded:
     """The checkpoint's content, or a CheckpointError. `verify=False` leaves out the checksum of the tensors only, for
     one that `latest` has just verified. `device` maps the device a tensor was saved from to the one it goes to."""
@@ -100,13 +127,20 @@ def _check_list(folder: Path, manifest: Manifest) -> None:
     try:
         found = set(os.listdir(folder)) - {MANIFEST}
     except OSError as error:
-        raise wrong(folder, "a folder that can be read", error.strerror or str(error), AGAIN) from error
+        raise wrong(
+            folder, "a folder that can be read", error.strerror or str(error), AGAIN
+        ) from error
     missing, more = sorted(set(manifest.files) - found), sorted(found - set(manifest.files))
     if missing:
         raise wrong(folder, f"the files of its {MANIFEST}", f"no {', '.join(missing)}", AGAIN)
     if more:
         advice = "Move what does not belong there out of the folder."
-        raise wrong(folder, f"only the files of its {MANIFEST}", f"{', '.join(map(ascii, more[:5]))} too", advice)
+        raise wrong(
+            folder,
+            f"only the files of its {MANIFEST}",
+            f"{', '.join(map(ascii, more[:5]))} too",
+            advice,
+        )
 
 
 def _plan(folder: Path, entry: File) -> Plan:

@@ -12,9 +12,10 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from halfstep.checkpoint import scalars, storages
-from halfstep.checkpoint.scalars import Json, Scalar
-from halfstep.checkpoint.skeleton import DEPTH, Plan, build, parse
+from halfstep.checkpoint import tensors as storages
+from halfstep.checkpoint import tree__scalars as scalars
+from halfstep.checkpoint.tree__scalars import Json, Scalar
+from halfstep.checkpoint.tree__skeleton import DEPTH, Plan, build, parse
 
 Path: TypeAlias = tuple[str | int, ...]
 _EXPECTED = "dict, list, tuple, None, bool, int, float, str, bytes or Tensor"
@@ -73,7 +74,9 @@ class _Writer:
         if isinstance(value, Tensor):
             return {"tensor": self._number(value, path)}
         if type(value) in (dict, OrderedDict, list, tuple):
-            return self._container(cast("dict[Any, Any] | list[Any] | tuple[Any, ...]", value), path)
+            return self._container(
+                cast("dict[Any, Any] | list[Any] | tuple[Any, ...]", value), path
+            )
         if type(value) not in scalars.KINDS:  # a subclass would come back as another type
             raise _refused(path, _EXPECTED, _named(value), _advice(value))
         if isinstance(value, str):
@@ -82,13 +85,23 @@ class _Writer:
 
     def _container(self, value: dict[Any, Any] | list[Any] | tuple[Any, ...], path: Path) -> Json:
         if id(value) in self._open:
-            raise _refused(path, "a tree", f"a {type(value).__name__} that contains itself", "Leave that entry out.")
+            raise _refused(
+                path,
+                "a tree",
+                f"a {type(value).__name__} that contains itself",
+                "Leave that entry out.",
+            )
         if len(path) == DEPTH:
             raise _refused(path, f"at most {DEPTH} levels", "more", "Flatten the structure.")
         self._open.add(id(value))
         try:
             if isinstance(value, dict):
-                return {"dict": [[self._key(key, path), self.write(v, (*path, key))] for key, v in value.items()]}
+                return {
+                    "dict": [
+                        [self._key(key, path), self.write(v, (*path, key))]
+                        for key, v in value.items()
+                    ]
+                }
             items = [self.write(v, (*path, i)) for i, v in enumerate(value)]
             return {"tuple": items} if isinstance(value, tuple) else items
         finally:
@@ -96,7 +109,12 @@ class _Writer:
 
     def _key(self, key: object, path: Path) -> Json:
         if type(key) not in (str, int):
-            raise _refused(path, "keys that are str or int", f"the key {key!r}, a {_named(key)}", "Make it str(key).")
+            raise _refused(
+                path,
+                "keys that are str or int",
+                f"the key {key!r}, a {_named(key)}",
+                "Make it str(key).",
+            )
         if isinstance(key, str):
             _check_text(key, path)
         return scalars.encode(cast("str | int", key))
@@ -112,7 +130,9 @@ class _Writer:
 
 def spelled(path: Path) -> str:
     """A path as one would write it in Python: optimizer.state[3].exp_avg."""
-    text = "".join(f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path)
+    text = "".join(
+        f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path
+    )
     return text.removeprefix(".") or "the tree"
 
 
@@ -121,7 +141,9 @@ def _given(plan: Plan, tensors: Mapping[str, Tensor], storage: int) -> Tensor:
     flat = tensors.get(name)
     if flat is None or flat.dtype != torch.uint8 or flat.shape != (size,):
         came = "none" if flat is None else f"{flat.dtype} of shape {tuple(flat.shape)}"
-        raise ValueError(f"tensors: expected {size} uint8 under {name!r}, found {came}. Pass what pack returned.")
+        raise ValueError(
+            f"tensors: expected {size} uint8 under {name!r}, found {came}. Pass what pack returned."
+        )
     return flat.clone()  # a storage of its own, aligned for every dtype
 
 
@@ -144,8 +166,12 @@ def _named(value: object) -> str:
 
 def _advice(value: object) -> str:
     kind, default = type(value), "Turn it into one of these before it is saved, or leave it out."
-    return _ADVICE.get(kind.__name__, "Save value.item()." if kind.__module__ == "numpy" else default)
+    return _ADVICE.get(
+        kind.__name__, "Save value.item()." if kind.__module__ == "numpy" else default
+    )
 
 
 def _listed(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+    }

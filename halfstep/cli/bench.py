@@ -4,7 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli import text, words
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
 
 _SHAPES = {"mlp": (1, 28, 28), "ffnn": (3,), "lenet5": (1, 32, 32)}
 
@@ -12,10 +13,15 @@ _SHAPES = {"mlp": (1, 28, 28), "ffnn": (3,), "lenet5": (1, 32, 32)}
 def bench(
     net: words.Net = "mlp",
     precisions: Annotated[
-        str, typer.Option(help="names, with commas between", autocompletion=words.several(*words.PRECISIONS))
+        str,
+        typer.Option(
+            help="names, with commas between", autocompletion=words.several(*words.PRECISIONS)
+        ),
     ] = "fp32,fp16,O1,O2",
     batch: words.Batch = 64,
-    shape: Annotated[str | None, typer.Option(help="of one input, as 3,224,224; else the network's usual one")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="of one input, as 3,224,224; else the network's usual one")
+    ] = None,
     seconds: Annotated[float, typer.Option(help="to measure for, all ways together")] = 10.0,
     device: words.Device = "auto",
     as_json: words.Json = False,
@@ -39,26 +45,42 @@ def bench(
     for row in found["rows"]:
         low, high = row["quartiles"]
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} ×"
-        cells.append((row["way"], f"{row['ms']:.3f}", f"{low:.3f}–{high:.3f}", f"{row['samples_per_s']:,.0f}", ratio))
+        cells.append(
+            (
+                row["way"],
+                f"{row['ms']:.3f}",
+                f"{low:.3f}–{high:.3f}",
+                f"{row['samples_per_s']:,.0f}",
+                ratio,
+            )
+        )
     for line in text.columns(cells):
         typer.echo(line)
     return None
 
 
-def _measured(net: str, precisions: str, batch: int, shape: str | None, seconds: float, device: str) -> dict[str, Any]:
-    from halfstep.cli.timing import measure
-    from halfstep.compare.run import environment
-    from halfstep.compare.settings import Settings
+def _measured(
+    net: str, precisions: str, batch: int, shape: str | None, seconds: float, device: str
+) -> dict[str, Any]:
+    from halfstep.cli.bench__timing import measure
+    from halfstep.compare.comparison import environment
+    from halfstep.experiment.settings import Settings
 
     names = tuple(name.strip() for name in precisions.split(",") if name.strip())
     settings = Settings(net=net, precisions=names, batch=batch, device=device)
     if not 0 < seconds <= 3600:
-        raise ValueError(f"--seconds: expected a number above 0, and an hour at most, got {seconds:g}")
+        raise ValueError(
+            f"--seconds: expected a number above 0, and an hour at most, got {seconds:g}"
+        )
     size = _shape(net, shape)
     around = environment(settings.place)
     rows, rounds = measure(settings, size, seconds)
     title = f"{net}, batch {batch} of {' × '.join(map(str, size))}, {rounds} rounds, {around['device']}, torch"
-    return {"title": f"{title} {around['torch']}, threads: {around['threads']}", "environment": around, "rows": rows}
+    return {
+        "title": f"{title} {around['torch']}, threads: {around['threads']}",
+        "environment": around,
+        "rows": rows,
+    }
 
 
 def _shape(net: str, text: str | None) -> tuple[int, ...]:
@@ -66,5 +88,7 @@ def _shape(net: str, text: str | None) -> tuple[int, ...]:
         return _SHAPES.get(net, (3, 32, 32))
     parts = text.replace("x", ",").split(",")
     if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise ValueError(f"--shape: expected the sizes of one input, as 3,224,224 or 784, got {text!r}")
+        raise ValueError(
+            f"--shape: expected the sizes of one input, as 3,224,224 or 784, got {text!r}"
+        )
     return tuple(int(part) for part in parts)

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli import text as said
-from halfstep.cli import words
-from halfstep.cli.going import quiet
+from halfstep.cli import options__words as words
+from halfstep.cli import output as said
+from halfstep.experiment.training_run__going import quiet
 
 HELP = """Train one network in several precisions and say which to use.
 
@@ -27,25 +27,39 @@ Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 1
 
 
 def compare(
-    net: Annotated[str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")] = "mlp",
+    net: Annotated[
+        str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")
+    ] = "mlp",
     data: words.Data = "sample",
-    path: Annotated[str | None, typer.Option(help="where the named data set lies: folder, archive or URL")] = None,
-    precisions: Annotated[str, typer.Option(help="names; the first is the reference")] = "fp32,fp16,O1,O2",
+    path: Annotated[
+        str | None, typer.Option(help="where the named data set lies: folder, archive or URL")
+    ] = None,
+    precisions: Annotated[
+        str, typer.Option(help="names; the first is the reference")
+    ] = "fp32,fp16,O1,O2",
     seeds: Annotated[str, typer.Option(help="how many (5), or which (0,7,42)")] = "3",
     epochs: Annotated[int, typer.Option(help="passes over the data")] = 4,
     batch: Annotated[int, typer.Option(help="samples in a batch")] = 64,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw")] = "momentum",
-    lr: Annotated[float | None, typer.Option(help="learning rate; else the optimizer's usual one")] = None,
-    schedule: Annotated[str, typer.Option(help="constant, linear, cosine, poly, steps or one_cycle")] = "linear",
+    lr: Annotated[
+        float | None, typer.Option(help="learning rate; else the optimizer's usual one")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option(help="constant, linear, cosine, poly, steps or one_cycle")
+    ] = "linear",
     sink: Annotated[int | None, typer.Option(help="steps between two looks of the host")] = None,
     margin: Annotated[float, typer.Option(help="points of accuracy that count as the same")] = 0.5,
     samples: Annotated[int | None, typer.Option(help="only so many training samples")] = None,
     test_samples: Annotated[int | None, typer.Option(help="only so many test samples")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
     out: Annotated[Path, typer.Option(help="folder of the comparison")] = Path("runs/compare"),
-    fresh: Annotated[bool, typer.Option("--fresh", help="throw away what OUT holds of a comparison")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="throw away what OUT holds of a comparison")
+    ] = False,
     retry: Annotated[bool, typer.Option("--retry", help="run again what failed")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="lines instead of bars, no colour")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="lines instead of bars, no colour")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """HELP, for the command line."""
@@ -61,7 +75,9 @@ def compare(
     raise typer.Exit(1 if summary["rows"][0]["verdict_kind"] == "failed" else 0)
 
 
-def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, retry: bool) -> dict[str, Any]:
+def _run(
+    settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, retry: bool
+) -> dict[str, Any]:
     from halfstep.compare import compare as go
     from halfstep.compare.progress import Bars, Lines, Progress
 
@@ -70,7 +86,9 @@ def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, r
     progress: Progress = Bars() if bars else Lines(steps=plain, file=file)
     try:
         with quiet():
-            return go(settings, out, progress=progress, fresh=fresh, retry=retry, command=said.command())
+            return go(
+                settings, out, progress=progress, fresh=fresh, retry=retry, command=said.command()
+            )
     except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
         typer.echo(_stopped(settings, out), err=True)
         raise typer.Exit(said.code(end)) from None
@@ -79,7 +97,7 @@ def _run(settings: Any, out: Path, *, plain: bool, as_json: bool, fresh: bool, r
 def _stopped(settings: Any, out: Path) -> str:
     """What is kept, and the command that goes on; --fresh would throw it away."""
     from halfstep import checkpoint
-    from halfstep.compare.folder import run_folder
+    from halfstep.experiment.output_folder import run_folder
 
     places = [run_folder(out, *pair) for pair in settings.pairs]
     done = [place for place in places if (place / "result.json").is_file()]
@@ -89,7 +107,9 @@ def _stopped(settings: Any, out: Path) -> str:
     kept = f"{len(done)} of {len(places)} runs{' and a checkpoint of the next' if begun else ''}"
     less = ", less --fresh" if "--fresh" in sys.argv else ""
     again = said.command(without=("--fresh",))
-    return f"halfstep: stopped; {out} keeps {kept}. The same command goes on from here{less}: {again}"
+    return (
+        f"halfstep: stopped; {out} keeps {kept}. The same command goes on from here{less}: {again}"
+    )
 
 
 def _show(summary: dict[str, Any], out: Path, *, plain: bool, as_json: bool) -> None:
@@ -114,7 +134,11 @@ def _seeds(text: str) -> tuple[int, ...]:
     """ "3" is three of them, 0, 1 and 2; "4,7" are those two, and "4," is that one."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts if part) or not any(parts):
-        raise ValueError(f"--seeds: expected how many (--seeds 5) or which (--seeds 0,7,42), got {text!r}")
+        raise ValueError(
+            f"--seeds: expected how many (--seeds 5) or which (--seeds 0,7,42), got {text!r}"
+        )
     if len(parts) == 1 and int(text) == 0:
-        raise ValueError("--seeds: one number is how many, and 0 are too few: --seeds 3. Seed 0 alone: --seeds 0,")
+        raise ValueError(
+            "--seeds: one number is how many, and 0 are too few: --seeds 3. Seed 0 alone: --seeds 0,"
+        )
     return tuple(int(part) for part in parts if part) if len(parts) > 1 else tuple(range(int(text)))

@@ -5,20 +5,28 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from halfstep.cli import text, words
-from halfstep.cli.parsing import Command
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.cli.options import Command
 
 data = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Get a data set, look at its samples, check every one of them."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Get a data set, look at its samples, check every one of them.",
 )
 
 Known = Annotated[
     str,
-    typer.Argument(help="mnist, fashion-mnist, cifar10 or cifar100", autocompletion=words.among(*words.DATA[1:])),
+    typer.Argument(
+        help="mnist, fashion-mnist, cifar10 or cifar100",
+        autocompletion=words.among(*words.DATA[1:]),
+    ),
 ]
 Any_ = Annotated[
     str,
-    typer.Argument(help=f"{', '.join(words.DATA)}, or a folder", autocompletion=words.among(*words.DATA)),
+    typer.Argument(
+        help=f"{', '.join(words.DATA)}, or a folder", autocompletion=words.among(*words.DATA)
+    ),
 ]
 
 
@@ -34,13 +42,22 @@ def get(name: Known, path: words.Where = None, as_json: words.Json = False) -> N
     halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz#md5=c32a1d4ab5d03f1284b67883e8d87530
     HALFSTEP_DATA=/data halfstep data get mnist --json
     """
-    from halfstep.data.get.find import find
+    from halfstep.data.download.find import find
 
     if name == "sample":
-        raise ValueError("data get: sample ships with the package, there is nothing to get; halfstep data show sample")
+        raise ValueError(
+            "data get: sample ships with the package, there is nothing to get; halfstep data show sample"
+        )
     found = find(name, path, download=True)
     if as_json:
-        return text.dump({"name": name, "folder": str(found.folder), "origin": found.origin, "sample": found.sample})
+        return text.dump(
+            {
+                "name": name,
+                "folder": str(found.folder),
+                "origin": found.origin,
+                "sample": found.sample,
+            }
+        )
     return typer.echo(f"{name}: {found.folder} ({found.origin})")
 
 
@@ -59,7 +76,7 @@ def show(
     """
     import webbrowser
 
-    from halfstep.cli.reading import dataset
+    from halfstep.cli.data__reading import dataset
     from halfstep.data import sheet
 
     sheet(dataset(name, path, split), out, samples=samples, epochs=0)
@@ -84,7 +101,7 @@ def check(name: Any_, path: words.Where = None, as_json: words.Json = False) -> 
 
     Exit code: 0 whole, 1 damaged or incomplete, 2 not found or a mistake.
     """
-    from halfstep.cli.reading import examine
+    from halfstep.cli.data__reading import examine
 
     found = examine(name, path)
     if as_json:
@@ -98,11 +115,18 @@ def _tell(found: dict[str, Any]) -> None:
     typer.echo(f"{found['name']}: {found['origin']}")
     for part in found["parts"]:
         alone = len(part["sizes"]) == 1
-        sizes = ", ".join(f"{w} × {h} × {c}{'' if alone else f' ({n:,})'}" for (h, w, c), n in part["sizes"])
-        typer.echo(f"\n{part['name']}: {text.plural(part['samples'], 'sample')}{f' of {sizes}' if sizes else ''}")
+        sizes = ", ".join(
+            f"{w} × {h} × {c}{'' if alone else f' ({n:,})'}" for (h, w, c), n in part["sizes"]
+        )
+        typer.echo(
+            f"\n{part['name']}: {text.plural(part['samples'], 'sample')}{f' of {sizes}' if sizes else ''}"
+        )
         if part["mean"]:
             pairs = zip(part["mean"], part["deviation"], strict=True)
-            typer.echo("mean ± deviation: " + ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in pairs))
+            typer.echo(
+                "mean ± deviation: "
+                + ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in pairs)
+            )
         for line in _classes(part["classes"]):
             typer.echo(line)
         for each in part["damage"]:
@@ -115,7 +139,11 @@ def _tell(found: dict[str, Any]) -> None:
 
 def _classes(counts: dict[str, int]) -> list[str]:
     if not counts or len(counts) > 40:
-        return [f"{len(counts)} classes of {min(counts.values())} to {max(counts.values())}"] if counts else []
+        return (
+            [f"{len(counts)} classes of {min(counts.values())} to {max(counts.values())}"]
+            if counts
+            else []
+        )
     most = max(counts.values())
     width, wide = max(map(len, counts)), max(len(f"{count:,}") for count in counts.values())
     return [

@@ -5,11 +5,18 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from halfstep.cli import runs, text, words
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.experiment import training_run as runs
 
 Split = Annotated[Literal["test", "train"], typer.Option(help="which part of the data")]
-OwnNet = Annotated[str | None, typer.Option("--net", help="the network, for weights without a run.json beside them")]
-OwnName = Annotated[str | None, typer.Option("--precision", help="another precision than the run's")]
+OwnNet = Annotated[
+    str | None,
+    typer.Option("--net", help="the network, for weights without a run.json beside them"),
+]
+OwnName = Annotated[
+    str | None, typer.Option("--precision", help="another precision than the run's")
+]
 OwnDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
 
 
@@ -33,7 +40,14 @@ def evaluate(
     halfstep eval mlp.safetensors --net mlp --data fashion-mnist
     halfstep eval runs/own --build train:build
     """
-    given = {"net": net, "data": data, "path": path, "precision": precision, "batch": batch, "device": device}
+    given = {
+        "net": net,
+        "data": data,
+        "path": path,
+        "precision": precision,
+        "batch": batch,
+        "device": device,
+    }
     asked = asked_for(run, build, "eval", {**given, "test_samples": test_samples})
     made = runs.make(asked)
     origin = runs.load(made.model, run)
@@ -46,14 +60,20 @@ def evaluate(
 
 def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> runs.Asked:
     """What the run was told, with what the command says instead; or that alone, where nothing is known of the run."""
-    told = sorted(f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None)
+    told = sorted(
+        f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None
+    )
     asked = runs.Asked(build=build) if build else runs.read(run)
     if asked is not None and asked.build is not None and told:
-        raise ValueError(f"{what}: {', '.join(told)} beside a builder, which made its model and data. Say it there.")
+        raise ValueError(
+            f"{what}: {', '.join(told)} beside a builder, which made its model and data. Say it there."
+        )
     if asked is None:
         _refuse_comparison(run, what)
     if asked is None and not run.exists():
-        raise FileNotFoundError(f"{what}: expected a run, a checkpoint or a safetensors file, found nothing at {run}")
+        raise FileNotFoundError(
+            f"{what}: expected a run, a checkpoint or a safetensors file, found nothing at {run}"
+        )
     if asked is None and given.get("net") is None:
         raise ValueError(
             f"{what}: {run} does not say how it was built, for halfstep train did not write it. Name its network and "
@@ -64,17 +84,27 @@ def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> 
 
 def _refuse_comparison(run: Any, what: str) -> None:
     """A comparison's runs leave results and no weights: the run to train is named with its settings."""
-    from halfstep.compare.folder import SUMMARY, read_json
+    from halfstep.experiment.output_folder import SUMMARY, read_json
 
     home = next((place for place in (run, run.parent.parent) if (place / SUMMARY).is_file()), None)
     found = read_json(home / SUMMARY) if home is not None else None
     if home is None or not isinstance(found, dict):
         return
     spec, best = found.get("spec", {}), found.get("recommendation", {}).get("precision")
-    told = {name: spec.get(name) for name in ("net", "data", "path", "epochs", "batch", "optimizer", "lr")}
+    told = {
+        name: spec.get(name)
+        for name in ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
+    }
     told["schedule"] = spec.get("schedule") or "constant"
-    options = [word for name, value in told.items() if value is not None for word in (f"--{name}", str(value))]
-    again = shlex.join(["halfstep", "train", *options, "--precision", best or spec["precisions"][0]])
+    options = [
+        word
+        for name, value in told.items()
+        if value is not None
+        for word in (f"--{name}", str(value))
+    ]
+    again = shlex.join(
+        ["halfstep", "train", *options, "--precision", best or spec["precisions"][0]]
+    )
     raise ValueError(
         f"{what}: {home} is a comparison, which keeps results and no weights (halfstep report {home}). Train the "
         f"precision you chose first: {again} --out runs/chosen"

@@ -4,12 +4,15 @@ from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli import text, words
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
 
 
 def info(
     device: words.Device = "auto",
-    seconds: Annotated[float, typer.Option(help="to measure each dtype for; 0 measures nothing")] = 0.2,
+    seconds: Annotated[
+        float, typer.Option(help="to measure each dtype for; 0 measures nothing")
+    ] = 0.2,
     as_json: words.Json = False,
 ) -> None:
     """Show what this device does best, and the precision to begin with.
@@ -38,15 +41,19 @@ def info(
 
 
 def _found(device: str, seconds: float) -> dict[str, Any]:
-    from halfstep.cli.speed import dtypes, recommend
-    from halfstep.compare.run import environment
-    from halfstep.compare.settings import chosen
+    from halfstep.cli.info__speed import dtypes, recommend
+    from halfstep.compare.comparison import environment
+    from halfstep.experiment.settings import chosen
 
     if not 0 <= seconds <= 60:
         raise ValueError(f"--seconds: expected 0 to 60, got {seconds:g}")
     place = chosen(device)
     rows = dtypes(place, seconds)
-    return {"environment": environment(place), "dtypes": rows, "recommendation": recommend(place.type, rows)}
+    return {
+        "environment": environment(place),
+        "dtypes": rows,
+        "recommendation": recommend(place.type, rows),
+    }
 
 
 def _lines(rows: list[dict[str, Any]], *, measured: bool) -> list[str]:
@@ -55,12 +62,19 @@ def _lines(rows: list[dict[str, Any]], *, measured: bool) -> list[str]:
     cells = [titles]
     for row in rows:
         shown = ("yes" if row["native"] else "no", row["by"])
-        speed = (f"{row['gflops']:,.0f}", text.bar(row["gflops"] / most)) if measured and row["gflops"] else ("-", "")
+        speed = (
+            (f"{row['gflops']:,.0f}", text.bar(row["gflops"] / most))
+            if measured and row["gflops"]
+            else ("-", "")
+        )
         cells.append((row["dtype"], *shown, *(speed if measured else ())))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [_line(row, widths) for row in cells]
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    parts = [cell.rjust(w) if i == 3 else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+    parts = [
+        cell.rjust(w) if i == 3 else cell.ljust(w)
+        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+    ]
     return "  ".join(parts).rstrip()

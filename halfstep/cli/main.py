@@ -26,7 +26,9 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # a stream that is somebody else's, or closed
+        with contextlib.suppress(
+            AttributeError, ValueError
+        ):  # a stream that is somebody else's, or closed
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         with _notices(debug):
@@ -40,10 +42,12 @@ def main() -> None:
 
 
 def _run() -> None:
-    from halfstep.cli.app import app
+    from halfstep.cli.main__app import app
 
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # module:function of the user's, beside where the command is called
+        sys.path.insert(
+            0, os.getcwd()
+        )  # module:function of the user's, beside where the command is called
     try:
         app(prog_name="halfstep")  # however it was started, python -m halfstep too
     except SystemExit as end:
@@ -86,12 +90,18 @@ def _said(error: Exception) -> str:
 
 def _notes(error: Exception) -> list[str]:
     found = list(getattr(error, "__notes__", []))
-    if "torch" not in sys.modules:  # no code of the user's has run, and torch takes seconds to import
+    if (
+        "torch" not in sys.modules
+    ):  # no code of the user's has run, and torch takes seconds to import
         return found
-    from halfstep.again.told import helps, sample
+    from halfstep.utils.user_code import helps, sample
 
     place = sample(error)
-    return [*found, *([place] if place else []), *(["(--debug shows where it was raised)"] if helps(error) else [])]
+    return [
+        *found,
+        *([place] if place else []),
+        *(["(--debug shows where it was raised)"] if helps(error) else []),
+    ]
 
 
 def _worded(text: str) -> str:

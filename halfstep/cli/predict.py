@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli import runs, text, words
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
 from halfstep.cli.evaluate import OwnDevice, OwnName, OwnNet, asked_for
+from halfstep.experiment import training_run as runs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLUMNS = ("input", "label", "class", "probability")  # of every row, in CSV and JSON; class is empty without names
+COLUMNS = (
+    "input",
+    "label",
+    "class",
+    "probability",
+)  # of every row, in CSV and JSON; class is empty without names
 _KINDS = (".csv", ".json", ".npy")
 
 
@@ -38,7 +45,7 @@ def predict(
     halfstep predict runs/first fashion-mnist --json                the test images of a data set
     halfstep predict runs/own x.npy --build train:build --out y.npy
     """
-    from halfstep.cli import inputs
+    from halfstep.cli import predict_inputs as inputs
 
     if out is not None and out.suffix.lower() not in _KINDS:
         raise ValueError(f"--out: expected a name that ends in {', '.join(_KINDS)}, got {out}")
@@ -51,14 +58,16 @@ def predict(
 
 
 def _classes(made: Any, asked: runs.Asked) -> list[str]:
-    from halfstep.data.get.catalog import CATALOG
+    from halfstep.data.download.catalog import CATALOG
 
     if asked.build is None and asked.data == "sample":
         return list(CATALOG["fashion-mnist"].classes)
     return list(getattr(made.data, "classes", ()))
 
 
-def _deliver(outputs: Any, names: list[str], classes: list[str], out: Path | None, *, as_json: bool) -> None:
+def _deliver(
+    outputs: Any, names: list[str], classes: list[str], out: Path | None, *, as_json: bool
+) -> None:
     from torch import Tensor
 
     if out is not None and out.suffix.lower() == ".npy":
@@ -71,7 +80,8 @@ def _deliver(outputs: Any, names: list[str], classes: list[str], out: Path | Non
         with out.open("wb") as file:
             np.save(file, outputs.numpy(), allow_pickle=False)
         return typer.echo(
-            f"written: {out}, {list(outputs.shape)} {str(outputs.dtype).removeprefix('torch.')}", err=True
+            f"written: {out}, {list(outputs.shape)} {str(outputs.dtype).removeprefix('torch.')}",
+            err=True,
         )
     rows = _rows(outputs, names, classes)
     if out is None:
@@ -87,13 +97,23 @@ def _rows(outputs: Any, names: list[str], classes: list[str]) -> list[dict[str, 
 
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
-        raise ValueError(f"predict: expected scores of classes, [samples, classes], got {shape}. Use --out outputs.npy")
-    return [_row(name, each, classes) for name, each in zip(names, outputs.double().softmax(1), strict=True)]
+        raise ValueError(
+            f"predict: expected scores of classes, [samples, classes], got {shape}. Use --out outputs.npy"
+        )
+    return [
+        _row(name, each, classes)
+        for name, each in zip(names, outputs.double().softmax(1), strict=True)
+    ]
 
 
 def _row(name: str, chances: "Tensor", classes: list[str]) -> dict[str, Any]:
     label = int(chances.argmax())
-    values = (name, label, classes[label] if label < len(classes) else None, round(float(chances[label]), 6))
+    values = (
+        name,
+        label,
+        classes[label] if label < len(classes) else None,
+        round(float(chances[label]), 6),
+    )
     return dict(zip(COLUMNS, values, strict=True))
 
 

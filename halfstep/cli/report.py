@@ -7,12 +7,17 @@ import typer
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="folder of a comparison or a run, or its compare.json or log.jsonl")],
+    folder: Annotated[
+        Path,
+        typer.Argument(help="folder of a comparison or a run, or its compare.json or log.jsonl"),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="folder to write into, else FOLDER; - is standard output")
+        Path | None,
+        typer.Option("--out", "-o", help="folder to write into, else FOLDER; - is standard output"),
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--format", "-f", help="html, md or json, once for each; else html and md")
+        list[str] | None,
+        typer.Option("--format", "-f", help="html, md or json, once for each; else html and md"),
     ] = None,
     show: Annotated[bool, typer.Option("--open", help="show the page in the browser")] = False,
 ) -> None:
@@ -31,7 +36,9 @@ def report(
 
     wanted = formats or ["html", "md"]
     if show and "html" not in wanted:
-        raise ValueError(f"--open: expected html among the formats, got {', '.join(wanted)}. Add --format html.")
+        raise ValueError(
+            f"--open: expected html among the formats, got {', '.join(wanted)}. Add --format html."
+        )
     if out is not None and str(out) == "-":
         _print(folder, wanted, show=show)
         return
@@ -48,5 +55,7 @@ def _print(folder: Path, wanted: list[str], *, show: bool) -> None:
     from halfstep.report import read, render
 
     if len(wanted) != 1 or show:
-        raise ValueError("--out -: expected one --format and no --open, as one stream holds one file. Name a folder.")
+        raise ValueError(
+            "--out -: expected one --format and no --open, as one stream holds one file. Name a folder."
+        )
     typer.echo(render(read(folder), wanted[0]), nl=False)

@@ -1,204 +1,142 @@
-"""A run that `halfstep train` made: what it was told, in run.json, from which every other command builds it again."""
+"""`halfstep diff` and `halfstep replay`: where two runs part, and one step again."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
-from halfstep.cli.builders import builder_of
+import typer
 
-if TYPE_CHECKING:
-    from halfstep.again.build import Built
-    from halfstep.compare import Settings
-
-RUN, LOG, WEIGHTS, VERSION = "run.json", "log.jsonl", "weights.safetensors", 1
-_FREE = ("epochs", "device")  # may be others when a run goes on
-_WAYS = "Repeat the command as it was, name another folder (--out), or start over (--fresh)"
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.experiment.builders import builder_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Everything that decides a run. With `build` only that, `epochs`, `seed` and `device` count."""
+def diff(
+    run_a: Annotated[Path, typer.Argument(help="folder of a run")],
+    run_b: Annotated[Path, typer.Argument(help="folder of the other run")],
+    build: words.Build = None,
+    build_b: Annotated[
+        str | None, typer.Option("--build-b", help="the other run's builder, if it is another")
+    ] = None,
+    as_json: words.Json = False,
+) -> None:
+    """Name the first step and the tensors in which two runs differ.
 
-    build: str | None = None
-    net: str = "mlp"
-    data: str = "sample"
-    path: str | None = None
-    precision: str = "fp32"
-    epochs: int = 4
-    batch: int = 64
-    optimizer: str = "momentum"
-    lr: float | None = None
-    schedule: str = "linear"
-    accumulate: int = 1
-    clip_norm: float | None = None
-    ema: float | None = None
-    seed: int = 0
-    samples: int | None = None
-    test_samples: int | None = None
-    device: str = "auto"
+    By their logs (fingerprints see every bit: TrainStep's fingerprint_every), by their checkpoints, and with --build by
+    running both again from the last checkpoint that is equal.
 
-    def settings(self) -> "Settings":
-        """The part that a comparison has too, checked."""
-        from halfstep.compare import Settings
+    \b
+    halfstep diff runs/a runs/b
+    halfstep diff runs/a runs/b --build train:build
+    halfstep diff runs/a runs/b --json && echo equal
 
-        shared = {f.name: getattr(self, f.name) for f in fields(Settings) if hasattr(self, f.name)}
-        return Settings(precisions=(self.precision,), seeds=(self.seed,), **shared)
+    Exit code: 0 equal, 1 a difference, 2 a mistake or an error.
+    """
+    from halfstep.reproduce import diff as compare
 
-    def options(self) -> dict[str, Any]:
-        return {"accumulate": self.accumulate, "clip_norm": self.clip_norm, "ema": self.ema}
-
-
-def make(asked: Asked, *, training: bool = False) -> "Built":
-    """Model, training data and the other arguments of fit, as new; with `training`, and notices about that."""
-    from halfstep.again.build import built
-    from halfstep.compare.recipe import seeded
-
-    seeded(asked.seed)
-    if asked.build is None:
-        return _by_flags(asked, training)
-    return built(builder_of(asked.build))
+    if build_b and not build:
+        raise ValueError("--build-b: expected --build too, the builder of the first run, got none")
+    builders = (builder_of(build), builder_of(build_b or build)) if build else None
+    found = compare(run_a, run_b, build=builders)
+    if as_json:
+        names = ("by", "step", "names", "equal_until", "note")
+        text.dump([{name: getattr(each, name) for name in names} for each in found])
+    else:
+        for each in found:
+            typer.echo(str(each))
+    raise typer.Exit(1 if any(each.step is not None for each in found) else 0)
 
 
-def _by_flags(asked: Asked, training: bool) -> "Built":
-    from torch import nn
+def replay(
+    run: Annotated[Path, typer.Argument(help="folder of a run")],
+    step: Annotated[int, typer.Option("--step", help="global step to repeat, from 1")],
+    build: words.Build = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="write all tensors to this safetensors file")
+    ] = None,
+    as_json: words.Json = False,
+) -> None:
+    """Run one step of a run again, bit for bit.
 
-    from halfstep.again.build import Built
-    from halfstep.compare import recipe
-    from halfstep.compare.material import material
-    from halfstep.metrics import Accuracy
-    from halfstep.model import Model
+    Shows what every module computed and every gradient. Gradients are shown as the backward pass made them: they carry
+    the loss scale.
 
-    settings = asked.settings()
-    given = material(settings)
-    recipe.check(settings, given)
-    if training:
-        recipe.note(settings, given)
-    net, batches = recipe.network(settings, given, asked.seed), given.batches(asked.seed, asked.batch)
-    model = Model(
-        net, nn.CrossEntropyLoss(), _optimizer(settings, net), asked.precision,
-        metrics={"acc": Accuracy()}, schedule=_rates(settings, batches.size, asked.accumulate), **asked.options(),
-    )  # fmt: skip
-    return Built(model, batches, {"valid": given.check_batches(asked.batch)})
+    \b
+    halfstep replay runs/first --step 120                        a run of halfstep train
+    halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
+    """
+    from halfstep.experiment.training_run import built_by
+    from halfstep.reproduce import replay as again
 
-
-def _optimizer(settings: "Settings", net: Any) -> Any:
-    from torch.optim import SGD, Adam, AdamW
-
-    momentum = {"momentum": 0.9} if settings.optimizer == "momentum" else {}
-    maker: Any = {"adam": Adam, "adamw": AdamW}.get(settings.optimizer, SGD)
-    return maker(net.parameters(), lr=settings.lr, **momentum)
-
-
-def _rates(settings: "Settings", batches: int, accumulate: int) -> Any:
-    """By updates: the tail of each pass is one too."""
-    from halfstep import schedules
-
-    if settings.schedule == "constant":
-        return None
-    return getattr(schedules, settings.schedule)(settings.lr, settings.epochs * -(-batches // max(accumulate, 1)))
-
-
-# the folder
-
-
-def write(folder: Path, asked: Asked, command: str) -> None:
-    import time
-
-    from halfstep.compare.folder import write_json
-    from halfstep.compare.run import environment
-    from halfstep.compare.settings import chosen
-
-    around = {"date": time.strftime("%Y-%m-%d"), "environment": environment(chosen(asked.device))}
-    write_json(folder / RUN, {"halfstep_train": VERSION, "command": command, **around, "asked": asdict(asked)})
+    result = again(built_by(run, build, "replay"), run, step)
+    row = result.row
+    assert row is not None
+    if as_json:
+        numbers = {
+            name: getattr(row, name) for name in ("loss", "lr", "scale", "skipped", "grad_norm")
+        }
+        titles = ("tensor", "dtype", "shape", "absmax", "nonfinite")
+        tensors = [dict(zip(titles, each, strict=True)) for each in _rows(result)]
+        text.dump({"step": step, "from": result.origin, **numbers, "tensors": tensors})
+    else:
+        typer.echo(f"step {step}, from {result.origin}")
+        shown = f"lr {row.lr}  scale {row.scale:g}  skipped {row.skipped}  norm {row.grad_norm!r}"
+        typer.echo(f"loss {row.loss!r}  {shown}")
+        _table(_rows(result), row.scale)
+    if save is not None:
+        _save(result, save)
+        typer.echo(f"written: {save}", err=as_json)
 
 
-def read(run: Path) -> Asked | None:
-    """What a run was told, by its folder, a checkpoint in it or its weights; None for a run of another making."""
-    from halfstep.compare.folder import read_json
-
-    home = next((place for place in (run, run.parent) if (place / RUN).is_file()), None)
-    if home is None:
-        return None
-    found = read_json(home / RUN)
-    names = {f.name for f in fields(Asked)}
-    asked = found.get("asked") if isinstance(found, dict) and found.get("halfstep_train") == VERSION else None
-    if not isinstance(asked, dict) or not set(asked) <= names:
-        raise ValueError(f"{home / RUN}: expected what this version of halfstep train writes. Give --build or --net.")
-    return Asked(**asked)
+def _table(rows: list[tuple[str, str, list[int], float | None, int | None]], scale: float) -> None:
+    cells = [("tensor", "dtype", "shape", "absmax", "non-finite")]
+    for name, dtype, shape, largest, bad in rows:
+        most = "-" if largest is None else f"{largest:.4g}"
+        cells.append((name, dtype, str(shape), most, "-" if bad is None else str(bad)))
+    for line in text.columns(cells, left=5):
+        typer.echo(line)
+    if scale != 1:
+        typer.echo(
+            f"grad …: times the loss scale, {scale:g}; divide by it for the gradient. norm is without it."
+        )
 
 
-def check(folder: Path, asked: Asked) -> None:
-    """A run goes on as what it was; the difference is named otherwise."""
-    before = read(folder)
-    if before is None:
-        return
-    was, now = asdict(before), asdict(asked)
-    said = {name: f"{name} was {was[name]!r} and is {now[name]!r}" for name in was if was[name] != now[name]}
-    barring = [text for name, text in said.items() if name not in _FREE]
-    allowed = [text for name, text in said.items() if name in _FREE]
-    if barring:
-        other = f" Allowed to differ: {'; '.join(allowed)}." if allowed else ""
-        raise ValueError(f"--resume: {folder} holds another run: {'; '.join(barring)}. {_WAYS}.{other}")
+def _rows(result: Any) -> list[tuple[str, str, list[int], float | None, int | None]]:
+    """Name, dtype, shape, the largest absolute value and how many are inf or NaN, of every tensor."""
+    tensors = {f"out {name or '(network)'}": t for name, t in _flat(result.outputs).items()}
+    tensors |= {f"grad {name}": t for name, t in result.gradients.items()}
+    found: list[tuple[str, str, list[int], float | None, int | None]] = []
+    for name, t in tensors.items():
+        floating = bool(t.is_floating_point() and t.numel())
+        largest = t.abs().max().item() if floating else None
+        bad = int((~t.isfinite()).sum()) if floating else None
+        found.append((name, str(t.dtype).removeprefix("torch."), list(t.shape), largest, bad))
+    return found
 
 
-def clear(folder: Path) -> None:
-    """Removes what a run wrote, and nothing else."""
-    import shutil
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
 
-    from halfstep import checkpoint
-
-    for path in checkpoint.listing(folder):
-        shutil.rmtree(path)
-    for name in (RUN, LOG, WEIGHTS, "report.html", "report.md", "report.json"):
-        (folder / name).unlink(missing_ok=True)
-
-
-def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
-    """How a run was built: by the builder given, else by its run.json."""
-    asked = Asked(build=build) if build else read(run)
-    if asked is None:
-        raise ValueError(f"{what}: say how the run was built: --build package.module:function")
-    if build:
-        return builder_of(build)
-
-    def again() -> dict[str, Any]:
-        made = make(asked)
-        arguments = {name: value for name, value in made.arguments.items() if name not in ("valid", "resume")}
-        return {**arguments, "model": made.model, "data": made.data, "epochs": asked.epochs}
-
-    return again
+    found = {}
+    for name, value in values.items():
+        leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        for i, leaf in enumerate(leaves):
+            found[name if len(leaves) == 1 else f"{name}[{i}]"] = leaf
+    return found
 
 
-def load(model: Any, run: Path) -> str:
-    """Put a run's newest weights, one checkpoint's, or a file's into a model; says which."""
-    from halfstep import checkpoint
+def _save(result: Any, path: Path) -> None:
+    from safetensors.torch import save_file
 
-    if not run.exists():
-        raise FileNotFoundError(f"expected a run, a checkpoint or a safetensors file, found nothing at {run}")
-    if run.is_file():
-        model.load(run)
-        return str(run)
-    found = run if (run / "manifest.json").is_file() else checkpoint.latest(run)
-    if found is not None:
-        state = checkpoint.load(found).tree.get("step", {})
-        model.load(_weights(model, state)) if "net" in state else model.step.load_state_dict(state)
-        return str(found)
-    if not (run / WEIGHTS).is_file():
-        raise FileNotFoundError(f"expected checkpoints step-… or {WEIGHTS}, found neither in {run}")
-    return load(model, run / WEIGHTS)
-
-
-def _weights(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The weights that the run was evaluated by: with ema=, the averaged ones."""
-    weights, averages = dict(state["net"]), state["state"]["ema"]
-    params = model.step.params if averages else []
-    if len(params) != len(averages):
-        raise ValueError(f"expected {len(averages)} trained tensors, as the checkpoint averages, got {len(params)}")
-    names = {id(p): name for name, p in model.net.named_parameters()}
-    return weights | {names[id(p)]: average for p, average in zip(params, averages, strict=True)}
-
-
-def changed(asked: Asked, **given: Any) -> Asked:
-    """With what was given on the command line instead."""
-    return replace(asked, **{name: value for name, value in given.items() if value is not None})
+    parts = {
+        "input": _flat(result.inputs),
+        "output": _flat(result.outputs),
+        "gradient": result.gradients,
+    }
+    tensors = {
+        f"{kind}.{name}": t.contiguous().cpu().clone()
+        for kind, each in parts.items()
+        for name, t in each.items()
+    }
+    metadata = {"gradient": "times the loss scale", "scale": repr(result.row.scale)}
+    save_file(tensors, str(path), metadata=metadata)

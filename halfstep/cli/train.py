@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli import going, runs, text, words
+from halfstep.cli import options__words as words
+from halfstep.cli import output as text
+from halfstep.experiment import training_run as runs
+from halfstep.experiment import training_run__going as going
 
 if TYPE_CHECKING:
-    from halfstep.again.build import Built
+    from halfstep.experiment.builders__build import Built
 
 _WITH_BUILD = ("build", "epochs", "seed")
 
@@ -51,7 +54,11 @@ def train(
 def _asked(ctx: typer.Context, build: str | None) -> runs.Asked:
     if not 0 <= ctx.params["seed"] < 1 << 63:
         raise ValueError(f"--seed: expected a whole number of 0 or more, got {ctx.params['seed']}")
-    given = {n for n in ctx.params if (source := ctx.get_parameter_source(n)) and source.name == "COMMANDLINE"}
+    given = {
+        n
+        for n in ctx.params
+        if (source := ctx.get_parameter_source(n)) and source.name == "COMMANDLINE"
+    }
     names = {f.name for f in fields(runs.Asked)}
     if build is None:
         asked = runs.Asked(**{name: value for name, value in ctx.params.items() if name in names})
@@ -67,9 +74,16 @@ def _asked(ctx: typer.Context, build: str | None) -> runs.Asked:
 
 
 def _held(
-    asked: runs.Asked, out: Path, resume: str | None, sink: int | None, *, fresh: bool, plain: bool, as_json: bool
+    asked: runs.Asked,
+    out: Path,
+    resume: str | None,
+    sink: int | None,
+    *,
+    fresh: bool,
+    plain: bool,
+    as_json: bool,
 ) -> dict[str, Any]:
-    from halfstep.compare.folder import held
+    from halfstep.experiment.output_folder import held
 
     made = runs.make(asked, training=True)  # before the folder is touched: most mistakes show here
     asked = _with_epochs(asked, made)
@@ -103,7 +117,9 @@ def _note_verify(graphs: Any) -> None:
 def _with_epochs(asked: runs.Asked, made: "Built") -> runs.Asked:
     epochs = asked.epochs or made.arguments.get("epochs")
     if not epochs:
-        raise ValueError(f"epochs: the builder {asked.build} says none, and neither does the command. Add --epochs 10")
+        raise ValueError(
+            f"epochs: the builder {asked.build} says none, and neither does the command. Add --epochs 10"
+        )
     return replace(asked, epochs=epochs)
 
 
@@ -114,7 +130,9 @@ def _check_folder(out: Path, asked: runs.Asked, resume: str | None) -> None:
     if resume == "auto":
         runs.check(out, asked)
         if not there:
-            typer.echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
+            typer.echo(
+                f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
+            )
     elif resume is None and there:
         raise ValueError(
             f"out: {out} holds a run already, up to {there[-1].name}. Go on with --resume auto, name another folder "
@@ -128,10 +146,17 @@ def _check_folder(out: Path, asked: runs.Asked, resume: str | None) -> None:
 
 
 def _fit(
-    made: "Built", asked: runs.Asked, out: Path, resume: str | None, sink: int | None, *, plain: bool, file: Any
+    made: "Built",
+    asked: runs.Asked,
+    out: Path,
+    resume: str | None,
+    sink: int | None,
+    *,
+    plain: bool,
+    file: Any,
 ) -> dict[str, Any]:
     from halfstep.callbacks import Checkpoint, JSONLLog
-    from halfstep.model.plan import checked
+    from halfstep.model.validate__plan import checked
 
     arguments: dict[str, Any] = {
         **made.arguments,
@@ -141,9 +166,19 @@ def _fit(
     if sink is not None:
         arguments["sink"] = sink
     mine = checked(arguments.pop("callbacks", ()))
-    saver = [] if any(isinstance(each, Checkpoint) and each.folder == out for each in mine) else [Checkpoint(out)]
+    saver = (
+        []
+        if any(isinstance(each, Checkpoint) and each.folder == out for each in mine)
+        else [Checkpoint(out)]
+    )
     shown, kept = _progress(plain, file), going.Kept()
-    arguments["callbacks"] = [*mine, JSONLLog(out / runs.LOG, overwrite=True), *shown, _watch(kept.begin), *saver]
+    arguments["callbacks"] = [
+        *mine,
+        JSONLLog(out / runs.LOG, overwrite=True),
+        *shown,
+        _watch(kept.begin),
+        *saver,
+    ]
     try:
         with going.quiet():
             run = made.model.fit(data=made.data, **arguments)
@@ -155,7 +190,12 @@ def _fit(
         raise
     made.model.save(out / runs.WEIGHTS)
     print(f"written: {out}/{{{runs.LOG}, {runs.WEIGHTS}}} and checkpoints", file=file)
-    return {"out": str(out), "resumed": run.resumed, "steps": run.global_step, "history": run.history}
+    return {
+        "out": str(out),
+        "resumed": run.resumed,
+        "steps": run.global_step,
+        "history": run.history,
+    }
 
 
 def _stopped(out: Path) -> str:
@@ -166,7 +206,9 @@ def _stopped(out: Path) -> str:
     if kept is None:
         return "halfstep: stopped before the first checkpoint; nothing is kept"
     again = text.command(without=("--fresh", "--resume"), add="--resume auto")
-    return f"halfstep: stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}"
+    return (
+        f"halfstep: stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}"
+    )
 
 
 def _progress(plain: bool, file: Any) -> list[Any]:
@@ -190,7 +232,9 @@ def _watch(begin: Any = None, epoch_end: Any = None) -> Any:
 
 def _from(run: Any) -> str:
     epoch = min(run.epoch + run.epoch_over, run.epochs)
-    return f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, from {run.resumed}"
+    return (
+        f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, from {run.resumed}"
+    )
 
 
 def _line(run: Any) -> str:

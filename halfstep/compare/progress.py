@@ -4,10 +4,10 @@ import sys
 from typing import Any, Protocol, TextIO
 
 from halfstep.callbacks import ProgressLines
-from halfstep.compare.material import Material
-from halfstep.compare.settings import Settings
 from halfstep.compare.summary import short
 from halfstep.engine import Callback, Row, Run
+from halfstep.experiment.datasets import Material
+from halfstep.experiment.settings import Settings
 
 
 class Progress(Protocol):
@@ -61,7 +61,9 @@ class Lines:
     def done(self, result: dict[str, Any]) -> None:
         self._at += 1
         place = f"[{self._at:>{len(str(self._total))}}/{self._total}]"
-        self._print(f"{place} {result['precision']:<{self._width}} seed {result['seed']}  {ended(result)}")
+        self._print(
+            f"{place} {result['precision']:<{self._width}} seed {result['seed']}  {ended(result)}"
+        )
 
     def note(self, text: str) -> None:
         if text not in self._notes:  # once, though every run would say it
@@ -91,11 +93,19 @@ class Bars:
         self._steps = settings.epochs * given.batches(settings.seeds[0], settings.batch).size
         console = Console(stderr=True, highlight=False)
         console.print(introduced(settings, given, done), markup=False)
-        columns = [TextColumn("{task.description}", markup=False), BarColumn(20), MofNCompleteColumn()]
-        self._bars = Progress(*columns, TextColumn("{task.fields[said]}", markup=False), console=console)
+        columns = [
+            TextColumn("{task.description}", markup=False),
+            BarColumn(20),
+            MofNCompleteColumn(),
+        ]
+        self._bars = Progress(
+            *columns, TextColumn("{task.fields[said]}", markup=False), console=console
+        )
         if done < len(settings.pairs):
             self._bars.start()
-            console.show_cursor(True)  # a process that is killed must not leave a terminal without one
+            console.show_cursor(
+                True
+            )  # a process that is killed must not leave a terminal without one
 
     def callbacks(self, name: str, seed: int) -> list[Callback]:
         self._task = self._bars.add_task(f"{name:<8} seed {seed}", total=self._steps, said="")
@@ -103,7 +113,9 @@ class Bars:
 
     def moved(self, run: Run, row: Row | None) -> None:
         loss = "" if row is None else f"  loss {row.loss:.4f}"
-        self._bars.update(self._task, completed=run.position, said=f"epoch {run.epoch}/{self._epochs}{loss}")
+        self._bars.update(
+            self._task, completed=run.position, said=f"epoch {run.epoch}/{self._epochs}{loss}"
+        )
 
     def done(self, result: dict[str, Any]) -> None:
         self._bars.update(self._task, completed=result["steps"], said=ended(result))
@@ -141,7 +153,11 @@ class _Bar(Callback):
 def introduced(settings: Settings, given: Material, done: int) -> str:
     """What is about to happen, in one line."""
     what = f"{settings.net} on {settings.data}: {given.train.size:,} samples, {given.test.size:,} to test"
-    counts = {"precision": len(settings.precisions), "seed": len(settings.seeds), "epoch": settings.epochs}
+    counts = {
+        "precision": len(settings.precisions),
+        "seed": len(settings.seeds),
+        "epoch": settings.epochs,
+    }
     runs = " × ".join(plural(n, word) for word, n in counts.items())
     before = f", {plural(done, 'run')} {'is' if done == 1 else 'are'} done already" if done else ""
     return f"{what}; {runs}, batch {settings.batch}, on {settings.place}{before}"

@@ -56,8 +56,13 @@ def show(summary: Mapping[str, Any]) -> None:
         for name in part:
             table.add_column(name, justify="left" if name in ("precision", "verdict") else "right")
         for row in summary["rows"]:
-            style, cell = _STYLES.get(row["verdict_kind"], ""), dict(zip(HEADER, cells(row), strict=True))
-            table.add_row(*(Text(cell[name], style=style if name == "verdict" else "") for name in part))
+            style, cell = (
+                _STYLES.get(row["verdict_kind"], ""),
+                dict(zip(HEADER, cells(row), strict=True)),
+            )
+            table.add_row(
+                *(Text(cell[name], style=style if name == "verdict" else "") for name in part)
+            )
         console.print(table)
     for line in [*errors(summary), advice(summary)]:
         console.print(line, markup=False)
@@ -69,12 +74,20 @@ def errors(summary: Mapping[str, Any]) -> list[str]:
     for run in summary["runs"]:
         if run["status"] == "failed":
             found.setdefault(run["error"], []).append(f"{run['precision']} seed {run['seed']}")
-    return [f"{', '.join(runs)} failed: {error}\n" for error, runs in found.items() if short(error) != error]
+    return [
+        f"{', '.join(runs)} failed: {error}\n"
+        for error, runs in found.items()
+        if short(error) != error
+    ]
 
 
 def advice(summary: Mapping[str, Any]) -> str:
     found = summary["recommendation"]
-    words = f"Use {found['precision']}: {found['reason']}" if found["precision"] else f"No advice: {found['reason']}"
+    words = (
+        f"Use {found['precision']}: {found['reason']}"
+        if found["precision"]
+        else f"No advice: {found['reason']}"
+    )
     return words if words.endswith((".", "…")) else f"{words}."
 
 

@@ -59,7 +59,11 @@ def judge(differences: Sequence[float], *, margin: float, images: Images | None 
     least = floor(images) if images else 0.0
     if n == 1:
         by_images = f" (± {least:.2f} by the test images alone)" if images else ""
-        return Verdict("unknown", f"cannot tell from one seed: {mean:+.2f} points{by_images}; give 3 or more", mean)
+        return Verdict(
+            "unknown",
+            f"cannot tell from one seed: {mean:+.2f} points{by_images}; give 3 or more",
+            mean,
+        )
     spread = float(np.std(differences, ddof=1))
     half = max(student(spread, n), least)
     if abs(mean) + half <= margin:
@@ -99,7 +103,9 @@ def images_of(reference: Sequence[Bits], other: Sequence[Bits]) -> Images:
     changes = np.stack([b.astype(np.float64) - a for a, b in zip(reference, other, strict=True)])
     seeds, count = changes.shape
     error = 100 * float(np.std(changes.mean(axis=0))) / math.sqrt(count)
-    within = float(np.mean(np.var(changes, axis=0, ddof=1))) if seeds > 1 else 0.0  # of one image, seed by seed
+    within = (
+        float(np.mean(np.var(changes, axis=0, ddof=1))) if seeds > 1 else 0.0
+    )  # of one image, seed by seed
     return Images(count, error, min(error, 100 * math.sqrt(within / seeds / count)))
 
 
@@ -116,7 +122,11 @@ def _needs(n: int, spread: float, target: float, images: Images | None) -> str:
     """What would settle it: more seeds; more test images, where no number of seeds would do; or both."""
     seeds = seeds_needed(spread, target) if student(spread, n) > target else n
     if seeds is None or images is None:
-        return f"more seeds needed, about {seeds}" if seeds else f"more seeds needed, over {_MOST_SEEDS}"
+        return (
+            f"more seeds needed, about {seeds}"
+            if seeds
+            else f"more seeds needed, over {_MOST_SEEDS}"
+        )
     for more in range(max(seeds, n + 1), _MOST_SEEDS + 1):
         if _floor(images.count, images.with_seeds(more / n)) <= target:
             return f"more seeds needed, about {more}"
@@ -132,7 +142,9 @@ def _needs(n: int, spread: float, target: float, images: Images | None) -> str:
 def quantile(p: float, dof: int) -> float:
     """Student's t: the value below which the share p lies, by bisection of the exact distribution; p from 0.5 up."""
     if not 0.5 <= p < 1 or dof < 1:
-        raise ValueError(f"quantile: expected p from 0.5 to below 1 and dof of 1 or more, got {p!r} and {dof!r}")
+        raise ValueError(
+            f"quantile: expected p from 0.5 to below 1 and dof of 1 or more, got {p!r} and {dof!r}"
+        )
     low, high = 0.0, 1.0
     while _below(high, dof) < p:
         high *= 2

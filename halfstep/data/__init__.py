@@ -1,14 +1,14 @@
 """Data that is exact, seekable and as fast as the device: readers, an order without a table, pipelines, transforms."""
 
-from halfstep.data.flow.dataset import Dataset
-from halfstep.data.flow.loader import Loader
-from halfstep.data.get.find import find
+from halfstep.data.contact_sheet import sheet
+from halfstep.data.download.find import find
 from halfstep.data.named import load, sample
 from halfstep.data.order import Order
-from halfstep.data.read.cifar import read_cifar
-from halfstep.data.read.folder import ImageFolder
-from halfstep.data.read.idx import read_idx, read_split
-from halfstep.data.sheet import sheet
+from halfstep.data.pipeline.dataset import Dataset
+from halfstep.data.pipeline.loader import Loader
+from halfstep.data.readers.cifar import read_cifar
+from halfstep.data.readers.idx import read_idx, read_split
+from halfstep.data.readers.image_folder import ImageFolder
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 

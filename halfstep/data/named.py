@@ -5,12 +5,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from halfstep.data.flow.dataset import Dataset
-from halfstep.data.get.catalog import Entry, known
-from halfstep.data.get.find import find, forget
-from halfstep.data.get.look import SAMPLE
-from halfstep.data.read.cifar import read_cifar
-from halfstep.data.read.idx import read_split
+from halfstep.data.download.catalog import Entry, known
+from halfstep.data.download.find import find, forget
+from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.pipeline.dataset import Dataset
+from halfstep.data.readers.cifar import read_cifar
+from halfstep.data.readers.idx import read_split
 
 
 def load(
@@ -29,7 +29,9 @@ def load(
     try:
         images, labels = _read(entry, found.folder, train=split == "train")
     except (ValueError, OSError):
-        forget(found)  # an address without a checksum may have given anything, and may do better next time
+        forget(
+            found
+        )  # an address without a checksum may have given anything, and may do better next time
         raise
     return Dataset({"image": images, "label": labels}, seed=seed, classes=entry.classes)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.whole import whole
+from halfstep.utils.checks__whole import whole
 
 # Rounds of rows and columns. Pairs of positions pass a chi-square test from 4 rounds at 16 samples and from 3 at 100;
 # all permutations of 5 to 8 samples come out equally often only from 12.
@@ -32,14 +32,20 @@ class Order:
 
     def __post_init__(self) -> None:
         if not hasattr(self.size, "__index__") or not 1 <= self.size < 1 << 62:
-            raise ValueError(f"expected a size of 1 to 2^62 samples, got {self.size!r}. Name the data set's length.")
+            raise ValueError(
+                f"expected a size of 1 to 2^62 samples, got {self.size!r}. Name the data set's length."
+            )
         object.__setattr__(self, "size", index(self.size))  # numpy's integers would wrap at 64 bits
         object.__setattr__(self, "seed", whole("Order: seed", self.seed))
 
-    def indices(self, epoch: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def indices(
+        self, epoch: int, start: int, count: int, device: torch.device | str = "cpu"
+    ) -> Tensor:
         """The sample numbers at positions start..start+count−1 of one epoch."""
         if not 0 <= start <= start + count <= self.size:
-            raise IndexError(f"expected positions within 0..{self.size}, got {start}..{start + count}")
+            raise IndexError(
+                f"expected positions within 0..{self.size}, got {start}..{start + count}"
+            )
         return self.at(epoch, torch.arange(start, start + count, device=device))
 
     def at(self, epochs: int | Tensor, positions: Tensor) -> Tensor:
@@ -54,9 +60,14 @@ class Order:
         if numbers.device.type != "cpu" or numbers.numel() <= _CHUNK:
             return self._permute(epochs, numbers, forward=forward)
         flat = numbers.reshape(-1)
-        of = epochs.expand_as(numbers).reshape(-1).split(_CHUNK) if isinstance(epochs, Tensor) else None
+        of = (
+            epochs.expand_as(numbers).reshape(-1).split(_CHUNK)
+            if isinstance(epochs, Tensor)
+            else None
+        )
         parts = [
-            self._permute(of[i] if of else epochs, part, forward=forward) for i, part in enumerate(flat.split(_CHUNK))
+            self._permute(of[i] if of else epochs, part, forward=forward)
+            for i, part in enumerate(flat.split(_CHUNK))
         ]
         return torch.cat(parts).reshape(numbers.shape)
 
@@ -64,7 +75,9 @@ class Order:
         if self.size == 1:
             return torch.zeros_like(numbers)
         bits = max(1, round(math.log2(self.size) / 2))
-        width = 1 << bits  # even: rotations of odd lengths alone would only ever give even permutations
+        width = (
+            1 << bits
+        )  # even: rotations of odd lengths alone would only ever give even permutations
         rows = -(-self.size // width)
         rest = self.size - (rows - 1) * width  # the length of the last row
         row, column = numbers >> bits, numbers & (width - 1)
@@ -72,9 +85,13 @@ class Order:
         for half in halves if forward else reversed(halves):
             key = self._key(epochs, half)
             if half % 2 == 0:
-                column = _rotated(column, torch.where(row == rows - 1, rest, width), row, key, forward)
+                column = _rotated(
+                    column, torch.where(row == rows - 1, rest, width), row, key, forward
+                )
             else:
-                row = _rotated(row, torch.where(column < rest, rows, rows - 1), column, key, forward)
+                row = _rotated(
+                    row, torch.where(column < rest, rows, rows - 1), column, key, forward
+                )
         return (row << bits) | column
 
     def _key(self, epochs: int | Tensor, half: int) -> int | Tensor:
@@ -86,7 +103,9 @@ class Order:
         )
 
 
-def _rotated(place: Tensor, length: Tensor, line: Tensor, key: int | Tensor, forward: bool) -> Tensor:
+def _rotated(
+    place: Tensor, length: Tensor, line: Tensor, key: int | Tensor, forward: bool
+) -> Tensor:
     """Places moved round their line by a hash of the line's number; each line has its own length."""
     turn = line * hashing.signed(_SPREAD) + key
     turn = (turn ^ ((turn >> 32) & hashing.WORD)) * hashing.signed(_STIR)

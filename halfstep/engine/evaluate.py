@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.engine.explain import tell
+from halfstep.engine.batch_errors import tell
 from halfstep.engine.feed import Args, Feed
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.step.evaluate import EvalRecord, eval_mode
+from halfstep.step.eval_step import EvalRecord, eval_mode
 from halfstep.step.objective import rows
 
 Labels = Callable[[Any], Any]
@@ -36,7 +36,13 @@ def evaluate(
         try:
             record = as_record(cell(*args), args)
         except Exception as error:
-            tell(error, f"evaluation, batch {number}", args, feed.names, net or getattr(step, "net", None))
+            tell(
+                error,
+                f"evaluation, batch {number}",
+                args,
+                feed.names,
+                net or getattr(step, "net", None),
+            )
             raise
         mean = mean or Loss().to(record.loss.device)
         mean.update(record.loss, record.count)
@@ -75,7 +81,9 @@ def as_record(result: Any, args: Args) -> EvalRecord:
     if isinstance(result, tuple) and len(result) >= 2 and isinstance(result[0], Tensor):
         loss, outputs = result[0], result[1]
         return EvalRecord(loss.detach(), torch.full((), rows(args), device=loss.device), outputs)
-    raise TypeError(f"eval_step: expected an EvalRecord or (loss, outputs), got {type(result).__name__}")
+    raise TypeError(
+        f"eval_step: expected an EvalRecord or (loss, outputs), got {type(result).__name__}"
+    )
 
 
 def label_of(batch: Any) -> Any:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from halfstep.engine.callback import Callback
-from halfstep.engine.rows import Row
+from halfstep.engine.events__callback import Callback
 from halfstep.engine.run import Run
+from halfstep.engine.run__rows import Row
 
 _EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
 
@@ -60,10 +60,16 @@ class Events:
             call(self.run, *args)
         except Exception as error:
             owner = type(call.__self__).__name__  # type: ignore[attr-defined]
-            error.add_note(f"raised by the callback {owner} in {call.__name__}, at step {self.run.global_step}")
+            error.add_note(
+                f"raised by the callback {owner} in {call.__name__}, at step {self.run.global_step}"
+            )
             raise
 
 
 def _overriding(callbacks: Sequence[Callback], event: str) -> list[Callable[..., Any]]:
     """The bound methods of those that override an event: the others cost nothing."""
-    return [getattr(c, event) for c in callbacks if getattr(type(c), event) is not getattr(Callback, event)]
+    return [
+        getattr(c, event)
+        for c in callbacks
+        if getattr(type(c), event) is not getattr(Callback, event)
+    ]

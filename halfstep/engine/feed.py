@@ -15,7 +15,9 @@ Args = tuple[Any, ...]
 class Feed:
     """One pass per `start()`. `done(n)`: n more were trained on; that, not what was fetched, is the position."""
 
-    def __init__(self, data: Any, *, named: bool = False, device: torch.device | None = None) -> None:
+    def __init__(
+        self, data: Any, *, named: bool = False, device: torch.device | None = None
+    ) -> None:
         self.data, self.named = as_data(data), named
         if device is not None and device.type == "cuda" and isinstance(self.data, Dataset):
             self.data = self.data.near(device)
@@ -65,7 +67,10 @@ class Feed:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.data.load_state_dict(state)
         self._base = self.data.state_dict()
-        self.passes, self.step = self._base["epoch"], self._base["step"]  # other numbers after a change of shards
+        self.passes, self.step = (
+            self._base["epoch"],
+            self._base["step"],
+        )  # other numbers after a change of shards
 
     def next_pass(self, passes: int) -> None:
         """Go on with pass number `passes`, from its start."""
@@ -96,11 +101,21 @@ def as_data(data: Any) -> Dataset | Loader:
         return data
     if isinstance(data, DataLoader):
         return Loader(data)
-    if isinstance(data, Tensor) or (isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data)):
-        raise TypeError("expected batches, got whole tensors. Make them a data set: hs.data.Dataset((x, y)).batch(64)")
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, list | IterableDataset):
+    if isinstance(data, Tensor) or (
+        isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data)
+    ):
+        raise TypeError(
+            "expected batches, got whole tensors. Make them a data set: hs.data.Dataset((x, y)).batch(64)"
+        )
+    if (
+        hasattr(data, "__getitem__")
+        and hasattr(data, "__len__")
+        and not isinstance(data, list | IterableDataset)
+    ):
         name = type(data).__name__
-        raise TypeError(f"expected batches, got {name}. Say how they are made: hs.data.Dataset(data).batch(64)")
+        raise TypeError(
+            f"expected batches, got {name}. Say how they are made: hs.data.Dataset(data).batch(64)"
+        )
     return Loader(data)
 
 

@@ -6,21 +6,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from halfstep.engine import rng, signals
-from halfstep.engine.callback import Callback
+from halfstep.engine import signals
+from halfstep.engine.batch_errors import tell
+from halfstep.engine.captured.runner import Sunk, news
 from halfstep.engine.events import Events
-from halfstep.engine.explain import tell
+from halfstep.engine.events__callback import Callback
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.rows import Place, Row, read
-from halfstep.engine.rows import rows as make
 from halfstep.engine.run import Run
+from halfstep.engine.run__rows import Place, Row, read
+from halfstep.engine.run__rows import rows as make
+from halfstep.engine.run__timing import Timing
 from halfstep.engine.signals import Signals
-from halfstep.engine.sunk.sunk import Sunk, news
-from halfstep.engine.timing import Timing
 from halfstep.step import Record
 from halfstep.step.objective import rows as samples_of
+from halfstep.utils import rng
 
-_LOOK_S, _LOOK_STEPS = 0.25, 50  # how often the host looks in when nobody says: signals are heard, bars move
+_LOOK_S, _LOOK_STEPS = (
+    0.25,
+    50,
+)  # how often the host looks in when nobody says: signals are heard, bars move
 _MOST = 1 << 16  # steps of a sunk visit that only time ends
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
@@ -32,7 +36,13 @@ class Loop:
         self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
         evaluate: Evaluate | None, engine: Callable[[], Sunk | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.run, self.step, self.feed, self.timing, self.evaluate = run, step, feed, timing, evaluate
+        self.run, self.step, self.feed, self.timing, self.evaluate = (
+            run,
+            step,
+            feed,
+            timing,
+            evaluate,
+        )
         self.events, run.evaluates = Events(run, callbacks), evaluate is not None
         self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
         self.signals, self.engine, self.sunk = Signals(), engine, engine()
@@ -43,7 +53,10 @@ class Loop:
         self._places: list[Place] = []
         self._records: list[Record] = []
         self._started = 0.0
-        self._losses: list[float] = [0.0, 0.0]  # weighted sum and weight since the last entry of the history
+        self._losses: list[float] = [
+            0.0,
+            0.0,
+        ]  # weighted sum and weight since the last entry of the history
 
     def go(self) -> None:
         """From where the run stands to its end; `end` is called whatever happens."""
@@ -58,11 +71,19 @@ class Loop:
                     if self.sunk is not None:
                         self._sink(self.sunk)
                     else:
-                        for args in self._due():  # the step is called from here: few frames between fit and forward
+                        for args in (
+                            self._due()
+                        ):  # the step is called from here: few frames between fit and forward
                             try:
                                 self._records.append(self.step(*args))
                             except Exception as error:
-                                tell(error, f"step {run.position + 1}", args, self.feed.names, run.model.net)
+                                tell(
+                                    error,
+                                    f"step {run.position + 1}",
+                                    args,
+                                    self.feed.names,
+                                    run.model.net,
+                                )
                                 raise
                     self._deliver()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
@@ -75,7 +96,10 @@ class Loop:
                 self.events.end()
         if self.signals.caught and not signals.QUIET:
             advice = "where a Checkpoint saves the run, fit(resume='auto') goes on from here"
-            print(f"halfstep: {self.signals.caught.name} after step {run.position}; {advice}", file=sys.stderr)
+            print(
+                f"halfstep: {self.signals.caught.name} after step {run.position}; {advice}",
+                file=sys.stderr,
+            )
         self.signals.raise_again()
 
     def _open(self) -> None:
@@ -111,9 +135,17 @@ class Loop:
         """The steps up to the next visit, without the host."""
         run = self.run
         try:
-            sunk.run(self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S)
+            sunk.run(
+                self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S
+            )
         except Exception as error:
-            tell(error, f"step {run.position + len(sunk.done) + 1}", None, self.feed.names, run.model.net)
+            tell(
+                error,
+                f"step {run.position + len(sunk.done) + 1}",
+                None,
+                self.feed.names,
+                run.model.net,
+            )
             raise
         finally:
             for samples in sunk.done:
@@ -124,7 +156,9 @@ class Loop:
     def _place(self, samples: int) -> None:
         run = self.run
         run.position += 1
-        self._places.append(Place(run.epoch, run.step + len(self._places) + 1, run.position, samples))
+        self._places.append(
+            Place(run.epoch, run.step + len(self._places) + 1, run.position, samples)
+        )
 
     def _deliver(self) -> None:
         """Every step's row to every callback, in order."""
@@ -177,8 +211,12 @@ class Loop:
             limits.append(timing.epoch_steps - run.step)
         if timing.valid_steps:
             limits.append(timing.valid_steps - run.position % timing.valid_steps)
-        asked: list[int] = [stop for next_stop in self.events.stops if (stop := next_stop(run)) is not None]
-        return max(1, min([*limits, *(stop - run.position for stop in asked if stop > run.position)]))
+        asked: list[int] = [
+            stop for next_stop in self.events.stops if (stop := next_stop(run)) is not None
+        ]
+        return max(
+            1, min([*limits, *(stop - run.position for stop in asked if stop > run.position)])
+        )
 
     def _settle(self) -> None:
         """Evaluation, the end of the epoch, and the visit, in this order: a checkpoint knows all of it."""
@@ -199,7 +237,9 @@ class Loop:
 
     def _evaluation_due(self) -> bool:
         run, timing = self.run, self.timing
-        by_steps = self.pending and timing.valid_steps > 0 and run.position % timing.valid_steps == 0
+        by_steps = (
+            self.pending and timing.valid_steps > 0 and run.position % timing.valid_steps == 0
+        )
         return by_steps or (run.epoch_over and timing.valid_epochs(run.epoch))
 
     def _scores(self, evaluate: Evaluate) -> dict[str, float] | None:
@@ -209,8 +249,14 @@ class Loop:
 
     def _note(self) -> None:
         total, weight = self._losses
-        entry = {"epoch": self.run.epoch, "step": self.run.global_step, "loss": total / weight if weight else None}
-        self.run.history.append({**entry, **{f"valid_{k}": v for k, v in (self.run.scores or {}).items()}})
+        entry = {
+            "epoch": self.run.epoch,
+            "step": self.run.global_step,
+            "loss": total / weight if weight else None,
+        }
+        self.run.history.append(
+            {**entry, **{f"valid_{k}": v for k, v in (self.run.scores or {}).items()}}
+        )
         self._losses = [0.0, 0.0]
 
     def _save_rows(self) -> None:
@@ -242,4 +288,7 @@ class Loop:
         run.epoch, run.step = state["epoch"], state["step"]
         run.global_step = run.position = state["global_step"]
         self.pending, run.epoch_over = state["pending"], state["epoch_over"]
-        self._losses, run.history = list(state["losses"]), [dict(entry) for entry in state["history"]]
+        self._losses, run.history = (
+            list(state["losses"]),
+            [dict(entry) for entry in state["history"]],
+        )

@@ -16,9 +16,18 @@ from typing import Any
 
 LIMIT = 1 << 30  # bytes; mallopt takes an int
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
-_CEILING = (32 << 20) - PAGESIZE  # the largest chunk whose release moves glibc's thresholds, to its size and twice that
-_TRIES = 32  # blocks of 32 MiB, never touched: more than 1 GiB of holes in the heap is not looked behind
-_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+_CEILING = (
+    32 << 20
+) - PAGESIZE  # the largest chunk whose release moves glibc's thresholds, to its size and twice that
+_TRIES = (
+    32  # blocks of 32 MiB, never touched: more than 1 GiB of holes in the heap is not looked behind
+)
+_VARIABLES = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_TOP_PAD_",
+)
 
 _lock = threading.Lock()
 _users = 0
@@ -78,7 +87,9 @@ def _leave() -> None:
 def _set(mmap: int, trim: int) -> None:
     libc = _libc()
     libc.mallopt(_TRIM, trim)
-    libc.mallopt(_MMAP, mmap)  # some versions refuse more than 32 MiB: larger blocks then come and go as before
+    libc.mallopt(
+        _MMAP, mmap
+    )  # some versions refuse more than 32 MiB: larger blocks then come and go as before
 
 
 def _judge() -> Memory:
@@ -86,19 +97,26 @@ def _judge() -> Memory:
     if _version() is None:
         return Memory(False, "the C library is not glibc: its malloc is left as it is")
     if not _own_malloc():
-        return Memory(False, "another malloc stands before glibc's (LD_PRELOAD?): it is left as it is")
+        return Memory(
+            False, "another malloc stands before glibc's (LD_PRELOAD?): it is left as it is"
+        )
     given = [name for name in _VARIABLES if name in os.environ]
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         given.append("GLIBC_TUNABLES")
     if given:
         return Memory(False, f"{', '.join(given)} set: malloc is left as the environment wants it")
     if not _adjusts():
-        return Memory(False, "the program has set malloc's thresholds itself: they are left as they are")
+        return Memory(
+            False, "the program has set malloc's thresholds itself: they are left as they are"
+        )
     return _yes()
 
 
 def _yes() -> Memory:
-    return Memory(True, f"glibc {_version()}: a run keeps up to {LIMIT >> 20} MiB of freed memory, for its next step")
+    return Memory(
+        True,
+        f"glibc {_version()}: a run keeps up to {LIMIT >> 20} MiB of freed memory, for its next step",
+    )
 
 
 def _adjusts() -> bool:
@@ -161,7 +179,13 @@ def _own_malloc() -> bool:
 def _libc() -> Any:
     libc = ctypes.CDLL("libc.so.6")
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
-    libc.malloc_usable_size.argtypes, libc.malloc_usable_size.restype = [ctypes.c_void_p], ctypes.c_size_t
+    libc.malloc_usable_size.argtypes, libc.malloc_usable_size.restype = (
+        [ctypes.c_void_p],
+        ctypes.c_size_t,
+    )
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
-    libc.mallopt.argtypes, libc.malloc_trim.argtypes = [ctypes.c_int, ctypes.c_int], [ctypes.c_size_t]
+    libc.mallopt.argtypes, libc.malloc_trim.argtypes = (
+        [ctypes.c_int, ctypes.c_int],
+        [ctypes.c_size_t],
+    )
     return libc

@@ -18,7 +18,9 @@ class Signals:
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # only there may handlers be set
-            heard = [each for each in _HEARD if signal.getsignal(each) is not signal.SIG_IGN]  # nohup: still ignored
+            heard = [
+                each for each in _HEARD if signal.getsignal(each) is not signal.SIG_IGN
+            ]  # nohup: still ignored
             self._before = {each: signal.signal(each, self._note) for each in heard}
         return self
 

@@ -33,9 +33,13 @@ def as_metric(given: Any) -> Metric:
     if isinstance(given, Accuracy | Loss | Average | Adapted):
         return given
     if isinstance(given, type):
-        raise TypeError(f"metric: expected an instance, received the class {given.__name__}; write {given.__name__}()")
+        raise TypeError(
+            f"metric: expected an instance, received the class {given.__name__}; write {given.__name__}()"
+        )
     if isinstance(given, nn.ModuleDict):
-        raise TypeError(f"metric: a {type(given).__name__} holds several metrics; give them by name: {{**collection}}")
+        raise TypeError(
+            f"metric: a {type(given).__name__} holds several metrics; give them by name: {{**collection}}"
+        )
     if all(callable(getattr(given, name, None)) for name in ("update", "compute", "reset")):
         return Adapted(given)
     if callable(given):
@@ -54,7 +58,9 @@ class Adapted:
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
         """Passes one batch on; a metric that keeps its inputs must not keep the graph behind them."""
-        scores, truth = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, (logits_of(outputs), labels))
+        scores, truth = tree_map(
+            lambda x: x.detach() if isinstance(x, Tensor) else x, (logits_of(outputs), labels)
+        )
         self.metric.update(scores, truth)
 
     def compute(self) -> Any:
@@ -83,7 +89,9 @@ class Adapted:
         elif hasattr(mine, "merge"):
             mine.merge(its)
         else:
-            raise TypeError(f"merge: {type(mine).__name__} has neither merge_state(other) nor merge(other)")
+            raise TypeError(
+                f"merge: {type(mine).__name__} has neither merge_state(other) nor merge(other)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """torchmetrics' states, which its own state_dict() leaves out by default; else the metric's own."""
@@ -91,7 +99,9 @@ class Adapted:
         if self._is_torchmetrics("saved"):
             return {"updates": metric._update_count, **_copy(metric.metric_state)}
         if not hasattr(metric, "state_dict"):
-            raise TypeError(f"{type(metric).__name__} cannot be saved: give it state_dict() and load_state_dict()")
+            raise TypeError(
+                f"{type(metric).__name__} cannot be saved: give it state_dict() and load_state_dict()"
+            )
         own: dict[str, Any] = metric.state_dict()
         return own
 
@@ -103,7 +113,9 @@ class Adapted:
             return
         expected = sorted(["updates", *metric.metric_state])
         if sorted(saved) != expected:
-            raise ValueError(f"{type(metric).__name__}: expected the states {expected}, received {sorted(saved)}")
+            raise ValueError(
+                f"{type(metric).__name__}: expected the states {expected}, received {sorted(saved)}"
+            )
         for key, value in _on(_copy(saved), metric.device).items():
             setattr(metric, "_update_count" if key == "updates" else key, value)
         metric._computed = None
@@ -115,9 +127,15 @@ class Adapted:
         """Whether its states are known. A wrapper around other metrics keeps more than its states, so it is refused."""
         if not isinstance(self.metric, nn.Module) or not hasattr(self.metric, "metric_state"):
             return False
-        if any(hasattr(part, "metric_state") for part in self.metric.modules() if part is not self.metric):
+        if any(
+            hasattr(part, "metric_state")
+            for part in self.metric.modules()
+            if part is not self.metric
+        ):
             name = type(self.metric).__name__
-            raise TypeError(f"{name} cannot be {what}: it wraps other metrics; give the metric inside it instead")
+            raise TypeError(
+                f"{name} cannot be {what}: it wraps other metrics; give the metric inside it instead"
+            )
         return True
 
 

@@ -47,12 +47,16 @@ class Ratio:
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Puts saved counters in place, so that a captured graph goes on with them."""
         if sorted(saved) != sorted(_COUNTERS):
-            raise ValueError(f"{self!r}: expected the counters {', '.join(_COUNTERS)}, received {', '.join(saved)}")
+            raise ValueError(
+                f"{self!r}: expected the counters {', '.join(_COUNTERS)}, received {', '.join(saved)}"
+            )
         for name, value in saved.items():
             mine: Tensor = getattr(self, name)
             if value.dtype != mine.dtype or value.dim():
                 expected = f"{name} as one {mine.dtype} number"
-                raise ValueError(f"{self!r}: expected {expected}, received {value.dtype} of shape {tuple(value.shape)}")
+                raise ValueError(
+                    f"{self!r}: expected {expected}, received {value.dtype} of shape {tuple(value.shape)}"
+                )
         for name, value in saved.items():
             getattr(self, name).copy_(value)
 
@@ -61,7 +65,9 @@ class Ratio:
         return {k: v for k, v in vars(self).items() if k not in _COUNTERS}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+        return (
+            f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+        )
 
     def _add(self, total: Tensor, count: int | Tensor) -> None:
         if self.total.device != total.device:
@@ -94,30 +100,43 @@ class Accuracy(Ratio):
         scores = logits_of(outputs)
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             came = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-            raise TypeError(f"Accuracy: expected scores as a floating tensor, or .logits, received {came}")
+            raise TypeError(
+                f"Accuracy: expected scores as a floating tensor, or .logits, received {came}"
+            )
         scores = scores.detach()
         classes = scores.shape[1] if scores.dim() > 1 else 1
         if self.top > classes:
-            raise ValueError(f"Accuracy: expected scores of {self.top} or more classes, received {tuple(scores.shape)}")
+            raise ValueError(
+                f"Accuracy: expected scores of {self.top} or more classes, received {tuple(scores.shape)}"
+            )
         truth, kept = self._truth(scores, labels, binary=classes == 1)
         hits = self._hits(scores, truth)
-        self._add((hits if kept is None else hits & kept).sum(), hits.numel() if kept is None else kept.sum())
+        self._add(
+            (hits if kept is None else hits & kept).sum(),
+            hits.numel() if kept is None else kept.sum(),
+        )
 
-    def _truth(self, scores: Tensor, labels: Tensor, *, binary: bool) -> tuple[Tensor, Tensor | None]:
+    def _truth(
+        self, scores: Tensor, labels: Tensor, *, binary: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Class numbers (0 where ignored), in the scores' shape without its classes, and which of them count."""
         places = scores.shape[:1] + scores.shape[2:]
         if binary and labels.shape in (scores.shape, places, (*places, 1)):
             labels, soft = labels.reshape(places), False
         else:
             soft = labels.shape == scores.shape
-        if labels.shape != (scores.shape if soft else places) or (labels.is_floating_point() and not (soft or binary)):
+        if labels.shape != (scores.shape if soft else places) or (
+            labels.is_floating_point() and not (soft or binary)
+        ):
             raise ValueError(
                 f"Accuracy: for scores of shape {tuple(scores.shape)} expected integer labels of shape {tuple(places)} "
                 f"or soft labels of the scores' shape, received {labels.dtype} of shape {tuple(labels.shape)}"
             )
         if soft:
             return labels.argmax(1), None
-        kept = None if labels.is_floating_point() else labels.long() != self.ignore_index  # uint8: -100 is class 156
+        kept = (
+            None if labels.is_floating_point() else labels.long() != self.ignore_index
+        )  # uint8: -100 is class 156
         if binary and labels.device.type == "cpu":  # looking at others would wait for their device
             _check_binary(scores, labels if kept is None else labels[kept])
         truth = (labels > 0.5) if binary else labels
@@ -130,7 +149,10 @@ class Accuracy(Ratio):
         if self.top == 1:
             best, place = scores.max(1)  # NaN when any score is
             return (place == truth) & ~best.isnan()
-        own, number = scores.gather(1, truth.unsqueeze(1)), torch.arange(scores.shape[1], device=scores.device)
+        own, number = (
+            scores.gather(1, truth.unsqueeze(1)),
+            torch.arange(scores.shape[1], device=scores.device),
+        )
         earlier = number.view(-1, *[1] * (scores.dim() - 2)) < truth.unsqueeze(1)
         ahead = (scores > own) | ((scores == own) & earlier)
         return (ahead.sum(1) < self.top) & ~scores.isnan().any(1)
@@ -146,7 +168,9 @@ class Loss(Ratio):
         """Adds a batch's mean loss; one over no terms (count 0, loss NaN) adds nothing."""
         if loss.numel() != 1:
             advice = "give its mean, and count=loss.numel()"
-            raise ValueError(f"Loss: expected one number, received shape {tuple(loss.shape)}; {advice}")
+            raise ValueError(
+                f"Loss: expected one number, received shape {tuple(loss.shape)}; {advice}"
+            )
         value = loss.detach().double().reshape(())
         if isinstance(count, Tensor):
             n = count.detach().to(value.device, torch.float64).reshape(())
@@ -189,7 +213,9 @@ def _rows(outputs: Any, labels: Any) -> int:
     for leaf in tree_leaves((labels, outputs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
-    raise TypeError("metric: a function that returns one number needs labels or outputs with rows to weigh it by")
+    raise TypeError(
+        "metric: a function that returns one number needs labels or outputs with rows to weigh it by"
+    )
 
 
 def logits_of(outputs: Any) -> Any:

@@ -13,20 +13,22 @@ from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import locked
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
-from halfstep.engine.captures import Captures
-from halfstep.engine.choosing import chooser
+from halfstep.engine.auto_compile import chooser
+from halfstep.engine.batch_errors import tell
+from halfstep.engine.captured.cache import Captures
 from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
-from halfstep.engine.explain import tell
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.model import parts, plan, resume, weights
-from halfstep.model.outputs import batches, joined
-from halfstep.model.own import OwnStep
-from halfstep.model.rates import Tables
+from halfstep.model import resume, weights
+from halfstep.model import validate as parts
+from halfstep.model import validate__plan as plan
+from halfstep.model.custom_step import OwnStep
+from halfstep.model.learning_rates import Tables
+from halfstep.model.model__outputs import batches, joined
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
-from halfstep.step.inspect import renew
+from halfstep.step.state_dict import renew
 
 
 class Model:
@@ -45,9 +47,17 @@ class Model:
         labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None,
         capture: bool | str = "auto", verify: int = 0, **options: Any,
     ) -> None:  # fmt: skip
-        parts.check(net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])])
+        parts.check(
+            net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])]
+        )
         parts.precisions(step, precision)
-        self.net, self.loss, self.optimizer, self.schedule, self._fused = net, loss, optimizer, schedule, False
+        self.net, self.loss, self.optimizer, self.schedule, self._fused = (
+            net,
+            loss,
+            optimizer,
+            schedule,
+            False,
+        )
         self.metrics, self.labels = Metrics(metrics), labels or label_of
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
@@ -81,9 +91,20 @@ class Model:
         of the Checkpoint callback, a path from that one.
         """
         if self._fit is not None:
-            raise RuntimeError("fit: this model is being fitted already; a callback may not call fit again")
+            raise RuntimeError(
+                "fit: this model is being fitted already; a callback may not call fit again"
+            )
         try:
-            loop = self._loop(epochs, data, valid, valid_every, valid_every_steps, callbacks, sink, steps_per_epoch)
+            loop = self._loop(
+                epochs,
+                data,
+                valid,
+                valid_every,
+                valid_every_steps,
+                callbacks,
+                sink,
+                steps_per_epoch,
+            )
             with locked(loop.callbacks):
                 self._resume(loop, resume)
                 self._tables.check()
@@ -98,7 +119,9 @@ class Model:
         callbacks: Any, sink: int | None, steps_per_epoch: int | None,
     ) -> Loop:  # fmt: skip
         if self.step is None:
-            raise ValueError("fit: this model has no optimizer; build it with optimizer=…, or step=…")
+            raise ValueError(
+                "fit: this model has no optimizer; build it with optimizer=…, or step=…"
+            )
         plan.arguments(epochs, data)
         parts.training(self.net, self.step)
         feed = self._feed(data)
@@ -106,13 +129,17 @@ class Model:
         steps = None if size is None else epochs * size
         given = plan.checked(callbacks)
         saved = any(isinstance(each, Checkpoint) for each in given)
-        named = plan.named([*given, *chooser(self.step, steps, whole=bool(self.graphs.wish), saved=saved)])
+        named = plan.named(
+            [*given, *chooser(self.step, steps, whole=bool(self.graphs.wish), saved=saved)]
+        )
         timing = plan.timing(
             epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
             valid_every_steps=valid_every_steps,
         )  # fmt: skip
         if valid is None and valid_every_steps:
-            raise ValueError("valid_every_steps: expected validation data too, got none; give valid=…")
+            raise ValueError(
+                "valid_every_steps: expected validation data too, got none; give valid=…"
+            )
         self._set_rates(timing, feed)
         run = Run(self, epochs, size, None if steps_per_epoch else feed.samples)
         check = self._validation(valid) if valid is not None else None
@@ -146,15 +173,21 @@ class Model:
         if source is None:
             return plan.close_cycle(self.step)
         if not isinstance(source, str | Path):
-            raise TypeError(f"resume: expected 'auto', the path of a checkpoint or of a run, or None, got {source!r}")
+            raise TypeError(
+                f"resume: expected 'auto', the path of a checkpoint or of a run, or None, got {source!r}"
+            )
         loop.run.resume = str(source)
         folders = [Path(source)]
         if source == "auto":
             folders = [c.folder for c in loop.callbacks if isinstance(c, Checkpoint)]
             if not folders:
-                raise ValueError("resume='auto': expected a Checkpoint among the callbacks, to know where to look")
+                raise ValueError(
+                    "resume='auto': expected a Checkpoint among the callbacks, to know where to look"
+                )
         each = [f if (f / "manifest.json").is_file() else checkpoint.latest(f) for f in folders]
-        found = max((path for path in each if path is not None), key=lambda path: path.name, default=None)
+        found = max(
+            (path for path in each if path is not None), key=lambda path: path.name, default=None
+        )
         if found is None:
             if source != "auto":
                 raise FileNotFoundError(f"resume: no checkpoint in {source}")
@@ -170,7 +203,9 @@ class Model:
     def snapshot(self) -> dict[str, Any]:
         """Inside `fit`: everything that decides the next step, as a tree for halfstep.checkpoint."""
         if self._fit is None:
-            raise RuntimeError("snapshot: expected to be called inside fit, by a callback; outside use save()")
+            raise RuntimeError(
+                "snapshot: expected to be called inside fit, by a callback; outside use save()"
+            )
         loop, feed, named = self._fit
         return resume.snapshot(self.step, loop, feed, named)
 
@@ -196,18 +231,26 @@ class Model:
     def _averaged(self) -> Any:
         return self.step.averaged() if self._kept_average else nullcontext()
 
-    def predict(self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None) -> Any:
+    def predict(
+        self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
+    ) -> Any:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor (or one tuple or
         dict of them, as the network returns), or with `stream` an iterator of batches. `targets`: batches end with
         one, which is left out (None: where there is a loss)."""
-        found = self._predictions(data, batch, self.loss is not None if targets is None else targets, stream)
+        found = self._predictions(
+            data, batch, self.loss is not None if targets is None else targets, stream
+        )
         return found if stream else joined(list(found))
 
     def _predictions(self, data: Any, batch: int, targets: bool, stream: bool) -> Iterator[Any]:
         feed = self._feed(batches(data, batch))
         outputs = self.graphs.outputs()
-        if outputs is not None and not self._kept_average and not stream:  # there one may train on between two
-            yield from outputs(feed, lambda args: self._output(args, targets), self._cell.applied, targets)
+        if (
+            outputs is not None and not self._kept_average and not stream
+        ):  # there one may train on between two
+            yield from outputs(
+                feed, lambda args: self._output(args, targets), self._cell.applied, targets
+            )
             return
         feed.next_pass(0)
         for number, args in enumerate(feed.start(), 1):
@@ -221,7 +264,9 @@ class Model:
 
     def _output(self, args: tuple[Any, ...], targets: bool) -> Any:
         named = targets and not isinstance(args[0], Tensor)
-        if self._whole and (len(args) > 1 or named):  # a forward of the user's own takes the batch as it is
+        if self._whole and (
+            len(args) > 1 or named
+        ):  # a forward of the user's own takes the batch as it is
             return logits_of(self._cell(*args).outputs)
         return logits_of(self._cell.predict(*inputs_of(args, targets=targets)))
 
@@ -231,7 +276,9 @@ class Model:
         """The dtypes really used, module by module, and every choice made for the user; print it."""
         if not isinstance(self.step, TrainStep):
             raise ValueError("report: expected a model with an optimizer and the built-in step")
-        chosen = {"fused": "chosen, as neither fused= nor foreach= was given"} if self._fused else {}
+        chosen = (
+            {"fused": "chosen, as neither fused= nor foreach= was given"} if self._fused else {}
+        )
         return self.step.report().adding(engine=self.graphs.describe(self.step), **chosen)
 
     def save(self, path: str | Path) -> None:
@@ -239,7 +286,9 @@ class Model:
         with self._averaged():
             weights.save(self.net, path)
 
-    def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> weights.Account:
+    def load(
+        self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True
+    ) -> weights.Account:
         """Start from weights: a safetensors file, a checkpoint, a run's folder (its newest) or a state_dict.
         `strict=False` takes what fits, and says what."""
         account = weights.load(self.net, source, strict=strict)

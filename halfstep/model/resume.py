@@ -9,18 +9,21 @@ from typing import Any
 from torch import Tensor
 
 from halfstep.checkpoint import CheckpointError
-from halfstep.engine import Callback, Feed, Loop, rng
+from halfstep.engine import Callback, Feed, Loop
 from halfstep.errors import Notice
 from halfstep.model.weights import Account, compare, tensors_of
 from halfstep.step import TrainStep
-from halfstep.step.inspect import beside
+from halfstep.step.state_dict import beside
+from halfstep.utils import rng
 
 VERSION = 1
 _CHANGE = "To change it, set it in run.optimizer.param_groups at a callback's begin"
 _NUMERIC = ("ema", "clip_norm", "clip_value")
 
 
-def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+def snapshot(
+    step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_torn(step, loop):
         raise CheckpointError(
@@ -32,7 +35,9 @@ def snapshot(step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback
         "config": {**loop.config, "rates": _rates(step)},
         "loop": loop.state_dict(),
         "feed": feed.state_dict(),
-        "callbacks": {name: each.state_dict() for name, each in callbacks.items() if not each.writes},
+        "callbacks": {
+            name: each.state_dict() for name, each in callbacks.items() if not each.writes
+        },
         "writers": {name: each.state_dict() for name, each in callbacks.items() if each.writes},
         "step": step.state_dict(),
         "rng": rng.save(),
@@ -45,7 +50,9 @@ def config(step: Any, feed: Feed, began: int) -> dict[str, Any]:
     options = getattr(step, "options", None)
     return {
         "optimizer": type(optimizer).__name__ if optimizer is not None else type(step).__name__,
-        "groups": [_settings(group, step) for group in optimizer.param_groups] if optimizer is not None else [],
+        "groups": [_settings(group, step) for group in optimizer.param_groups]
+        if optimizer is not None
+        else [],
         "accumulate": getattr(options, "accumulate", 1),
         "options": {name: getattr(options, name) for name in _NUMERIC if options is not None},
         "loss": _loss_of(step),
@@ -70,7 +77,9 @@ def check(saved: Any, step: Any, path: Path) -> None:
                 f"resume: {path} was saved from another network: {account.differences()}. Build the network as it "
                 f"was, {new}, and with a Checkpoint of another folder."
             )
-    was, now = (_sizes(each["param_groups"]) for each in (state["optimizer"], step.optimizer.state_dict()))
+    was, now = (
+        _sizes(each["param_groups"]) for each in (state["optimizer"], step.optimizer.state_dict())
+    )
     if saved["config"]["optimizer"] == type(step.optimizer).__name__ and was != now:
         raise ValueError(
             f"resume: {path} holds an optimizer with {was} parameters in its groups, this one has {now}. Build the "
@@ -80,7 +89,9 @@ def check(saved: Any, step: Any, path: Path) -> None:
 
 def _accounts(state: dict[str, Any], step: TrainStep) -> Iterator[Account]:
     """The network's tensors, and those beside them, of which the saved run may have had more."""
-    if not any(module._load_state_dict_pre_hooks for module in step.net.modules()):  # they may rename what they load
+    if not any(
+        module._load_state_dict_pre_hooks for module in step.net.modules()
+    ):  # they may rename what they load
         yield compare(tensors_of(step.net.state_dict()), tensors_of(state["net"]))
     yield replace(compare(beside(step), state["beside"]), unexpected=())
 
@@ -89,12 +100,16 @@ def _sizes(groups: list[dict[str, Any]]) -> str:
     return " + ".join(str(len(group["params"])) for group in groups)
 
 
-def restore(saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]) -> None:
+def restore(
+    saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+) -> None:
     """Put a snapshot back. Whatever is not as it was: a notice says what changed and what is done about it."""
     was, now = saved["config"], loop.config
     state = dict(saved["step"])
     if was["optimizer"] != now["optimizer"] and "optimizer" in state:
-        _notice(f"the optimizer was {was['optimizer']} and is {now['optimizer']}: its state starts anew, weights go on")
+        _notice(
+            f"the optimizer was {was['optimizer']} and is {now['optimizer']}: its state starts anew, weights go on"
+        )
         state["optimizer"] = step.optimizer.state_dict()
     step.load_state_dict(state)
     loop.load_state_dict(saved["loop"])
@@ -120,9 +135,13 @@ def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback])
             each.load_state_dict(known[name])
     gone = [name for name, state in saved["callbacks"].items() if name not in callbacks and state]
     if gone:
-        _notice(f"the saved run had the callbacks {', '.join(gone)}, this one has not: what they knew is left out")
+        _notice(
+            f"the saved run had the callbacks {', '.join(gone)}, this one has not: what they knew is left out"
+        )
     if new:
-        _notice(f"the saved run had no {', '.join(new)}: new here, and knowing nothing of the steps before")
+        _notice(
+            f"the saved run had no {', '.join(new)}: new here, and knowing nothing of the steps before"
+        )
 
 
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
@@ -135,7 +154,11 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     if was.get("loss", now["loss"]) != now["loss"]:
         yield f"the loss was {was['loss']} and is {now['loss']}: the new one holds from here on"
     if was["rates"] != now["rates"]:
-        new = "the new one holds" if now["rates"] is not None else f"the rate stays at {_said(now['last'])}. {_CHANGE}"
+        new = (
+            "the new one holds"
+            if now["rates"] is not None
+            else f"the rate stays at {_said(now['last'])}. {_CHANGE}"
+        )
         yield f"the schedule's rate for the next update was {_said(was['rates'])} and is {_said(now['rates'])}: {new}"
     if was["optimizer"] != now["optimizer"]:
         return
@@ -148,9 +171,19 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
 
 def _settings(group: Mapping[str, Any], step: Any) -> dict[str, Any]:
     """What the user gave a parameter group; a schedule's rates are compared by themselves."""
-    ruled = ("params", "lr", "initial_lr") if getattr(step.rates, "table", None) is not None else ("params",)
-    plain = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ruled}
-    return {k: v for k, v in plain.items() if v is None or isinstance(v, bool | int | float | str | list | tuple)}
+    ruled = (
+        ("params", "lr", "initial_lr")
+        if getattr(step.rates, "table", None) is not None
+        else ("params",)
+    )
+    plain = {
+        k: v.tolist() if isinstance(v, Tensor) else v for k, v in group.items() if k not in ruled
+    }
+    return {
+        k: v
+        for k, v in plain.items()
+        if v is None or isinstance(v, bool | int | float | str | list | tuple)
+    }
 
 
 def _rates(step: Any) -> list[float] | None:
@@ -185,11 +218,15 @@ def _is_torn(step: Any, loop: Loop) -> bool:
     return micro >= step.options.accumulate or (loop.flushing and micro > 0)
 
 
-def _other_data(saved: dict[str, Any], was: list[str], now: list[str], loop: Loop, feed: Feed) -> None:
+def _other_data(
+    saved: dict[str, Any], was: list[str], now: list[str], loop: Loop, feed: Feed
+) -> None:
     pairs = zip([*was, "nothing"], [*now, "nothing"], strict=False)
     a, b = next((a, b) for a, b in pairs if a != b)
     passes = saved["feed"]["epoch"] + bool(saved["feed"]["step"])
-    _notice(f"the data had {a!r} and has {b!r}: the epoch goes on with a new pass, number {passes}, from its start")
+    _notice(
+        f"the data had {a!r} and has {b!r}: the epoch goes on with a new pass, number {passes}, from its start"
+    )
     feed.next_pass(passes)
 
 

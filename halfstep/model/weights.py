@@ -34,7 +34,8 @@ class Account:
         lines += [f"  {n}: not in the file, left as it was" for n in self.missing]
         lines += [f"  {n}: not in the network, ignored" for n in self.unexpected]
         lines += [
-            f"  {n}: {list(a)} in the file, {list(b)} here, left as it was" for n, (a, b) in self.reshaped.items()
+            f"  {n}: {list(a)} in the file, {list(b)} here, left as it was"
+            for n, (a, b) in self.reshaped.items()
         ]
         return "\n".join(lines)
 
@@ -57,7 +58,11 @@ def _few(names: Sequence[str], most: int) -> str:
 def compare(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Account:
     """By name and shape."""
     both = [n for n in mine if n in given]
-    reshaped = {n: (tuple(given[n].shape), tuple(mine[n].shape)) for n in both if given[n].shape != mine[n].shape}
+    reshaped = {
+        n: (tuple(given[n].shape), tuple(mine[n].shape))
+        for n in both
+        if given[n].shape != mine[n].shape
+    }
     return Account(
         tuple(n for n in both if n not in reshaped),
         tuple(n for n in mine if n not in given),
@@ -75,7 +80,9 @@ def save(net: nn.Module, path: str | Path) -> None:
     """Every tensor of the state_dict; tied ones are written once per name, contiguous."""
     from safetensors import torch as st
 
-    tensors = {n: t.detach().contiguous().clone().cpu() for n, t in tensors_of(net.state_dict()).items()}
+    tensors = {
+        n: t.detach().contiguous().clone().cpu() for n, t in tensors_of(net.state_dict()).items()
+    }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(st.save(tensors, metadata={"format": "pt"}))
 
@@ -92,12 +99,16 @@ def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: b
             "load(..., strict=False) takes what fits."
         )
     if not account.matched:
-        raise ValueError(f"none of the file's {len(given)} tensors has a name and shape of the network's:\n{account}")
+        raise ValueError(
+            f"none of the file's {len(given)} tensors has a name and shape of the network's:\n{account}"
+        )
     averaged = tuple(name for name in account.matched if name in averages)
     with torch.no_grad():
         for name in account.matched:
             mine[name].copy_(given[name])
-        for name in averaged:  # after all others: another name of a tied weight holds its last value
+        for (
+            name
+        ) in averaged:  # after all others: another name of a tied weight holds its last value
             mine[name].copy_(averages[name])
     return replace(account, averaged=averaged)
 
@@ -110,7 +121,9 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     if path.is_dir():
         return _of_checkpoint(path)
     if not path.is_file():
-        raise FileNotFoundError(f"expected a safetensors file or a checkpoint, found nothing at {path}")
+        raise FileNotFoundError(
+            f"expected a safetensors file or a checkpoint, found nothing at {path}"
+        )
     try:
         return load_file(str(path)), {}
     except SafetensorError as error:
@@ -124,10 +137,14 @@ def _of_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights in a checkpoint, or in the newest one of a run."""
     found = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
     if found is None:
-        raise FileNotFoundError(f"expected a checkpoint or a folder of them, found none in {folder}")
+        raise FileNotFoundError(
+            f"expected a checkpoint or a folder of them, found none in {folder}"
+        )
     tree = checkpoint.load(found).tree
     step = tree.get("step", {})
     if "net" not in step:
-        raise ValueError(f"{found}: expected the weights of a built-in step, found the state of a cell of its own")
+        raise ValueError(
+            f"{found}: expected the weights of a built-in step, found the state of a cell of its own"
+        )
     names = tree["config"].get("names", ())
     return tensors_of(step["net"]), dict(zip(names, step["state"]["ema"], strict=False))

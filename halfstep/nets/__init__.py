@@ -1,8 +1,8 @@
 """Networks to train: fully connected, LeNet-5, ResNet-18 to -152, and the user's own by name."""
 
-from halfstep.nets.plain import LeNet5, ffnn, lenet5, mlp
 from halfstep.nets.registry import load, names, register
 from halfstep.nets.resnet import ResNet, resnet18, resnet34, resnet50, resnet101, resnet152
+from halfstep.nets.small import LeNet5, ffnn, lenet5, mlp
 
 __all__ = [
     "LeNet5", "ResNet", "ffnn", "lenet5", "load", "mlp", "names", "register", "resnet18", "resnet34", "resnet50",

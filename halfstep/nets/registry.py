@@ -7,9 +7,9 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from torch import nn
 
-from halfstep.nets.checks import hint
-from halfstep.nets.plain import ffnn, lenet5, mlp
 from halfstep.nets.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
+from halfstep.nets.small import ffnn, lenet5, mlp
+from halfstep.utils.checks import hint
 
 Builder: TypeAlias = Callable[..., nn.Module]
 B = TypeVar("B", bound=Builder)
@@ -32,13 +32,17 @@ def load(name: str, /, **options: Any) -> nn.Module:
     10
     """
     if not isinstance(name, str):
-        raise TypeError(f"nets.load: expected a name, received {type(name).__name__}; names:\n{_table()}")
+        raise TypeError(
+            f"nets.load: expected a name, received {type(name).__name__}; names:\n{_table()}"
+        )
     own = ":" in name
     builder = _import(name) if own else _find(name)
     _check_options(name, builder, options)
     net = _call(name, builder, options) if own else builder(**options)
     if not isinstance(net, nn.Module):
-        raise TypeError(f"nets.load: expected {name!r} to return a torch.nn.Module, received {_describe(net)}")
+        raise TypeError(
+            f"nets.load: expected {name!r} to return a torch.nn.Module, received {_describe(net)}"
+        )
     return net
 
 
@@ -49,16 +53,24 @@ def register(name: str, builder: B, *, replace: bool = False) -> B: ...
 def register(name: str, builder: Any = ..., *, replace: bool = False) -> Any:
     """Enter a function or class that makes a network, which comes back unchanged: `@register("tiny")` or a call."""
     if not isinstance(name, str):
-        raise TypeError(f"nets.register: expected a name first, received {name!r}. Write @nets.register('name').")
+        raise TypeError(
+            f"nets.register: expected a name first, received {name!r}. Write @nets.register('name')."
+        )
     if not name or ":" in name:
-        raise ValueError(f"nets.register: expected a name without ':', which marks a module's path, received {name!r}")
+        raise ValueError(
+            f"nets.register: expected a name without ':', which marks a module's path, received {name!r}"
+        )
     if name in _TABLE and not replace:
-        raise ValueError(f"nets.register: {name!r} is taken. Choose another name, or pass replace=True.")
+        raise ValueError(
+            f"nets.register: {name!r} is taken. Choose another name, or pass replace=True."
+        )
     if builder is ...:
         return lambda given: register(name, given, replace=replace)
     if not _makes(builder):
         expected = f"a function or class that makes {name!r}"
-        raise TypeError(f"nets.register: expected {expected}, received {_describe(builder)}. Pass it, do not call it.")
+        raise TypeError(
+            f"nets.register: expected {expected}, received {_describe(builder)}. Pass it, do not call it."
+        )
     _TABLE[name] = builder
     return builder
 
@@ -71,7 +83,9 @@ def _makes(value: object) -> bool:
 def _find(name: str) -> Builder:
     if name not in _TABLE:
         own = "or a function of your own as 'package.module:function'"
-        raise ValueError(f"nets.load: received {name!r}{hint(name, _TABLE)}\nExpected one of\n{_table()}\n{own}")
+        raise ValueError(
+            f"nets.load: received {name!r}{hint(name, _TABLE)}\nExpected one of\n{_table()}\n{own}"
+        )
     return _TABLE[name]
 
 
@@ -84,7 +98,10 @@ def _accepted(builder: Builder) -> str:
     signature = _signature(builder)
     if signature is None:
         return "..."
-    return ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values()) or "no options"
+    return (
+        ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+        or "no options"
+    )
 
 
 def _signature(builder: Builder) -> inspect.Signature | None:
@@ -104,7 +121,9 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
     except TypeError as error:
         unknown = next((o for o in options if o not in signature.parameters), "")
         close = hint(unknown, signature.parameters) if unknown else ""
-        raise TypeError(f"nets.load: {name!r} {error}{close}\nIt accepts: {_accepted(builder)}") from None
+        raise TypeError(
+            f"nets.load: {name!r} {error}{close}\nIt accepts: {_accepted(builder)}"
+        ) from None
 
 
 def _import(path: str) -> Builder:
@@ -115,10 +134,14 @@ def _import(path: str) -> Builder:
     found = _import_module(module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"nets.load: {path!r}: found no {part!r} in {_describe(found)}{hint(part, dir(found))}")
+            raise ValueError(
+                f"nets.load: {path!r}: found no {part!r} in {_describe(found)}{hint(part, dir(found))}"
+            )
         found = getattr(found, part)
     if not _makes(found):
-        raise TypeError(f"nets.load: expected {path!r} to be a function or class, received {_describe(found)}")
+        raise TypeError(
+            f"nets.load: expected {path!r} to be a function or class, received {_describe(found)}"
+        )
     builder: Builder = found
     return builder
 
@@ -128,9 +151,15 @@ def _import_module(name: str) -> Any:
         return import_module(name)
     except Exception as error:
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-        advice = "Put its folder on PYTHONPATH" if missing else f"`python -c 'import {name}'` must work first"
+        advice = (
+            "Put its folder on PYTHONPATH"
+            if missing
+            else f"`python -c 'import {name}'` must work first"
+        )
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"nets.load: expected a module {name!r}, importing it raised {reason}. {advice}.") from error
+        raise ValueError(
+            f"nets.load: expected a module {name!r}, importing it raised {reason}. {advice}."
+        ) from error
 
 
 def _call(path: str, builder: Builder, options: dict[str, Any]) -> nn.Module:
@@ -140,7 +169,9 @@ def _call(path: str, builder: Builder, options: dict[str, Any]) -> nn.Module:
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"nets.load: {path!r} raised {reason}; it was called with {given}") from error
+        raise ValueError(
+            f"nets.load: {path!r} raised {reason}; it was called with {given}"
+        ) from error
 
 
 def _describe(value: object) -> str:

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from halfstep.nets.checks import check_size, expect
-from halfstep.nets.same import SameConv2d, SameMaxPool2d
+from halfstep.nets.small__same import SameConv2d, SameMaxPool2d
+from halfstep.utils.checks import check_size, expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, before: int, width: int, stride: int, variant: Variant) -> None:
         super().__init__()
-        down = _shortcut(before, width, stride, variant)  # drawn first and named last, as in torchvision
+        down = _shortcut(
+            before, width, stride, variant
+        )  # drawn first and named last, as in torchvision
         self.conv1 = _conv(before, width, 3, stride, variant)
         self.bn1 = _norm(width, variant)
         self.relu = nn.ReLU(inplace=True)
@@ -112,7 +114,9 @@ Block: TypeAlias = type[BasicBlock] | type[Bottleneck]
 class ResNet(nn.Module):
     """7×7, pool, four stages, mean, classifier. The same seed gives the common variant torchvision's weights."""
 
-    def __init__(self, block: Block, depths: Sequence[int], variant: Variant, *, classes: int, channels: int) -> None:
+    def __init__(
+        self, block: Block, depths: Sequence[int], variant: Variant, *, classes: int, channels: int
+    ) -> None:
         super().__init__()
         self.conv1 = _conv(channels, 64, 7, 2, variant)
         self.bn1 = _norm(64, variant)
@@ -133,7 +137,9 @@ class ResNet(nn.Module):
         return out
 
 
-def _stage(block: Block, before: int, width: int, depth: int, stride: int, variant: Variant) -> nn.Sequential:
+def _stage(
+    block: Block, before: int, width: int, depth: int, stride: int, variant: Variant
+) -> nn.Sequential:
     first = block(before, width, stride, variant)
     rest = (block(width * block.expansion, width, 1, variant) for _ in range(depth - 1))
     return nn.Sequential(first, *rest)
@@ -164,7 +170,12 @@ def resnet(
     check_size("channels", channels)
     known = isinstance(variant, str) and variant in VARIANTS
     expect(known, "variant", " or ".join(map(repr, VARIANTS)), variant, VARIANTS)
-    expect(zero_init_residual in (None, True, False), "zero_init_residual", "True, False or None", zero_init_residual)
+    expect(
+        zero_init_residual in (None, True, False),
+        "zero_init_residual",
+        "True, False or None",
+        zero_init_residual,
+    )
     form = VARIANTS[variant]
     net = ResNet(block, depths, form, classes=classes, channels=channels)
     _draw(net, form.std)

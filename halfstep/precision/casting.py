@@ -28,12 +28,18 @@ def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
     @wraps(forward)
     def low(*args: Any, **kwargs: Any) -> Any:
         args = tuple([cast(a, dtype) for a in args])
-        return forward(*args, **{k: cast(v, dtype) for k, v in kwargs.items()}) if kwargs else forward(*args)
+        return (
+            forward(*args, **{k: cast(v, dtype) for k, v in kwargs.items()})
+            if kwargs
+            else forward(*args)
+        )
 
     return low
 
 
-def cast_both(forward: Forward, inside: torch.dtype, outside: torch.dtype, exact: "Exact | None") -> Forward:
+def cast_both(
+    forward: Forward, inside: torch.dtype, outside: torch.dtype, exact: "Exact | None"
+) -> Forward:
     """A module kept in another dtype: inputs in, outputs back to the dtype around it."""
     inner = cast_inputs(forward, inside)
 
@@ -67,7 +73,11 @@ class Exact:
         def one(leaf: Any) -> Any:
             low = cast(leaf, dtype)
             if low is not leaf:
-                self._kept[id(low)] = (low, low._version, leaf)  # holding `low` keeps its id from being reused
+                self._kept[id(low)] = (
+                    low,
+                    low._version,
+                    leaf,
+                )  # holding `low` keeps its id from being reused
             return low
 
         return one(out) if isinstance(out, Tensor) else tree_map(one, out)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 from halfstep.errors import meant
-from halfstep.precision.scale import Scale, parse_scale
+from halfstep.precision.loss_scale import Scale, parse_scale
 
 Cast: TypeAlias = Literal["none", "autocast", "copies", "whole"]
 ROUNDINGS = ("nearest", "stochastic", "kahan")
@@ -40,11 +40,37 @@ TABLE: dict[str, Row] = {
     "fp64": Row(F64, F64, F64, "whole", False, "parameters and compute in float64"),
     "fp32": Row(F32, F32, F32, "none", False, "parameters and compute in float32, TF32 off"),
     "tf32": Row(
-        F32, F32, F32, "none", False, "float32 storage, products in TF32 (CUDA, compute capability 8.0 and up)"
+        F32,
+        F32,
+        F32,
+        "none",
+        False,
+        "float32 storage, products in TF32 (CUDA, compute capability 8.0 and up)",
     ),
-    "O1": Row(F32, None, F32, "autocast", True, "fp32 parameters, autocast by op list, dynamic loss scale in float16"),
-    "O2": Row(F32, None, F32, "copies", True, "fp32 masters, whole network low, norms fp32, dynamic scale in float16"),
-    "O3": Row(F32, None, None, "copies", False, "fp32 masters, whole network low, norms too, no loss scale"),
+    "O1": Row(
+        F32,
+        None,
+        F32,
+        "autocast",
+        True,
+        "fp32 parameters, autocast by op list, dynamic loss scale in float16",
+    ),
+    "O2": Row(
+        F32,
+        None,
+        F32,
+        "copies",
+        True,
+        "fp32 masters, whole network low, norms fp32, dynamic scale in float16",
+    ),
+    "O3": Row(
+        F32,
+        None,
+        None,
+        "copies",
+        False,
+        "fp32 masters, whole network low, norms too, no loss scale",
+    ),
     "fp16": Row(F16, F16, F16, "whole", False, "parameters and compute in float16"),
     "bf16": Row(BF16, BF16, BF16, "whole", False, "parameters and compute in bfloat16"),
 }
@@ -94,10 +120,16 @@ class Precision:
     def __post_init__(self) -> None:
         self._read_words()
         self._set("dtype", self._low())
-        self._set("keep", tuple(sorted((g, _dtype(d, f"keep[{g!r}]")) for g, d in dict(self.keep).items())))
+        self._set(
+            "keep",
+            tuple(sorted((g, _dtype(d, f"keep[{g!r}]")) for g, d in dict(self.keep).items())),
+        )
         self._check_choices()
         dynamic = TABLE[self.name].scaled and self.dtype == F16
-        self._set("scale", parse_scale(self.scale if self.scale is not None else "dynamic" if dynamic else "none"))
+        self._set(
+            "scale",
+            parse_scale(self.scale if self.scale is not None else "dynamic" if dynamic else "none"),
+        )
 
     @classmethod
     def parse(cls, value: "str | Precision") -> "Precision":
@@ -151,8 +183,15 @@ class Precision:
         """The choices as plain values: `Precision(**p.state_dict())` is `p` again, scale settings included."""
         scale = {"kind": type(self.scale).__name__, **vars(self.scale)}
         keep = {g: _name(d) for g, d in self.keep}
-        plain = {k: getattr(self, k) for k in ("name", "keep_batchnorm_fp32", "rounding", "kernels")}
-        return {**plain, "dtype": _name(self.dtype) if self.row.compute is None else None, "keep": keep, "scale": scale}
+        plain = {
+            k: getattr(self, k) for k in ("name", "keep_batchnorm_fp32", "rounding", "kernels")
+        }
+        return {
+            **plain,
+            "dtype": _name(self.dtype) if self.row.compute is None else None,
+            "keep": keep,
+            "scale": scale,
+        }
 
     def _read_words(self) -> None:
         """The name, and what stands after a plus, into the fields."""
@@ -167,7 +206,9 @@ class Precision:
             field, unsaid = ("dtype", None) if word in DTYPES else ("rounding", "nearest")
             if getattr(self, field) != unsaid:
                 twice = f"{getattr(self, field)!r} too, expected one {field}"
-                raise ValueError(f"precision: received {given!r} and {twice}; leave one of them out")
+                raise ValueError(
+                    f"precision: received {given!r} and {twice}; leave one of them out"
+                )
             self._set(field, word)
 
     def _low(self) -> torch.dtype:
@@ -179,22 +220,36 @@ class Precision:
             return row.compute
         low = F16 if self.dtype is None else _dtype(self.dtype, "dtype")
         if low not in (F16, BF16):
-            raise ValueError(f"dtype: expected 'float16' or 'bfloat16' for {self.name!r}, received {self.dtype!r}")
+            raise ValueError(
+                f"dtype: expected 'float16' or 'bfloat16' for {self.name!r}, received {self.dtype!r}"
+            )
         return low
 
     def _check_choices(self) -> None:
         for field, options in (("rounding", ROUNDINGS), ("kernels", KERNELS)):
             if getattr(self, field) not in options:
-                raise ValueError(f"{field}: expected one of {', '.join(options)}, received {getattr(self, field)!r}")
+                raise ValueError(
+                    f"{field}: expected one of {', '.join(options)}, received {getattr(self, field)!r}"
+                )
         if self.rounding != "nearest" and self.params not in (F16, BF16):
-            stores = f"{self.name!r} stores {_name(self.params)} parameters, where no update is lost"
-            raise ValueError(f"rounding: received {self.rounding!r}, but {stores}; use 'nearest', or 'fp16' or 'bf16'")
+            stores = (
+                f"{self.name!r} stores {_name(self.params)} parameters, where no update is lost"
+            )
+            raise ValueError(
+                f"rounding: received {self.rounding!r}, but {stores}; use 'nearest', or 'fp16' or 'bf16'"
+            )
         if self.keep_batchnorm_fp32 is not None and self.name not in ("O2", "O3", "fp16", "bf16"):
-            raise ValueError(f"keep_batchnorm_fp32: expected None for {self.name!r}; it is for O2, O3, fp16, bf16")
+            raise ValueError(
+                f"keep_batchnorm_fp32: expected None for {self.name!r}; it is for O2, O3, fp16, bf16"
+            )
         if self.keep and self.name in ("fp32", "tf32"):
-            raise ValueError(f"keep: expected no globs for {self.name!r}, which has one dtype; choose O1 or O2")
+            raise ValueError(
+                f"keep: expected no globs for {self.name!r}, which has one dtype; choose O1 or O2"
+            )
         if self.name == "O1" and any(d != F32 for _, d in self.keep):
-            raise ValueError("keep: expected 'fp32' under O1, where a kept module leaves autocast; O2 takes others")
+            raise ValueError(
+                "keep: expected 'fp32' under O1, where a kept module leaves autocast; O2 takes others"
+            )
 
     def _set(self, field: str, value: Any) -> None:
         object.__setattr__(self, field, value)
@@ -208,7 +263,9 @@ def _unknown(given: Any, name: Any, words: list[str]) -> str:
 
 def _hint(name: Any, words: list[str]) -> str:
     word = str(name).removeprefix("torch.").casefold().replace("_", "-")
-    mixed = ("O1+bf16" if "bf" in word else "O1") if "mixed" in word and word != "mixed" else None  # 16-mixed: not fp16
+    mixed = (
+        ("O1+bf16" if "bf" in word else "O1") if "mixed" in word and word != "mixed" else None
+    )  # 16-mixed: not fp16
     close = _EXACT.get(word) or mixed or meant(word, [*TABLE, *ALIASES, *_ELSEWHERE])
     if close is None:
         return ""

@@ -3,6 +3,6 @@
 from halfstep.report.load import read
 from halfstep.report.markdown import markdown
 from halfstep.report.page import page
-from halfstep.report.write import render, write
+from halfstep.report.page__write import render, write
 
 __all__ = ["markdown", "page", "read", "render", "write"]

@@ -1,10 +1,10 @@
 """Which curves a report has: training loss, accuracy (or validation loss), loss scale."""
 
-from halfstep.report import numbers
-from halfstep.report.axes import Axis, around
-from halfstep.report.curves import Chart
+from halfstep.report import text as numbers
+from halfstep.report.charts__curves import Chart
+from halfstep.report.load__values import Report
 from halfstep.report.series import Curves, by_change, by_epoch, by_step
-from halfstep.report.values import Report
+from halfstep.report.series__axes import Axis, around
 
 _WIDE = 30.0  # highest ÷ lowest from which a loss is drawn by powers
 _BEYOND = 1.5  # × the reference's highest loss: what lies above is cut, so that one diverged run does not flatten all
@@ -16,16 +16,40 @@ def training(report: Report) -> list[Chart]:
     if loss := by_step(report, "loss"):
         axis, beyond = _loss_axis(loss)
         note = " ".join(part for part in (_averaged(loss), _band(loss), beyond) if part)
-        found.append(Chart("chart-loss", "Training loss", note, loss, "step", axis, "number", numbers.short))
+        found.append(
+            Chart("chart-loss", "Training loss", note, loss, "step", axis, "number", numbers.short)
+        )
     if accuracy := by_epoch(report, "valid_acc"):
         axis = _share_axis([v for line in accuracy.lines for v in line.values()])
         note = "On the test data, after each epoch. " + _band(accuracy)
-        args = ("Accuracy", note.strip(), accuracy, "epoch", axis, "percent", numbers.percent, _percent)
+        args = (
+            "Accuracy",
+            note.strip(),
+            accuracy,
+            "epoch",
+            axis,
+            "percent",
+            numbers.percent,
+            _percent,
+        )
         found.append(Chart("chart-accuracy", *args))
     elif loss := by_epoch(report, "valid_loss"):
         axis, beyond = _loss_axis(loss)
-        note = " ".join(part for part in ("On the test data, after each epoch.", _band(loss), beyond) if part)
-        found.append(Chart("chart-validation", "Validation loss", note, loss, "epoch", axis, "number", numbers.short))
+        note = " ".join(
+            part for part in ("On the test data, after each epoch.", _band(loss), beyond) if part
+        )
+        found.append(
+            Chart(
+                "chart-validation",
+                "Validation loss",
+                note,
+                loss,
+                "epoch",
+                axis,
+                "number",
+                numbers.short,
+            )
+        )
     return found
 
 
@@ -44,7 +68,16 @@ def scaling(report: Report) -> Chart | None:
     axis = around([v for line in lines for v in line.values()], log=True)
     note = f"What the loss was multiplied by, at each step. {_band(curves)}".strip()
     return Chart(
-        "chart-scale", "Loss scale", note, curves, "step", axis, "scale", numbers.scale, numbers.scale, stairs=True
+        "chart-scale",
+        "Loss scale",
+        note,
+        curves,
+        "step",
+        axis,
+        "scale",
+        numbers.scale,
+        numbers.scale,
+        stairs=True,
     )
 
 
@@ -56,13 +89,19 @@ def _loss_axis(curves: Curves) -> tuple[Axis, str]:
     gone = {line.name: max(line.values()) for line in curves.lines if max(line.values()) > limit}
     log = min(shown) > 0 and max(shown) / min(shown) > _WIDE
     said = ", ".join(f"{name} up to {numbers.short(value)}" for name, value in gone.items())
-    return around(shown, log=log, floor=0.0 if min(shown) >= 0 else None), f"Beyond the chart: {said}." if said else ""
+    return around(
+        shown, log=log, floor=0.0 if min(shown) >= 0 else None
+    ), f"Beyond the chart: {said}." if said else ""
 
 
 def _share_axis(values: list[float]) -> Axis:
     """Air around the values, within 0 and 100 % where they are."""
     axis = around(values)
-    return Axis(max(axis.lo, 0.0), min(axis.hi, 1.0)) if min(values) >= 0 and max(values) <= 1 else axis
+    return (
+        Axis(max(axis.lo, 0.0), min(axis.hi, 1.0))
+        if min(values) >= 0 and max(values) <= 1
+        else axis
+    )
 
 
 def _percent(value: float) -> str:
@@ -70,7 +109,11 @@ def _percent(value: float) -> str:
 
 
 def _averaged(curves: Curves) -> str:
-    return f"Each point is the mean of about {curves.every} recorded steps." if curves.every > 1 else ""
+    return (
+        f"Each point is the mean of about {curves.every} recorded steps."
+        if curves.every > 1
+        else ""
+    )
 
 
 def _band(curves: Curves) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from halfstep.report.values import number
+from halfstep.report.load__values import number
 
 _POINTS = 500
 _ACCURACY = ("valid_acc", "valid_accuracy")
@@ -43,9 +43,24 @@ def _first(folder: Path) -> Path:
 def _alone(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One run as a summary: its own row, nothing to compare with."""
     name = result.get("precision") or folder.resolve().name
-    keys = ("ms_per_step", "s_per_epoch", "samples_per_s", "peak_memory", "loss", "acc", "skipped", "final_scale")
+    keys = (
+        "ms_per_step",
+        "s_per_epoch",
+        "samples_per_s",
+        "peak_memory",
+        "loss",
+        "acc",
+        "skipped",
+        "final_scale",
+    )
     failed = int(result.get("status") == "failed")
-    row = {"precision": name, "n": 1, "failed": failed, "verdict_kind": "reference", "verdict": "one run"}
+    row = {
+        "precision": name,
+        "n": 1,
+        "failed": failed,
+        "verdict_kind": "reference",
+        "verdict": "one run",
+    }
     return {
         "halfstep_compare": 1,
         "alone": True,
@@ -64,8 +79,14 @@ def _told(folder: Path) -> dict[str, Any]:
         return {}
     if not asked:
         return {}
-    names = ("build", "epochs", "seed") if asked.get("build") else [name for name in asked if name != "device"]
-    spec = {name: asked.get(name) for name in names if not (name == "accumulate" and asked[name] == 1)}
+    names = (
+        ("build", "epochs", "seed")
+        if asked.get("build")
+        else [name for name in asked if name != "device"]
+    )
+    spec = {
+        name: asked.get(name) for name in names if not (name == "accumulate" and asked[name] == 1)
+    }
     return {"spec": spec, **{name: found.get(name) for name in ("command", "date", "environment")}}
 
 
@@ -104,7 +125,9 @@ def _lines(path: Path) -> Iterable[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if i == len(lines) and not line.endswith(b"\n"):
                 return
-            raise ValueError(f"report: expected JSON in line {i} of {path}, got {error}. Cut that line out.") from None
+            raise ValueError(
+                f"report: expected JSON in line {i} of {path}, got {error}. Cut that line out."
+            ) from None
         if isinstance(value, dict):
             yield value
 
@@ -122,7 +145,12 @@ def _epoch(line: dict[str, Any], losses: dict[Any, list[float]]) -> dict[str, An
     found = losses.get(line.get("epoch"), [])
     accuracy = next((line[name] for name in _ACCURACY if name in line), None)
     mean = sum(found) / len(found) if found else None
-    return {"epoch": line.get("epoch"), "loss": mean, "valid_loss": line.get("valid_loss"), "valid_acc": accuracy}
+    return {
+        "epoch": line.get("epoch"),
+        "loss": mean,
+        "valid_loss": line.get("valid_loss"),
+        "valid_acc": accuracy,
+    }
 
 
 def _evenly(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:

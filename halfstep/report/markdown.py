@@ -4,14 +4,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.report import facts, table
-from halfstep.report.values import Report, parse
+from halfstep.report import sections__table as table
+from halfstep.report import text__facts as facts
+from halfstep.report.load__values import Report, parse
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """A heading, the recommendation, the table, what failed, and the conditions."""
     report = parse(summary)
-    parts = [f"## {plain(report.title)}", _advice(report), _notes(report), _table(report), _failed(report)]
+    parts = [
+        f"## {plain(report.title)}",
+        _advice(report),
+        _notes(report),
+        _table(report),
+        _failed(report),
+    ]
     parts += [_conditions(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -38,7 +45,9 @@ def _line(words: str) -> str:
 def _advice(report: Report) -> str:
     if report.alone:
         return ""
-    head = f"**Use {code(report.recommended)}.**" if report.recommended else "**No recommendation.**"
+    head = (
+        f"**Use {code(report.recommended)}.**" if report.recommended else "**No recommendation.**"
+    )
     return f"{head} {plain(facts.reason(report))}".rstrip()
 
 
@@ -52,14 +61,23 @@ def _table(report: Report) -> str:
     head = [table.first(report), *judged, *(c.head for c in shown)]
     lines = [head, ["---", *(["---"] if judged else []), *("---:" for _ in shown)]]
     for row in report.rows:
-        name = f"**{code(row.precision)}**" if row.precision == report.recommended else code(row.precision)
-        lines.append([name, *([plain(table.verdict(row))] if judged else []), *(c.cell(row) for c in shown)])
+        name = (
+            f"**{code(row.precision)}**"
+            if row.precision == report.recommended
+            else code(row.precision)
+        )
+        lines.append(
+            [name, *([plain(table.verdict(row))] if judged else []), *(c.cell(row) for c in shown)]
+        )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _failed(report: Report) -> str:
     found = facts.failures(report)
-    lines = [f"- {code(run.precision)}, seed {run.seed}: {plain(run.error) or 'no message'}" for run in found]
+    lines = [
+        f"- {code(run.precision)}, seed {run.seed}: {plain(run.error) or 'no message'}"
+        for run in found
+    ]
     return "\n".join(["**Failed runs**", "", *lines]) if lines else ""
 
 

@@ -8,19 +8,34 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from halfstep.report import charts, parts
-from halfstep.report.curves import data
-from halfstep.report.values import Report, parse
+from halfstep.report import charts
+from halfstep.report import sections as parts
+from halfstep.report.charts__curves import data
+from halfstep.report.load__values import Report, parse
 
 
 def page(summary: Mapping[str, Any]) -> str:
     """compare.json as HTML. Nothing in it can run but the page's own script, which is named by its hash."""
     report = parse(summary)
     curves, scale = charts.training(report), charts.scaling(report)
-    body = [parts.header(report), "<main>", parts.advice(report), parts.results(report), parts.training(report, curves)]
-    body += [parts.cost(report), parts.scaling(report, scale), parts.dtypes(report), parts.runs(report)]
+    body = [
+        parts.header(report),
+        "<main>",
+        parts.advice(report),
+        parts.results(report),
+        parts.training(report, curves),
+    ]
+    body += [
+        parts.cost(report),
+        parts.scaling(report, scale),
+        parts.dtypes(report),
+        parts.runs(report),
+    ]
     body += [parts.conditions(report), "</main>", _footer(report)]
-    script, values = _file("page.js"), {each.id: data(each) for each in [*curves, *([scale] if scale else [])]}
+    script, values = (
+        _file("page.js"),
+        {each.id: data(each) for each in [*curves, *([scale] if scale else [])]},
+    )
     lines = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         _policy(script),
@@ -37,26 +52,38 @@ def page(summary: Mapping[str, Any]) -> str:
 
 def embedded(value: Any) -> str:
     """JSON that cannot end its script element: no bare <, >, & or line separators."""
-    made = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII only: U+2028 is escaped already
+    made = json.dumps(
+        value, separators=(",", ":"), allow_nan=False
+    )  # ASCII only: U+2028 is escaped already
     return made.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _policy(script: str) -> str:
     """No requests at all; styles inline, the one script by its hash."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = ["default-src 'none'", f"script-src 'sha256-{digest}'", "style-src 'unsafe-inline'", "img-src data:"]
+    rules = [
+        "default-src 'none'",
+        f"script-src 'sha256-{digest}'",
+        "style-src 'unsafe-inline'",
+        "img-src data:",
+    ]
     rules += ["base-uri 'none'", "form-action 'none'"]
     return f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(rules)}">'
 
 
 def _toggles(report: Report) -> str:
     """A box of the legend that is not checked hides its precision in every chart."""
-    return "".join(f"body:has(#show-{row.index}:not(:checked)) .k{row.index}{{display:none}}\n" for row in report.rows)
+    return "".join(
+        f"body:has(#show-{row.index}:not(:checked)) .k{row.index}{{display:none}}\n"
+        for row in report.rows
+    )
 
 
 def _footer(report: Report) -> str:
     by = f"halfstep {report.environment.get('halfstep', '')}".strip()
-    return f"<footer><p>Written by {escape(by)}. This page is one file and loads nothing.</p></footer>"
+    return (
+        f"<footer><p>Written by {escape(by)}. This page is one file and loads nothing.</p></footer>"
+    )
 
 
 def _file(name: str) -> str:

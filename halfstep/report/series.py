@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from halfstep.report.axes import HUGE
-from halfstep.report.values import Report, Run
+from halfstep.report.load__values import Report, Run
+from halfstep.report.series__axes import HUGE
 
 MOST = 100  # places on an x axis: at 600 pixels a place is 6 wide
 Line = list[float | None]
@@ -44,10 +44,17 @@ def by_step(report: Report, name: str) -> Curves:
     """A column of the runs' curves by training step; long ones are averaged in even bins."""
     steps = _steps(report)
     if len(steps) <= MOST:
-        return Curves(steps, _lines(report, lambda run: _binned(run, name, steps, statistics.fmean), statistics.fmean))
+        return Curves(
+            steps,
+            _lines(
+                report, lambda run: _binned(run, name, steps, statistics.fmean), statistics.fmean
+            ),
+        )
     width = (steps[-1] - steps[0]) / MOST
     edges = [steps[0] + width * i for i in range(MOST)]
-    lines = _lines(report, lambda run: _binned(run, name, edges, statistics.fmean), statistics.fmean)
+    lines = _lines(
+        report, lambda run: _binned(run, name, edges, statistics.fmean), statistics.fmean
+    )
     return Curves([*edges[1:], steps[-1]], lines, -(-len(steps) // MOST))
 
 
@@ -56,12 +63,16 @@ def by_change(report: Report, name: str) -> Curves:
     steps = _steps(report)
     jumps = sorted({step for run in report.runs for step in _jumps(run, name)})
     edges = sorted({*_thin(steps, MOST // 2), *_thin(jumps, 2 * MOST), *steps[-1:]})
-    return Curves(edges, _lines(report, lambda run: _binned(run, name, edges, _last), statistics.median_low))
+    return Curves(
+        edges, _lines(report, lambda run: _binned(run, name, edges, _last), statistics.median_low)
+    )
 
 
 def by_epoch(report: Report, name: str) -> Curves:
     """A column of the runs' epochs."""
-    epochs = sorted({e for run in report.runs for each in run.epochs if (e := each.get("epoch")) is not None})
+    epochs = sorted(
+        {e for run in report.runs for each in run.epochs if (e := each.get("epoch")) is not None}
+    )
 
     def line(run: Run) -> Line:
         found = {each.get("epoch"): each.get(name) for each in run.epochs}
@@ -70,7 +81,9 @@ def by_epoch(report: Report, name: str) -> Curves:
     return Curves(epochs, _lines(report, line, statistics.fmean))
 
 
-def _lines(report: Report, line: Callable[[Run], Line], middle: Callable[[list[float]], float]) -> list[Series]:
+def _lines(
+    report: Report, line: Callable[[Run], Line], middle: Callable[[list[float]], float]
+) -> list[Series]:
     made = []
     for row in report.rows:
         runs = [line(run) for run in report.of(row.precision)]
@@ -88,7 +101,9 @@ def _lines(report: Report, line: Callable[[Run], Line], middle: Callable[[list[f
     return [each for each in made if any(v is not None for v in each.mid)]
 
 
-def _binned(run: Run, name: str, edges: Sequence[float], take: Callable[[list[float]], float]) -> Line:
+def _binned(
+    run: Run, name: str, edges: Sequence[float], take: Callable[[list[float]], float]
+) -> Line:
     """One run's values, a bin each; a bin without a point repeats the one before, up to the run's last step."""
     points = [
         (step, value)

@@ -13,8 +13,8 @@ from halfstep.schedules.formulas import (
     warmup_cosine,
 )
 from halfstep.schedules.resolve import resolve
-from halfstep.schedules.rolled import from_torch
 from halfstep.schedules.schedule import Schedule, tables
+from halfstep.schedules.torch_schedulers import from_torch
 
 __all__ = [
     "Schedule", "constant", "cosine", "from_torch", "function", "linear", "one_cycle", "per_epoch", "poly", "resolve",

@@ -32,7 +32,9 @@ def steps(
         expected = f"increasing milestones inside {updates} updates, floats as fractions and ints as update numbers"
         raise ValueError(f"steps: expected {expected}, received {ms}")
     if len(ms) != len(fs):
-        raise ValueError(f"steps: expected one factor per milestone, received {len(fs)} for {len(ms)}")
+        raise ValueError(
+            f"steps: expected one factor per milestone, received {len(fs)} for {len(ms)}"
+        )
     return Schedule("steps", _steps, (*settings, ("milestones", ms), ("factors", fs)), updates)
 
 
@@ -41,16 +43,24 @@ def poly(lr: float, updates: int, *, warmup: int = 0, start: float = 0.0) -> Sch
     return Schedule("poly", _poly, _ramp("poly", lr, updates, warmup, start), updates)
 
 
-def linear(lr: float, updates: int, *, warmup: int = 0, start: float = 0.0, end: float = 0.0) -> Schedule:
+def linear(
+    lr: float, updates: int, *, warmup: int = 0, start: float = 0.0, end: float = 0.0
+) -> Schedule:
     """From `start` up to lr over `warmup` updates, then straight towards `end`, which update number `updates` has."""
     last = ("end", rate_of(end, "linear: end"))
-    return Schedule("linear", _linear, (*_ramp("linear", lr, updates, warmup, start), last), updates)
+    return Schedule(
+        "linear", _linear, (*_ramp("linear", lr, updates, warmup, start), last), updates
+    )
 
 
-def cosine(lr: float, updates: int, *, warmup: int = 0, start: float = 0.0, end: float = 0.0) -> Schedule:
+def cosine(
+    lr: float, updates: int, *, warmup: int = 0, start: float = 0.0, end: float = 0.0
+) -> Schedule:
     """From `start` up to lr over `warmup` updates, then half a cosine towards `end`, as linear() gets there."""
     last = ("end", rate_of(end, "cosine: end"))
-    return Schedule("cosine", _cosine, (*_ramp("cosine", lr, updates, warmup, start), last), updates)
+    return Schedule(
+        "cosine", _cosine, (*_ramp("cosine", lr, updates, warmup, start), last), updates
+    )
 
 
 def warmup_cosine(lr: float, updates: int, *, warmup: int = 0) -> Schedule:
@@ -72,7 +82,9 @@ def one_cycle(
     if shape not in ("cos", "linear"):
         raise ValueError(f"one_cycle: expected shape 'cos' or 'linear', received {shape!r}")
     if not is_number(rise) or not 0 <= rise < 1:
-        raise ValueError(f"one_cycle: expected rise as a fraction from 0 to below 1, received {rise!r}")
+        raise ValueError(
+            f"one_cycle: expected rise as a fraction from 0 to below 1, received {rise!r}"
+        )
     for name, value in (("div", div), ("final_div", final_div)):
         if not is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"one_cycle: expected {name} as a positive number, received {value!r}")
@@ -85,7 +97,9 @@ def sequence(values: Iterable[float] | Tensor, *, name: str = "sequence") -> Sch
     """The rates themselves, one per update; past the last there is none."""
     listed = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(listed, Iterable) or isinstance(listed, str):
-        raise TypeError(f"{name}: expected numbers, one per update, received {type(values).__name__}")
+        raise TypeError(
+            f"{name}: expected numbers, one per update, received {type(values).__name__}"
+        )
     rates = tuple(rate_of(v, f"{name}: rate of update {i}") for i, v in enumerate(listed))
     if not rates:
         raise ValueError(f"{name}: expected at least one rate, received none")
@@ -95,15 +109,21 @@ def sequence(values: Iterable[float] | Tensor, *, name: str = "sequence") -> Sch
 def function(fn: Callable[[int], float]) -> Schedule:
     """Any function of the update number; it is called once per update when the table is made."""
     if not callable(fn):
-        raise TypeError(f"function: expected a function update -> rate, received {type(fn).__name__}")
+        raise TypeError(
+            f"function: expected a function update -> rate, received {type(fn).__name__}"
+        )
     return Schedule("function", _function, (("fn", fn),))
 
 
 def per_epoch(schedule: Any, updates: int) -> Schedule:
     """A Schedule whose position is the epoch: each of its rates holds for `updates` updates."""
     if not isinstance(schedule, Schedule):
-        advice = "sequence([...]), or from_torch(scheduler, updates, every=...) for a scheduler of torch"
-        raise TypeError(f"per_epoch: expected a schedule, received {type(schedule).__name__}; wrap it: {advice}")
+        advice = (
+            "sequence([...]), or from_torch(scheduler, updates, every=...) for a scheduler of torch"
+        )
+        raise TypeError(
+            f"per_epoch: expected a schedule, received {type(schedule).__name__}; wrap it: {advice}"
+        )
     each = whole_of(updates, "per_epoch: updates", least=1)
     length = None if schedule.length is None else schedule.length * each
     return Schedule("per_epoch", _per_epoch, (("schedule", schedule), ("updates", each)), length)
@@ -115,7 +135,12 @@ def _ramp(name: str, lr: Any, updates: Any, warmup: Any, start: Any) -> tuple[tu
     up = whole_of(warmup, f"{name}: warmup", least=0)
     if up > total:
         raise ValueError(f"{name}: expected a warm-up within its {total} updates, received {up}")
-    return (("lr", peak), ("updates", total), ("warmup", up), ("start", rate_of(start, f"{name}: start")))
+    return (
+        ("lr", peak),
+        ("updates", total),
+        ("warmup", up),
+        ("start", rate_of(start, f"{name}: start")),
+    )
 
 
 # The order of operations below is part of the contract: another order gives other bits.
@@ -172,12 +197,20 @@ def _warmup_cosine(update: int, lr: float, updates: int, warmup: int) -> float:
     if update < warmup:
         return lr / warmup * (update + 1)
     decay = updates - warmup
-    wave = 0.5 * (1 + math.cos(math.pi * 2 * 0.47 * update / decay))  # the warm-up counts in the angle
+    wave = 0.5 * (
+        1 + math.cos(math.pi * 2 * 0.47 * update / decay)
+    )  # the warm-up counts in the angle
     return lr * ((updates - update) / decay * wave + 0.00001)
 
 
 def _one_cycle(
-    update: int, lr: float, updates: int, rise: float, div: float, final_div: float, shape: Literal["cos", "linear"]
+    update: int,
+    lr: float,
+    updates: int,
+    rise: float,
+    div: float,
+    final_div: float,
+    shape: Literal["cos", "linear"],
 ) -> float:
     peak, low = float(rise * updates) - 1, lr / div
     if peak > 0 and update <= peak:
@@ -194,7 +227,10 @@ def _sequence(update: int, values: tuple[float, ...]) -> float:
 
 
 def _function(update: int, fn: Callable[[int], float]) -> float:
-    return rate_of(fn(update), f"the rate that {getattr(fn, '__name__', 'the function')} gives at update {update}")
+    return rate_of(
+        fn(update),
+        f"the rate that {getattr(fn, '__name__', 'the function')} gives at update {update}",
+    )
 
 
 def _per_epoch(update: int, schedule: Schedule, updates: int) -> float:

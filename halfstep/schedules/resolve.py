@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.schedules.formulas import constant, function, sequence
-from halfstep.schedules.rolled import from_torch, has_moved, refuse_feedback
 from halfstep.schedules.schedule import Schedule, is_number, whole_of
+from halfstep.schedules.torch_schedulers import from_torch, has_moved, refuse_feedback
 
 ACCEPTED = (
     "a number; a list, array or tensor of rates by update; a schedule of halfstep.schedules; a function update -> "
@@ -44,7 +44,9 @@ def check_scheduler(scheduler: LRScheduler, optimizer: Optimizer) -> None:
     refuse_feedback(scheduler)
     name = type(scheduler).__name__
     if scheduler.optimizer is not optimizer:
-        raise ValueError(f"schedule: {name} drives another optimizer than this step's; build it on the one given here")
+        raise ValueError(
+            f"schedule: {name} drives another optimizer than this step's; build it on the one given here"
+        )
     if has_moved(scheduler):
         raise ValueError(
             f"schedule: expected a scheduler that has not been stepped, received {name} in the middle of its run; the "
@@ -67,12 +69,16 @@ def _by_key(given: Mapping[Any, Any], optimizer: Optimizer) -> list[Schedule]:
     groups = optimizer.param_groups
     found: dict[int, Schedule] = {}
     for key, value in given.items():
-        places = [i for i, g in enumerate(groups) if key == (i if _is_index(key) else g.get("name"))]
+        places = [
+            i for i, g in enumerate(groups) if key == (i if _is_index(key) else g.get("name"))
+        ]
         if len(places) != 1 or isinstance(key, bool):
             which = f"{len(places)} groups are" if places else "no parameter group is"
             raise ValueError(f"schedule: {which} called {key!r}; groups are: {_names(optimizer)}")
         if places[0] in found:
-            raise ValueError(f"schedule: group {places[0]} is given twice, the second time as {key!r}; give it once")
+            raise ValueError(
+                f"schedule: group {places[0]} is given twice, the second time as {key!r}; give it once"
+            )
         found[places[0]] = _single(value, f"schedule[{key!r}]")
     return [found.get(i) or constant(float(g["lr"])) for i, g in enumerate(groups)]
 
@@ -81,7 +87,9 @@ def _by_position(given: Sequence[Any], optimizer: Optimizer) -> list[Schedule]:
     groups = optimizer.param_groups
     if len(given) != len(groups):
         expected = f"one schedule per parameter group, {len(groups)} in all ({_names(optimizer)})"
-        raise ValueError(f"schedule: expected {expected}, received {len(given)}. Accepted: {ACCEPTED}")
+        raise ValueError(
+            f"schedule: expected {expected}, received {len(given)}. Accepted: {ACCEPTED}"
+        )
     return [_single(value, f"schedule[{i}]") for i, value in enumerate(given)]
 
 
@@ -96,7 +104,11 @@ def _single(value: Any, where: str) -> Schedule:
         return sequence(plain)
     if callable(plain) and not isinstance(plain, type | LRScheduler):
         return function(plain)
-    hint = "; a scheduler of torch drives all groups, give it alone" if isinstance(plain, LRScheduler) else ""
+    hint = (
+        "; a scheduler of torch drives all groups, give it alone"
+        if isinstance(plain, LRScheduler)
+        else ""
+    )
     raise TypeError(f"{where}: received {type(value).__name__}{hint}. Accepted: {ACCEPTED}")
 
 

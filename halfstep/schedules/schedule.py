@@ -29,7 +29,9 @@ class Schedule:
         self.check(update + 1, first=update)
         rate = self.formula(update, **dict(self.settings))
         if not math.isfinite(rate) or rate < 0:
-            raise ValueError(f"{self}: expected a finite rate of 0 or more at update {update}, received {rate}")
+            raise ValueError(
+                f"{self}: expected a finite rate of 0 or more at update {update}, received {rate}"
+            )
         return rate
 
     def table(
@@ -79,7 +81,9 @@ def rate_of(value: Any, name: str) -> float:
     """A rate a user gave, as a float: finite, 0 or more; a tensor of one element counts as its value."""
     one = isinstance(value, Tensor) and value.numel() == 1
     if not one and not is_number(value):
-        raise TypeError(f"{name}: expected a number, received {type(value).__name__} {_short(value)}")
+        raise TypeError(
+            f"{name}: expected a number, received {type(value).__name__} {_short(value)}"
+        )
     rate = float(value)
     if not math.isfinite(rate) or rate < 0:
         raise ValueError(f"{name}: expected a finite rate of 0 or more, received {rate}")
@@ -89,7 +93,9 @@ def rate_of(value: Any, name: str) -> float:
 def whole_of(value: Any, name: str, *, least: int) -> int:
     """A count of updates a user gave."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name}: expected a whole number of updates, received {type(value).__name__} {_short(value)}")
+        raise TypeError(
+            f"{name}: expected a whole number of updates, received {type(value).__name__} {_short(value)}"
+        )
     if value < least:
         raise ValueError(f"{name}: expected {least} or more updates, received {value}")
     return int(value)

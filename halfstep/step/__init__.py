@@ -1,7 +1,7 @@
 """The step: one batch as one transaction over network, optimizer, loss scale and schedule."""
 
-from halfstep.step.evaluate import EvalRecord, EvalStep
-from halfstep.step.record import Record
-from halfstep.step.train import TrainStep
+from halfstep.step.eval_step import EvalRecord, EvalStep
+from halfstep.step.state__record import Record
+from halfstep.step.train_step import TrainStep
 
 __all__ = ["EvalRecord", "EvalStep", "Record", "TrainStep"]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from halfstep.precision import Applied, NoScale
-from halfstep.precision.lowcopy import widen
-from halfstep.step.count import Number
+from halfstep.precision.low_params import widen
+from halfstep.step.commit__select import Buffers
 from halfstep.step.gradients import add_gradients_
+from halfstep.step.loss_terms import Number
 from halfstep.step.objective import Batch, Objective, rows
 from halfstep.step.options import StepOptions
-from halfstep.step.select import Buffers
 from halfstep.step.state import Cycle, StepState
 
 
@@ -152,8 +152,7 @@ class Accumulate:
         """The gradient of loss · weight · sens · scale by each parameter; p.grad is left empty."""
         if not loss.requires_grad:
             raise ValueError(
-                "the loss depends on no trainable parameter: "
-                "check requires_grad, and that forward is not under no_grad"
+                "the loss depends on no trainable parameter: check requires_grad, and that forward is not under no_grad"
             )
         trainable = [p for p in self.params if p.requires_grad]
         for p in trainable:

@@ -10,11 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.precision.rounding import Widened
-from halfstep.step import ema, spread
-from halfstep.step.optim import Kind, state_tensors
-from halfstep.step.rates import Rates
-from halfstep.step.select import Buffers, Snapshot
+from halfstep.kernels import foreach__spread as spread
+from halfstep.precision.low_params__rounding import Widened
+from halfstep.step import commit__ema as ema
+from halfstep.step.commit__select import Buffers, Snapshot
+from halfstep.step.optimizer import Kind, state_tensors
+from halfstep.step.optimizer__rates import Rates
 from halfstep.step.state import StepState
 
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 _INT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64
-_CHUNK = 1 << 20  # elements hashed at a time: bounds the int64 working memory to 8 MiB per temporary
+_CHUNK = (
+    1 << 20
+)  # elements hashed at a time: bounds the int64 working memory to 8 MiB per temporary
 
 
 def fingerprint(tensor: Tensor) -> Tensor:

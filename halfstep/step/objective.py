@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
-from halfstep.step.count import Number, denominator, hugging_face
+from halfstep.step.loss_terms import Number, denominator, hugging_face
 
 Batch = tuple[Any, ...]
 Run = Callable[..., tuple[Tensor, Number | None]]
@@ -18,7 +18,11 @@ class Objective:
     """Network and loss as one function of a batch."""
 
     def __init__(
-        self, net: nn.Module, loss: Any, forward: Callable[..., Any] | None, count: Callable[[Any], Number] | None
+        self,
+        net: nn.Module,
+        loss: Any,
+        forward: Callable[..., Any] | None,
+        count: Callable[[Any], Number] | None,
     ) -> None:
         if loss is not None and not callable(loss):
             expected = "a loss module, a function, or None when the network returns its loss"
@@ -26,8 +30,12 @@ class Objective:
         self.net, self.loss, self.given = net, loss, count
         self.forward = forward or _by_convention(loss)
         self.terms = denominator(loss)
-        self.labels = hugging_face(net) if loss is None and forward is None and count is None else None
-        self.run: Run = self.__call__  # what a training batch goes through: this, or its compiled form
+        self.labels = (
+            hugging_face(net) if loss is None and forward is None and count is None else None
+        )
+        self.run: Run = (
+            self.__call__
+        )  # what a training batch goes through: this, or its compiled form
 
     @property
     def known(self) -> bool:
@@ -55,7 +63,9 @@ class Objective:
         """The loss is torch's, or the network's own: nothing of it may read weights outside their forward."""
         return self.loss is None or self.terms.known
 
-    def __call__(self, applied: Applied, batch: Batch, *, weighted: bool) -> tuple[Tensor, Number | None]:
+    def __call__(
+        self, applied: Applied, batch: Batch, *, weighted: bool
+    ) -> tuple[Tensor, Number | None]:
         """The loss in float32 or wider, and its n; n is None where it need not be known.
 
         `weighted` asks for n always, and for a loss that is 0, not 0/0, when n is 0 and torch knows the sum form.
@@ -65,10 +75,14 @@ class Objective:
         loss, n = self.value(out, applied.precision.output, weighted=weighted)
         return loss, self.told(batch, n, weighted=weighted)
 
-    def value(self, out: Any, least: torch.dtype, *, weighted: bool) -> tuple[Tensor, Number | None]:
+    def value(
+        self, out: Any, least: torch.dtype, *, weighted: bool
+    ) -> tuple[Tensor, Number | None]:
         """The loss of what forward returned, and its n where the loss's own arguments tell it."""
         taken = () if self.loss is None else arguments(out, least)
-        asked = (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
+        asked = (
+            (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
+        )
         n = self.terms.count(*taken) if asked and self.terms.count is not None else None
         if weighted and self.ignores_targets:
             assert self.terms.summed is not None
@@ -79,7 +93,11 @@ class Objective:
     def told(self, batch: Batch, n: Number | None, *, weighted: bool) -> Number | None:
         """n, from the batch where that is what tells it."""
         asked = weighted or self.may_be_none
-        return self.number(batch, ()) if asked and (self.given is not None or self.labels is not None) else n
+        return (
+            self.number(batch, ())
+            if asked and (self.given is not None or self.labels is not None)
+            else n
+        )
 
     def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
         """How many terms the loss of this batch averages; None when nobody knows."""
@@ -147,7 +165,9 @@ def _tensor(loss: Any) -> Tensor:
 def wide(value: Any, least: torch.dtype) -> Any:
     """Floating tensors in `least` (float32, or float64) or wider: a loss in half loses what the network kept."""
     if isinstance(value, Tensor):
-        narrow = value.is_floating_point() and torch.finfo(value.dtype).bits < torch.finfo(least).bits
+        narrow = (
+            value.is_floating_point() and torch.finfo(value.dtype).bits < torch.finfo(least).bits
+        )
         return value.to(least) if narrow else value
     return tree_map(lambda leaf: wide(leaf, least) if isinstance(leaf, Tensor) else leaf, value)
 
@@ -156,8 +176,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`, structure kept."""
     if all(isinstance(x, Tensor) and x.device == device for x in batch):
         return batch
-    plain = tuple(dict(x) if isinstance(x, Mapping) else x for x in batch)  # Hugging Face's batches are mappings
-    moved: Batch = tree_map(lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, plain)
+    plain = tuple(
+        dict(x) if isinstance(x, Mapping) else x for x in batch
+    )  # Hugging Face's batches are mappings
+    moved: Batch = tree_map(
+        lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, plain
+    )
     return moved
 
 

@@ -53,10 +53,20 @@ class StepOptions:
         _expect(whole, "accumulate", "1 or more batches per update", self.accumulate)
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
-            _expect(value is None or (_is_number(value) and value > 0), name, "a positive number or None", value)
+            _expect(
+                value is None or (_is_number(value) and value > 0),
+                name,
+                "a positive number or None",
+                value,
+            )
         decay = self.ema is None or (_is_number(self.ema) and 0 < self.ema < 1)
         _expect(decay, "ema", "a decay between 0 and 1, or None", self.ema)
-        _expect(isinstance(self.sens, Tensor) or self.sens != 0, "sens", "a number other than 0", self.sens)
+        _expect(
+            isinstance(self.sens, Tensor) or self.sens != 0,
+            "sens",
+            "a number other than 0",
+            self.sens,
+        )
         _expect(
             self.nonfinite in (None, "raise", "skip", "ignore"),
             "nonfinite",
@@ -64,7 +74,10 @@ class StepOptions:
             self.nonfinite,
         )
         _expect(
-            self.fingerprint_every >= 0, "fingerprint_every", "0 (never) or a number of steps", self.fingerprint_every
+            self.fingerprint_every >= 0,
+            "fingerprint_every",
+            "0 (never) or a number of steps",
+            self.fingerprint_every,
         )
         for ok, name, expected in self._switches():
             _expect(ok, name, expected, getattr(self, name))
@@ -78,7 +91,11 @@ class StepOptions:
             value = getattr(self, name)
             yield isinstance(value, bool) or value == "auto", name, "True, False or 'auto'"
         repeats = self.cudnn_benchmark is not True or not self.deterministic
-        yield repeats, "cudnn_benchmark", "'auto' or False beside deterministic=True, since no measurement repeats"
+        yield (
+            repeats,
+            "cudnn_benchmark",
+            "'auto' or False beside deterministic=True, since no measurement repeats",
+        )
 
     @property
     def benchmark(self) -> bool:
@@ -98,7 +115,9 @@ class StepOptions:
             if name not in known:
                 close = ["lr"] if name == "schedule" else get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]!r}? " if close else ""
-                raise TypeError(f"TrainStep: unknown option {name!r}; {hint}options are: precision, {', '.join(known)}")
+                raise TypeError(
+                    f"TrainStep: unknown option {name!r}; {hint}options are: precision, {', '.join(known)}"
+                )
         return cls(**options)
 
 

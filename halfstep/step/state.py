@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.precision.scale import ScaleState
+from halfstep.precision.loss_scale import ScaleState
 
 
 @dataclass
@@ -68,7 +68,9 @@ def load(state: Any, saved: dict[str, Any], device: torch.device) -> None:
     """Puts every field of `saved` into `state`; a missing or unknown field is an error."""
     names = [f.name for f in fields(state)]
     if sorted(names) != sorted(saved):
-        raise ValueError(f"step state: expected the fields {', '.join(names)}; received {', '.join(saved)}")
+        raise ValueError(
+            f"step state: expected the fields {', '.join(names)}; received {', '.join(saved)}"
+        )
     for name in names:
         mine, value = getattr(state, name), saved[name]
         if is_dataclass(mine):
@@ -80,4 +82,8 @@ def load(state: Any, saved: dict[str, Any], device: torch.device) -> None:
 def _copy(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
-    return [_copy(v, device) for v in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return (
+        [_copy(v, device) for v in value]
+        if isinstance(value, Sequence) and not isinstance(value, str)
+        else value
+    )

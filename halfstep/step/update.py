@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from halfstep.precision import NoScale, Precision
-from halfstep.precision.lowcopy import widen
-from halfstep.precision.scale import ScaleState, inverse
+from halfstep.precision.loss_scale import ScaleState, inverse
+from halfstep.precision.low_params import widen
 from halfstep.step import gradients
 from halfstep.step.commit import Commit
-from halfstep.step.host import Host
+from halfstep.step.fast.fused_update__quick_plan import UpdateSignature
 from halfstep.step.options import StepOptions
-from halfstep.step.quick_plan import UpdateSignature
-from halfstep.step.record import RecordTarget, UpdateResult
 from halfstep.step.state import Cycle, StepState
+from halfstep.step.state__host import Host
+from halfstep.step.state__record import RecordTarget, UpdateResult
 
 if TYPE_CHECKING:
-    from halfstep.step.quick import FusedUpdate
+    from halfstep.step.fast.fused_update import FusedUpdate
 
 MAX_SIGNATURES = 16  # kinds of updates that are remembered, to load their kernels before a capture
 
@@ -330,7 +330,7 @@ class Update:
 
     @cached_property
     def _fused_update(self) -> "FusedUpdate":
-        from halfstep.step.quick import FusedUpdate
+        from halfstep.step.fast.fused_update import FusedUpdate
 
         return FusedUpdate(self)
 

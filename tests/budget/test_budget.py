@@ -20,8 +20,14 @@ from halfstep.model import Model
 ROOT = Path(hs.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LONG = {  # files over 250 lines, each with its own limit and the reason a reader would accept
-    "grads.py": (300, "GradManager and GradOperation share their seeds and checks, and the design gives them one file"),
-    "amp/scaler.py": (300, "torch's protocol and MegEngine's are one class, and inheritance stays one level deep"),
+    "grads.py": (
+        300,
+        "GradManager and GradOperation share their seeds and checks, and the design gives them one file",
+    ),
+    "amp/scaler.py": (
+        300,
+        "torch's protocol and MegEngine's are one class, and inheritance stays one level deep",
+    ),
 }
 # Frames between the user's call and `forward`, both left out: bare torch has 2 (two of nn.Module), Lightning 29.
 FRAMES = {"fp32": 8, "O1": 10, "O2": 10, "O3": 10, "fp16": 10}
@@ -42,13 +48,19 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize("precision", FRAMES)
-def test_few_frames_lie_between_the_users_call_and_forward(precision: str, device: torch.device) -> None:
+def test_few_frames_lie_between_the_users_call_and_forward(
+    precision: str, device: torch.device
+) -> None:
     net = Deep().to(device)
     net(torch.randn(2, 4, device=device))
-    step = hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=precision)
+    step = hs.TrainStep(
+        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=precision
+    )
     for _ in range(3):
         step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
-    bare, _, *later = net.between  # the first step may have one more: it writes down dtypes for report()
+    bare, _, *later = (
+        net.between
+    )  # the first step may have one more: it writes down dtypes for report()
     assert bare == 2
     assert max(later) <= FRAMES[precision]
     assert max(net.between) <= FRAMES[precision] + 1
@@ -59,7 +71,9 @@ def test_few_frames_lie_between_fit_and_forward(precision: str, device: torch.de
     """At most 10, callbacks or not: they are called beside the step, not around it."""
     net = Deep().to(device)
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = Model(net, nn.MSELoss(), sgd, precision, capture=False)  # captured, forward runs only to be captured
+    model = Model(
+        net, nn.MSELoss(), sgd, precision, capture=False
+    )  # captured, forward runs only to be captured
     data = hs.data.Dataset((torch.randn(8, 4), torch.zeros(8, 3))).batch(2)
     model.fit(1, data, callbacks=[Callback()])
     _, *later = net.between
@@ -78,7 +92,12 @@ print(json.dumps([(end - start) / (middle - start), sorted(set(sys.modules) - be
 def imported() -> tuple[float, list[str]]:
     """A fresh process: the time to import halfstep over that of torch alone, and the modules it added."""
     run = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=120, cwd=ROOT.parent
+        [sys.executable, "-c", IMPORT],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT.parent,
     )
     ratio, added = json.loads(run.stdout)
     return ratio, added
@@ -96,7 +115,18 @@ def test_importing_halfstep_takes_at_most_a_fifth_longer_than_torch() -> None:
 def test_importing_halfstep_loads_nothing_heavy() -> None:
     added = {name.partition(".")[0] for name in imported()[1]}
     assert (
-        added & {"rich", "typer", "click", "transformers", "fsspec", "torchmetrics", "torchvision", "pandas", "PIL"}
+        added
+        & {
+            "rich",
+            "typer",
+            "click",
+            "transformers",
+            "fsspec",
+            "torchmetrics",
+            "torchvision",
+            "pandas",
+            "PIL",
+        }
         == set()
     )
     assert "halfstep" in added
@@ -122,7 +152,12 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_a_function_has_at_most_40_lines() -> None:
-    long = [f"{p.relative_to(ROOT)}: {name} has {n}" for p in FILES for name, n in functions(p) if n > 40]
+    long = [
+        f"{p.relative_to(ROOT)}: {name} has {n}"
+        for p in FILES
+        for name, n in functions(p)
+        if n > 40
+    ]
     assert long == []
 
 
@@ -156,15 +191,46 @@ MAY_IMPORT = {  # room → the rooms it may import, itself aside; precision → 
     "callbacks": {"errors", "engine", "checkpoint", "schedules", "step"},
     "again": {"errors", "checkpoint", "engine", "model"},
     "compare": {
-        *("errors", "again", "callbacks", "checkpoint", "data", "engine", "metrics", "model", "nets", "precision"),
+        *(
+            "errors",
+            "again",
+            "callbacks",
+            "checkpoint",
+            "data",
+            "engine",
+            "metrics",
+            "model",
+            "nets",
+            "precision",
+        ),
         "schedules",
     },
     "report": set(),
     "cli": {
-        *("errors", "again", "callbacks", "checkpoint", "compare", "data", "engine", "metrics", "model", "nets"),
+        *(
+            "errors",
+            "again",
+            "callbacks",
+            "checkpoint",
+            "compare",
+            "data",
+            "engine",
+            "metrics",
+            "model",
+            "nets",
+        ),
         *("precision", "report", "schedules", "step"),
     },
-    "model": {"errors", "precision", "step", "engine", "metrics", "schedules", "checkpoint", "callbacks"},
+    "model": {
+        "errors",
+        "precision",
+        "step",
+        "engine",
+        "metrics",
+        "schedules",
+        "checkpoint",
+        "callbacks",
+    },
 }
 
 

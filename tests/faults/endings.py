@@ -36,12 +36,18 @@ def ending(folder: Path) -> dict[str, Any]:
     last = checkpoint.latest(root)
     assert last is not None
     kept = [path.name for path in checkpoint.listing(root)]
-    return {**leaves(checkpoint.load(last).tree), "kept": kept, "log": (folder / "log.jsonl").read_text()}
+    return {
+        **leaves(checkpoint.load(last).tree),
+        "kept": kept,
+        "log": (folder / "log.jsonl").read_text(),
+    }
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """The names of the leaves that are not bit for bit the same."""
-    return sorted(a.keys() ^ b.keys()) + sorted(name for name in a.keys() & b.keys() if not _same(a[name], b[name]))
+    return sorted(a.keys() ^ b.keys()) + sorted(
+        name for name in a.keys() & b.keys() if not _same(a[name], b[name])
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -93,12 +99,19 @@ class Snap(Callback):
 
 
 def fit(
-    folder: Path, *callbacks: Callback, resume: Any = None, model: Model | None = None, epochs: int = 2, **options: Any
+    folder: Path,
+    *callbacks: Callback,
+    resume: Any = None,
+    model: Model | None = None,
+    epochs: int = 2,
+    **options: Any,
 ) -> Run:
     """The usual run without what changes from test to test."""
     settings = {"valid": valid_data(), "valid_every_steps": 3, **options}
     data = settings.pop("data", None) or train_data()
-    return (model or build()).fit(epochs, data, callbacks=list(callbacks), resume=resume, **settings)
+    return (model or build()).fit(
+        epochs, data, callbacks=list(callbacks), resume=resume, **settings
+    )
 
 
 class Fails(Callback):

@@ -30,7 +30,16 @@ from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
 
 SIZE = 26  # 7 batches of 4, the last one of 2
-SYSTEM = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+SYSTEM = (
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.listdir",
+    "os.scandir",
+    "shutil.rmtree",
+)
 
 
 class Net(nn.Module):
@@ -72,11 +81,20 @@ def train_data(size: int = SIZE, batch: int = 4, pad: int = 2) -> hs.data.Datase
 
 @cache
 def valid_data() -> hs.data.Dataset:
-    return hs.data.Dataset(images(10, seed=2)).batch(4).map([hs.data.Rescale(1 / 255), hs.data.ToCHW()], "x")
+    return (
+        hs.data.Dataset(images(10, seed=2))
+        .batch(4)
+        .map([hs.data.Rescale(1 / 255), hs.data.ToCHW()], "x")
+    )
 
 
 def build(
-    optimizer: str = "adamw", precision: str = "O2", accumulate: int = 1, *, init: float = 2.0**17, **options: Any
+    optimizer: str = "adamw",
+    precision: str = "O2",
+    accumulate: int = 1,
+    *,
+    init: float = 2.0**17,
+    **options: Any,
 ) -> Model:
     seed(0)
     net = Net()
@@ -84,9 +102,15 @@ def build(
         "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.01),
         "sgd": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
     }
-    scale = hs.DynamicScale(init=init, interval=4)  # the first two updates overflow, then it grows with every fourth
+    scale = hs.DynamicScale(
+        init=init, interval=4
+    )  # the first two updates overflow, then it grows with every fourth
     chosen = hs.Precision(precision, scale=scale) if precision in ("O1", "O2") else precision
-    settings = {"ema": 0.9, "schedule": hs.schedules.linear(0.02, 60, warmup=6, start=0.002), **options}
+    settings = {
+        "ema": 0.9,
+        "schedule": hs.schedules.linear(0.02, 60, warmup=6, start=0.002),
+        **options,
+    }
     with warnings.catch_warnings(action="ignore"):  # BatchNorm under accumulate
         return Model(
             net, nn.CrossEntropyLoss(), makers[optimizer](), chosen, metrics={"acc": hs.metrics.Accuracy()},
@@ -104,7 +128,13 @@ class Death(Callback):
     last = True
 
     def __init__(
-        self, moment: str = "", step: int = -1, n: int = 1, send: int = signal.SIGKILL, *, pause: float = 0
+        self,
+        moment: str = "",
+        step: int = -1,
+        n: int = 1,
+        send: int = signal.SIGKILL,
+        *,
+        pause: float = 0,
     ) -> None:
         self.moment, self.at, self.left, self.send, self.pause = moment, step, n, send, pause
         self.run: Run | None = None
@@ -211,7 +241,9 @@ class Forked:
         assert self.process.stdout.readline() == "ready\n"
         atexit.register(self.stop)
 
-    def __call__(self, folder: Path, death: Any = (), delay: float = 0, send: Any = (), **case: Any) -> int:
+    def __call__(
+        self, folder: Path, death: Any = (), delay: float = 0, send: Any = (), **case: Any
+    ) -> int:
         """The exit code of a run in `folder`, minus the number of the signal that ended it. Signals to `send` come from
         outside, each after `delay` seconds; `seconds` is how long it lived after the last of them."""
         assert self.process.stdin

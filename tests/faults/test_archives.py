@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.get.unpack import unpack
+from halfstep.data.download.archive__unpack import unpack
 
 FILES = {"set/a.bin": bytes(range(256)) * 100, "set/deep/b.txt": b"text", "empty": b""}
 
@@ -48,7 +48,9 @@ def plain_tar() -> bytes:
     return tar(*(entry(name, data) for name, data in FILES.items()))
 
 
-def zipped(*entries: tuple[str | zipfile.ZipInfo, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+def zipped(
+    *entries: tuple[str | zipfile.ZipInfo, bytes], method: int = zipfile.ZIP_DEFLATED
+) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", method) as archive:
         for name, data in entries:
@@ -93,7 +95,9 @@ def lying_zip(crc_of: int) -> bytes:
     """Declares 10 bytes and unpacks to 1,000; with the checksum of those 10, zipfile cuts it there and is content."""
     crc = struct.pack("<I", zlib.crc32(bytes(crc_of)))
     data = zipped(("a", bytes(1000)))
-    return patched(data, (LOCAL, 14, crc), (LOCAL, 22, SMALL), (CENTRAL, 16, crc), (CENTRAL, 24, SMALL))
+    return patched(
+        data, (LOCAL, 14, crc), (LOCAL, 22, SMALL), (CENTRAL, 16, crc), (CENTRAL, 24, SMALL)
+    )
 
 
 def greedy_xz() -> bytes:
@@ -113,7 +117,11 @@ def overlapping_zip() -> bytes:
 
 def sparse() -> bytes:
     info, data = entry("a", b"1\n0\n512\n" + bytes(504))
-    info.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": str(1 << 40)}
+    info.pax_headers = {
+        "GNU.sparse.major": "1",
+        "GNU.sparse.minor": "0",
+        "GNU.sparse.realsize": str(1 << 40),
+    }
     return tar((info, data))
 
 
@@ -229,10 +237,14 @@ def test_refused(tmp_path: Path, kind: str) -> None:
     assert re.search(match, said), said  # not in the path, which has the test's name in it
     assert "Nothing was unpacked. Get the archive again" in str(caught.value)
     assert listing(tmp_path) == ["home", "home/archive"]
-    assert peak < 16 << 20  # 8 MiB of them the window of a plain xz; naively read, several need 32 MiB, one 4 GiB
+    assert (
+        peak < 16 << 20
+    )  # 8 MiB of them the window of a plain xz; naively read, several need 32 MiB, one 4 GiB
 
 
-@pytest.mark.parametrize("make", [plain_tar, plain_zip, lambda: gzip.compress(plain_tar())], ids=["tar", "zip", "gz"])
+@pytest.mark.parametrize(
+    "make", [plain_tar, plain_zip, lambda: gzip.compress(plain_tar())], ids=["tar", "zip", "gz"]
+)
 def test_random_damage_is_refused_or_harmless(tmp_path: Path, make) -> None:
     data, draw, refused = make(), random.Random(0), 0
     for i in range(100):
@@ -249,7 +261,9 @@ def test_random_damage_is_refused_or_harmless(tmp_path: Path, make) -> None:
     assert len(os.listdir(tmp_path / "all")) == 100 - refused
 
 
-@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress], ids=["tar", "gz", "bz2", "xz"])
+@pytest.mark.parametrize(
+    "pack", [bytes, gzip.compress, bz2.compress, lzma.compress], ids=["tar", "gz", "bz2", "xz"]
+)
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_plain_tars_unpack(tmp_path: Path, pack, format: int) -> None:
     long = "folder/" * 20 + "é" * 40  # 220 bytes: over the 100 of a bare header
@@ -259,9 +273,13 @@ def test_plain_tars_unpack(tmp_path: Path, pack, format: int) -> None:
         entry("set", type=tarfile.DIRTYPE),
         entry("set", type=tarfile.DIRTYPE),
     ]
-    (tmp_path / "a").write_bytes(pack(tar(*folders, *(entry(*each) for each in files.items()), format=format)))
+    (tmp_path / "a").write_bytes(
+        pack(tar(*folders, *(entry(*each) for each in files.items()), format=format))
+    )
     folder = unpack(tmp_path / "a", tmp_path / "new" / "out")
-    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == files
+    assert {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    } == files
     assert listing(tmp_path / "new")[0] == "out"
 
 
@@ -269,7 +287,9 @@ def test_plain_tars_unpack(tmp_path: Path, pack, format: int) -> None:
 def test_plain_zips_unpack(tmp_path: Path, method: int) -> None:
     (tmp_path / "a").write_bytes(zipped(("set/", b""), *FILES.items(), method=method))
     folder = unpack(tmp_path / "a", tmp_path / "out")
-    assert {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()} == FILES
+    assert {
+        str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    } == FILES
 
 
 def test_modes_and_owners_stay_behind(tmp_path: Path) -> None:
@@ -290,7 +310,9 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
 def test_limits_hold_to_the_byte_and_the_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(plain_tar())
     size = sum(map(len, FILES.values()))
-    unpack(tmp_path / "a", tmp_path / "enough", limit_bytes=size, limit_files=5)  # 3 files, 2 implied folders
+    unpack(
+        tmp_path / "a", tmp_path / "enough", limit_bytes=size, limit_files=5
+    )  # 3 files, 2 implied folders
     with pytest.raises(ValueError, match=f"limit_bytes={size - 1}"):
         unpack(tmp_path / "a", tmp_path / "out", limit_bytes=size - 1)
     with pytest.raises(ValueError, match="limit_files=4"):
@@ -304,12 +326,14 @@ import sys, types
 for name in ("halfstep", "halfstep.data"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [name.replace(".", "/")]
-from halfstep.data.get.unpack import unpack
+from halfstep.data.download.archive__unpack import unpack
 unpack(*sys.argv[1:])
 """
 
 
-def child(archive: Path, folder: Path, before: Callable[[], None] | None = None) -> subprocess.Popen:
+def child(
+    archive: Path, folder: Path, before: Callable[[], None] | None = None
+) -> subprocess.Popen:
     command, root = [sys.executable, "-c", ALONE, archive, folder], Path(__file__).parents[2]
     return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True, preexec_fn=before)
 
@@ -318,7 +342,9 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     """The kernel's own refusal to write on: a limit on the file size stands in for a disk that is full."""
     (tmp_path / "a").write_bytes(plain_tar())
     process = child(
-        tmp_path / "a", tmp_path / "out", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        tmp_path / "a",
+        tmp_path / "out",
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000)),
     )
     error = process.communicate()[1]
     assert "OSError: [Errno 27] File too large" in error

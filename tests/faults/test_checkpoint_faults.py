@@ -24,8 +24,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfstep.checkpoint import CheckpointError, latest, listing, load, name_of, save, step_of, verify
-from halfstep.checkpoint.atomic import _birth, _host, explained
+from halfstep.checkpoint import (
+    CheckpointError,
+    latest,
+    listing,
+    load,
+    name_of,
+    save,
+    step_of,
+    verify,
+)
+from halfstep.checkpoint.disk import _birth, _host, explained
 
 EXTRA = {"notes.txt": b"the learning rate was lowered by hand\n"}
 MIB = 1 << 20
@@ -71,7 +80,10 @@ def reseal(path: Path, edit: Callable[[dict[str, Any]], None] = lambda manifest:
     for name in manifest["files"]:
         if (path / name).is_file():
             content = (path / name).read_bytes()
-            manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            manifest["files"][name] = {
+                "size": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
     edit(manifest)
     seal = hashlib.sha256(json.dumps(manifest, indent=1).encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps({**manifest, "seal": seal}, indent=1) + "\n")
@@ -100,7 +112,14 @@ def test_every_flipped_byte_is_found(path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["manifest.json", "tree.json", "tensors.safetensors", "notes.txt"])
 def test_every_cut_and_every_addition_is_found(path: Path, name: str) -> None:
     content = (path / name).read_bytes()
-    for wrong in (b"", content[:1], content[: len(content) // 2], content[:-1], content + b"\0", content + b"\n"):
+    for wrong in (
+        b"",
+        content[:1],
+        content[: len(content) // 2],
+        content[:-1],
+        content + b"\0",
+        content + b"\n",
+    ):
         (path / name).write_bytes(wrong)
         refused(path, name)
 
@@ -114,7 +133,10 @@ def test_a_missing_file_is_named(path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["more.bin", ".hidden", "tree.json~", "new\nline", "data.pkl"])
 def test_an_additional_file_is_named(path: Path, name: str) -> None:
     (path / name).touch()
-    refused(path, "expected only the files of its manifest.json, found .* too. Move what does not belong")
+    refused(
+        path,
+        "expected only the files of its manifest.json, found .* too. Move what does not belong",
+    )
     (path / name).unlink()
     load(path)  # the advice works
 
@@ -123,13 +145,19 @@ def test_renamed_and_swapped_files_are_found(path: Path, tmp_path: Path) -> None
     os.rename(path / "notes.txt", path / "note.txt")
     refused(path, "found no notes.txt")
     os.rename(path / "note.txt", path / "notes.txt")
-    other = save(tmp_path / "other", {"w": torch.arange(1.0, 7.0), "n": [1, "x"]}, extra_files=EXTRA)
-    shutil.copy(other / "tensors.safetensors", path)  # of the same size, sound, and from another checkpoint
+    other = save(
+        tmp_path / "other", {"w": torch.arange(1.0, 7.0), "n": [1, "x"]}, extra_files=EXTRA
+    )
+    shutil.copy(
+        other / "tensors.safetensors", path
+    )  # of the same size, sound, and from another checkpoint
     refused(path, r"tensors\.safetensors: expected sha256")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tree.json", "tensors.safetensors", "notes.txt"])
-def test_links_folders_and_pipes_inside_are_not_followed(path: Path, name: str, tmp_path: Path) -> None:
+def test_links_folders_and_pipes_inside_are_not_followed(
+    path: Path, name: str, tmp_path: Path
+) -> None:
     os.rename(path / name, tmp_path / "outside")
     (path / name).symlink_to(tmp_path / "outside")
     refused(path, f"{name}: expected a file that can be read, found a symbolic link")
@@ -138,10 +166,14 @@ def test_links_folders_and_pipes_inside_are_not_followed(path: Path, name: str, 
     refused(path, f"{name}: expected a regular file, found something else")
     (path / name).rmdir()
     os.mkfifo(path / name)
-    refused(path, f"{name}: expected a regular file, found something else")  # and nobody waits for a writer
+    refused(
+        path, f"{name}: expected a regular file, found something else"
+    )  # and nobody waits for a writer
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b", "", ".x", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/hostname", "..", "a/b", "", ".x", "manifest.json"]
+)
 def test_names_that_leave_the_folder_are_refused(path: Path, name: str) -> None:
     (path.parent / "outside").write_bytes(b"secret")
     entry = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
@@ -153,7 +185,11 @@ def test_names_that_leave_the_folder_are_refused(path: Path, name: str) -> None:
     ("field", "value", "match"),
     [
         ("format", "other", r'expected "format": "halfstep checkpoint"'),
-        ("version", 2, "found version 2, from a newer halfstep. Upgrade halfstep: pip install -U halfstep"),
+        (
+            "version",
+            2,
+            "found version 2, from a newer halfstep. Upgrade halfstep: pip install -U halfstep",
+        ),
         ("version", 10**30, "from a newer halfstep"),
         ("version", 0, "expected a version of 1 to 1, found 0"),
         ("version", True, "expected a version of 1 to 1, found True"),
@@ -192,7 +228,11 @@ STORAGES = [{"bytes": 24, "device": "cpu"}]
 
 
 def skeleton(tree: Any = None, tensors: Any = None, storages: Any = None) -> dict[str, Any]:
-    return {"tree": tree, "tensors": [] if tensors is None else tensors, "storages": storages or STORAGES}
+    return {
+        "tree": tree,
+        "tensors": [] if tensors is None else tensors,
+        "storages": storages or STORAGES,
+    }
 
 
 @pytest.mark.parametrize(
@@ -203,36 +243,66 @@ def skeleton(tree: Any = None, tensors: Any = None, storages: Any = None) -> dic
         (b"NaN", "NaN is not JSON"),
         (b"[" * 100_000, "expected JSON"),
         (b"9" * 5000, "expected JSON"),
-        (b'{"tensors":[],"storages":[],"tree":' + b"[" * 102 + b"]" * 102 + b"}", "expected at most 100 levels"),
+        (
+            b'{"tensors":[],"storages":[],"tree":' + b"[" * 102 + b"]" * 102 + b"}",
+            "expected at most 100 levels",
+        ),
         (b"[]", "expected an object with storages, tensors, tree"),
         ({"tree": None}, "expected an object with storages, tensors, tree"),
         (skeleton(tensors={}), "tensors: expected a list"),
         (skeleton(storages=[3]), r"storages\[0\]: expected a size in bytes and a device"),
         (skeleton(storages=[{"bytes": -1, "device": "cpu"}]), r"storages\[0\]: expected a size"),
-        (skeleton(storages=[{"bytes": 24, "device": "toaster"}]), r"storages\[0\]: expected a device"),
-        (skeleton(storages=[{"bytes": 2**60, "device": "cpu"}]), "bytes, as tree.json has them, found"),
-        (skeleton(storages=[{"bytes": 2**61, "device": "cpu"}] * 5), "bytes, as tree.json has them, found"),
-        (skeleton(storages=[{"bytes": 12, "device": "cpu"}] * 2), "bytes, as tree.json has them, found"),
-        (skeleton(tensors=[{}]), r"tensors\[0\]: expected an object with dtype, offset, size, storage, stride"),
+        (
+            skeleton(storages=[{"bytes": 24, "device": "toaster"}]),
+            r"storages\[0\]: expected a device",
+        ),
+        (
+            skeleton(storages=[{"bytes": 2**60, "device": "cpu"}]),
+            "bytes, as tree.json has them, found",
+        ),
+        (
+            skeleton(storages=[{"bytes": 2**61, "device": "cpu"}] * 5),
+            "bytes, as tree.json has them, found",
+        ),
+        (
+            skeleton(storages=[{"bytes": 12, "device": "cpu"}] * 2),
+            "bytes, as tree.json has them, found",
+        ),
+        (
+            skeleton(tensors=[{}]),
+            r"tensors\[0\]: expected an object with dtype, offset, size, storage, stride",
+        ),
         (skeleton(tensors=[{**WINDOW, "dtype": "qint8"}]), "expected a dtype of bool, uint8"),
         (skeleton(tensors=[{**WINDOW, "dtype": ["float32"]}]), "expected a dtype of bool, uint8"),
         (skeleton(tensors=[{**WINDOW, "dtype": "__dict__"}]), "expected a dtype of bool, uint8"),
-        (skeleton(tensors=[{**WINDOW, "offset": 1}]), "expected a window within 24 bytes, found one that ends at 28"),
+        (
+            skeleton(tensors=[{**WINDOW, "offset": 1}]),
+            "expected a window within 24 bytes, found one that ends at 28",
+        ),
         (skeleton(tensors=[{**WINDOW, "offset": -1}]), "expected sizes and strides"),
         (skeleton(tensors=[{**WINDOW, "size": [-1]}]), "expected sizes and strides"),
         (skeleton(tensors=[{**WINDOW, "stride": [-1]}]), "expected sizes and strides"),
         (skeleton(tensors=[{**WINDOW, "size": [True]}]), "expected sizes and strides"),
         (skeleton(tensors=[{**WINDOW, "size": [1, 1]}]), "expected sizes and strides"),
-        (skeleton(tensors=[{**WINDOW, "size": [0] * 65, "stride": [0] * 65}]), "expected sizes and strides"),
+        (
+            skeleton(tensors=[{**WINDOW, "size": [0] * 65, "stride": [0] * 65}]),
+            "expected sizes and strides",
+        ),
         (skeleton(tensors=[{**WINDOW, "size": [2**62]}]), "expected a window within 24 bytes"),
-        (skeleton(tensors=[{**WINDOW, "size": [2**40] * 2, "stride": [0, 0]}]), r"expected at most 2\^62 elements"),
+        (
+            skeleton(tensors=[{**WINDOW, "size": [2**40] * 2, "stride": [0, 0]}]),
+            r"expected at most 2\^62 elements",
+        ),
         (skeleton(tensors=[{**WINDOW, "storage": 1}]), "expected one of 1 storages, found 1"),
         (skeleton(tensors=[{**WINDOW, "storage": -1}]), "expected one of 1 storages, found -1"),
         (skeleton(tensors=[{**WINDOW, "storage": None}]), "expected one of 1 storages, found None"),
         (skeleton({"tensor": 0}), "expected a tagged value"),
         (skeleton({"tensor": -1}, [WINDOW]), "expected a tagged value"),
         (skeleton({"object": "os.system"}), "expected a tagged value"),
-        (skeleton({"int": "0x1f"}), "expected a value of kind 'int'"),  # it fits JSON, so it is never written so
+        (
+            skeleton({"int": "0x1f"}),
+            "expected a value of kind 'int'",
+        ),  # it fits JSON, so it is never written so
         (skeleton({"int": 5}), "expected a value of kind 'int'"),
         (skeleton({"float": "00"}), "expected a value of kind 'float'"),
         (skeleton({"float": "3ff0000000000000"}), "expected a value of kind 'float'"),
@@ -249,7 +319,9 @@ def skeleton(tree: Any = None, tensors: Any = None, storages: Any = None) -> dic
 )
 def test_malicious_trees_are_refused(path: Path, content: Any, match: str) -> None:
     """The checksums are right: only the content is not."""
-    (path / "tree.json").write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    (path / "tree.json").write_bytes(
+        content if isinstance(content, bytes) else json.dumps(content).encode()
+    )
     reseal(path)
     refused(path, match)
 
@@ -294,7 +366,10 @@ BOMBED = Path("/tmp") / f"halfstep-bomb-{os.getpid()}"
 def foreigners(folder: Path) -> Iterator[tuple[Path, str]]:
     """Things that are no checkpoint, made by what makes them, and what the error says of each."""
     torch.save({"w": torch.ones(2), "bomb": Bomb()}, folder / "model.pt")
-    yield folder / "model.pt", r"a zip file, as torch.save and Lightning write .* Read it with torch\.load"
+    yield (
+        folder / "model.pt",
+        r"a zip file, as torch.save and Lightning write .* Read it with torch\.load",
+    )
     with zipfile.ZipFile(folder / "epoch=1.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb()))
     yield folder / "epoch=1.ckpt", "a zip file"
@@ -303,7 +378,10 @@ def foreigners(folder: Path) -> Iterator[tuple[Path, str]]:
     (folder / "bomb.pkl").write_bytes(pickle.dumps(Bomb()))
     yield folder / "bomb.pkl", "a pickle, which is never loaded"
     save_file({"w": torch.ones(2)}, folder / "w.safetensors")
-    yield folder / "w.safetensors", r"a bare safetensors file. Read it with safetensors\.torch\.load_file"
+    yield (
+        folder / "w.safetensors",
+        r"a bare safetensors file. Read it with safetensors\.torch\.load_file",
+    )
     (folder / "text").write_text("hello")
     yield folder / "text", "a file that starts with 68 65 6c 6c"
     (folder / "nothing").touch()
@@ -312,9 +390,17 @@ def foreigners(folder: Path) -> Iterator[tuple[Path, str]]:
     yield folder / "text" / "below", "nothing there"
     for name, files, words in (
         ("empty", [], "an empty folder"),
-        ("hf", ["config.json", "model.safetensors"], "a Hugging Face folder. Load the network with transformers'"),
+        (
+            "hf",
+            ["config.json", "model.safetensors"],
+            "a Hugging Face folder. Load the network with transformers'",
+        ),
         ("dcp", [".metadata", "__0_0.distcp"], r"a torch\.distributed checkpoint"),
-        ("run", ["step-000000001", "step-000000002"], "a folder of checkpoints. Name one of them, such as .*2$"),
+        (
+            "run",
+            ["step-000000001", "step-000000002"],
+            "a folder of checkpoints. Name one of them, such as .*2$",
+        ),
         ("other", ["a", "b", "c", "d"], "a folder with a, b, c and more"),
         ("half", ["tree.json"], r"one without manifest\.json, so not a whole one"),
     ):
@@ -366,11 +452,18 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
         ("file/one", f"{place}Not a directory. Choose a path under an existing folder"),
         ("file/deep/one", f"{place}Not a directory"),
         ("loop/one", place),
-        (long, "expected a name that the file system takes, found File name too long. Choose a shorter one"),
+        (
+            long,
+            "expected a name that the file system takes, found File name too long. Choose a shorter one",
+        ),
         (f"{long}/one", "found File name too long"),
     ):
         fails(tmp_path / name, words, root=tmp_path)
-    fails(Path("/proc/halfstep/one"), "proc/halfstep/one: expected a place for a new folder", root=tmp_path)
+    fails(
+        Path("/proc/halfstep/one"),
+        "proc/halfstep/one: expected a place for a new folder",
+        root=tmp_path,
+    )
 
 
 @contextmanager
@@ -386,7 +479,11 @@ def largest_file(count: int) -> Iterator[None]:
 def test_a_write_that_fails_half_way_leaves_nothing_and_the_next_succeeds(tmp_path: Path) -> None:
     tree = {"w": torch.zeros(MIB)}
     with largest_file(MIB):  # Python ignores SIGXFSZ, so the system says EFBIG after the first MiB
-        fails(tmp_path / "one", r"expected files of up to 4,19\d,\d{3} bytes, found File too large. Allow", tree)
+        fails(
+            tmp_path / "one",
+            r"expected files of up to 4,19\d,\d{3} bytes, found File too large. Allow",
+            tree,
+        )
     assert torch.equal(load(save(tmp_path / "one", tree)).tree["w"], tree["w"])
 
 
@@ -412,7 +509,9 @@ print(json.dumps(words))
 
 
 def test_full_and_read_only_disks(tmp_path: Path) -> None:
-    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True
+    ).returncode:
         pytest.skip("this system lets no test mount a disk of its own")
     command = ["unshare", "-rm", sys.executable, "-c", DISK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -420,7 +519,9 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
     assert left == ["first"]
     assert still == ["first", "third"]
     assert "second: expected room for 2,00" in full
-    free, more = (int(full.split(word)[1].split()[0].replace(",", "")) for word in (", found ", "Free "))
+    free, more = (
+        int(full.split(word)[1].split()[0].replace(",", "")) for word in (", found ", "Free ")
+    )
     assert 600_000 < free < MIB - 300_000
     assert 2_000_000 < free + more < 2_010_000  # what it says is what is missing
     assert "fourth: expected a folder that can be written, found Read-only file system" in read_only
@@ -447,8 +548,14 @@ def test_no_permission(read_only_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EDQUOT, r"expected room for 12,345 bytes, found Disk quota exceeded\. Free 12,345 bytes of your quota"),
-        (errno.EIO, r"expected a disk that takes the checkpoint, found Input/output error\. Check the disk"),
+        (
+            errno.EDQUOT,
+            r"expected room for 12,345 bytes, found Disk quota exceeded\. Free 12,345 bytes of your quota",
+        ),
+        (
+            errno.EIO,
+            r"expected a disk that takes the checkpoint, found Input/output error\. Check the disk",
+        ),
     ],
 )
 def test_words_for_what_no_test_can_provoke(tmp_path: Path, number: int, words: str) -> None:
@@ -505,7 +612,9 @@ def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cal
     """The folder of a run, and a function that saves into it until a kill."""
     root = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-c", SAVERS, str(root), str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin
         assert process.stdout
         stdin, stdout = process.stdin, process.stdout
@@ -542,11 +651,15 @@ def temporaries(root: Path) -> list[str]:
 def test_a_kill_before_any_system_call_leaves_a_whole_checkpoint(savers: Any) -> None:
     root, saved_until = savers
     step, left = 0, 0
-    for calls in range(1, 51):  # a save and a prune make 31 together, and clearing up after a kill some more
+    for calls in range(
+        1, 51
+    ):  # a save and a prune make 31 together, and clearing up after a kill some more
         saved_until(0, calls)
         step = is_whole(root, step)
         left += bool(temporaries(root))
-        assert len(temporaries(root)) <= 2  # one unfinished, one being deleted: the next save removes both
+        assert (
+            len(temporaries(root)) <= 2
+        )  # one unfinished, one being deleted: the next save removes both
     assert step > 0
     assert left > 10  # the kills did hit saves
 
@@ -586,7 +699,9 @@ def test_a_reader_never_sees_a_broken_one(savers: Any, keep: int) -> None:
 
 def test_a_live_temporary_is_left_alone(tmp_path: Path) -> None:
     """Two saves at once into one folder: neither takes the other's temporary for a dead one."""
-    threads = [threading.Thread(target=save, args=(tmp_path / name_of(i), state(i))) for i in range(8)]
+    threads = [
+        threading.Thread(target=save, args=(tmp_path / name_of(i), state(i))) for i in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -597,13 +712,17 @@ def test_a_live_temporary_is_left_alone(tmp_path: Path) -> None:
 def test_a_temporary_stays_as_long_as_its_process(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as owner:
         folder = tmp_path / f".halfstep-tmp-{_host()}-{owner.pid}-{_birth(owner.pid)}-00"
-        reborn = tmp_path / f".halfstep-tmp-{_host()}-{owner.pid}-1-00"  # its number had been another process's
+        reborn = (
+            tmp_path / f".halfstep-tmp-{_host()}-{owner.pid}-1-00"
+        )  # its number had been another process's
         folder.mkdir()
         reborn.mkdir()
         save(tmp_path / "one", None)
         assert temporaries(tmp_path) == [folder.name]
         owner.kill()
-        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the table of processes
+        os.waitid(
+            os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT
+        )  # dead, and still in the table of processes
         save(tmp_path / "two", None)
         assert temporaries(tmp_path) == []
 

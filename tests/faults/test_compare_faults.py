@@ -71,11 +71,27 @@ def start(out: str, end: str) -> subprocess.Popen[str]:
 
 def numbers(told: dict[str, Any]) -> list[dict[str, Any]]:
     """All of a run that no clock decides."""
-    names = ("precision", "seed", "status", "curve", "loss", "acc", "correct", "steps", "updates", "samples", "dtypes")
-    return [{name: run[name] for name in names} | {"epochs": len(run["epochs"])} for run in told["runs"]]
+    names = (
+        "precision",
+        "seed",
+        "status",
+        "curve",
+        "loss",
+        "acc",
+        "correct",
+        "steps",
+        "updates",
+        "samples",
+        "dtypes",
+    )
+    return [
+        {name: run[name] for name in names} | {"epochs": len(run["epochs"])} for run in told["runs"]
+    ]
 
 
-def test_the_same_command_goes_on_after_a_kill_and_after_signals(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_goes_on_after_a_kill_and_after_signals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """The second run of two (the third network: the first is that of the check) ends in step 8 of 15."""
     kinds = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
     children = {kind: start(kind.name, f"3 8 {int(kind)}") for kind in kinds}
@@ -99,10 +115,11 @@ def test_the_same_command_goes_on_after_a_kill_and_after_signals(capsys: pytest.
 
 def test_a_process_that_was_killed_between_the_last_save_and_its_result() -> None:
     """All steps are done: what is looked at afterwards is the same."""
-    from halfstep.compare import folder, recipe
-    from halfstep.compare.material import material
-    from halfstep.compare.trace import Trace
-    from halfstep.compare.trial import _fit, _saver
+    from halfstep.compare.comparison__trial import _fit, _saver
+    from halfstep.compare.curves import Trace
+    from halfstep.experiment import build as recipe
+    from halfstep.experiment import output_folder as folder
+    from halfstep.experiment.datasets import material
 
     asked = settings(precisions=("O2",))
     whole = numbers(compare(asked, "whole"))

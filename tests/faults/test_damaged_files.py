@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from halfstep.data.read.cifar import read_cifar
-from halfstep.data.read.folder import ImageFolder
-from halfstep.data.read.idx import read_idx, read_split
+from halfstep.data.readers.cifar import read_cifar
+from halfstep.data.readers.idx import read_idx, read_split
+from halfstep.data.readers.image_folder import ImageFolder
 
 MIB = 1 << 20
 HUGE = 2**32 - 1
@@ -72,7 +72,10 @@ class Case:
 
 
 def truncated(cut: int) -> tuple[str, str]:
-    return ("24 data bytes for shape (2, 3, 4)", f"the end of the file after {cut - 16} (truncated)")
+    return (
+        "24 data bytes for shape (2, 3, 4)",
+        f"the end of the file after {cut - 16} (truncated)",
+    )
 
 
 MAGIC = "magic 00 00 08 03 (uint8, 3 dimensions)"
@@ -202,7 +205,11 @@ READERS: list[tuple[str, Callable[[Path], Any], list[Case]]] = [
     ("data_batch_1.bin", ten, CIFAR),
     ("train.bin", hundred, CIFAR_100),
 ]
-ALL = [pytest.param(name, read, case, id=f"{name}: {case.name}") for name, read, cases in READERS for case in cases]
+ALL = [
+    pytest.param(name, read, case, id=f"{name}: {case.name}")
+    for name, read, cases in READERS
+    for case in cases
+]
 
 
 @pytest.mark.parametrize(("name", "read", "case"), ALL)
@@ -246,19 +253,29 @@ def test_the_undamaged_originals_are_read(
 
 
 @pytest.mark.parametrize("read", [images, ten])
-def test_folders_and_unreadable_files_keep_their_names(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+def test_folders_and_unreadable_files_keep_their_names(
+    tmp_path: Path, read: Callable[[Path], Any]
+) -> None:
     path = tmp_path / "data_batch_1.bin"
     path.mkdir()
-    with pytest.raises(IsADirectoryError, match=rf"{path}: expected a file that can be read, found: Is a directory\."):
+    with pytest.raises(
+        IsADirectoryError,
+        match=rf"{path}: expected a file that can be read, found: Is a directory\.",
+    ):
         read(path)
     path.rmdir()
     path.symlink_to("/proc/self/mem")  # opens, and fails at the first byte, for root too
-    with pytest.raises(OSError, match=rf"{path}: expected a file that can be read, found: Input/output error\. Fetch"):
+    with pytest.raises(
+        OSError,
+        match=rf"{path}: expected a file that can be read, found: Input/output error\. Fetch",
+    ):
         read(path)
 
 
 def test_a_missing_file_keeps_its_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a file that can be read, found: No such file"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere: expected a file that can be read, found: No such file"
+    ):
         images(tmp_path / "nowhere")
 
 
@@ -298,7 +315,9 @@ def test_any_byte_of_a_header(
 
 
 @given(at=st.integers(0, len(GZ) - 1), value=st.integers(0, 255))
-def test_any_byte_of_a_gzip_file(tmp_path_factory: pytest.TempPathFactory, at: int, value: int) -> None:
+def test_any_byte_of_a_gzip_file(
+    tmp_path_factory: pytest.TempPathFactory, at: int, value: int
+) -> None:
     """One byte changed: a refusal that names the file, or the original values."""
     path = tmp_path_factory.getbasetemp() / "packed"
     path.write_bytes(GZ[:at] + bytes([value]) + GZ[at + 1 :])
@@ -317,15 +336,23 @@ def test_any_label_byte(tmp_path_factory: pytest.TempPathFactory, record: int, v
     if value < 10:
         assert ten(path)[1][record] == value
     else:
-        with pytest.raises(ValueError, match=rf"in record {record} at byte {3073 * record}, found {value}\."):
+        with pytest.raises(
+            ValueError, match=rf"in record {record} at byte {3073 * record}, found {value}\."
+        ):
             ten(path)
 
 
 @pytest.mark.parametrize(
     ("labels", "match"),
     [
-        (header(2) + bytes([1, 10]), r"expected labels in 0\.\.9 at byte 9 of its content, found 10 as label number 1"),
-        (header(3) + bytes(3), r"expected 2 labels, one per image of .*, at byte 4, found 3\. Fetch both files again"),
+        (
+            header(2) + bytes([1, 10]),
+            r"expected labels in 0\.\.9 at byte 9 of its content, found 10 as label number 1",
+        ),
+        (
+            header(3) + bytes(3),
+            r"expected 2 labels, one per image of .*, at byte 4, found 3\. Fetch both files again",
+        ),
         (header(0), r"expected 2 labels, .* found 0\. Fetch both files again, from one place\."),
         (
             header(2, 1) + bytes(2),
@@ -339,7 +366,9 @@ def test_labels_that_do_not_fit_their_images(tmp_path: Path, labels: bytes, matc
     path = tmp_path / "train-labels-idx1-ubyte"
     for content in (labels, packed(labels)):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=match.replace("at byte 0", "at (unpacked )?byte 0")) as caught:
+        with pytest.raises(
+            ValueError, match=match.replace("at byte 0", "at (unpacked )?byte 0")
+        ) as caught:
             read_split(tmp_path)
         assert str(caught.value).startswith(f"{path}: ")
 
@@ -358,8 +387,13 @@ def encoded(format: str) -> bytes:
 
 def png(width: int, height: int, rows: bytes = bytes(9)) -> bytes:
     """A PNG that declares a size and brings, unless told otherwise, next to nothing of it."""
-    parts = (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows, 1))
-    chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(rows, 1)),
+    )
+    chunks = (
+        struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
@@ -376,7 +410,10 @@ def pictures() -> dict[str, tuple[bytes, str]]:
         "bad header": (flipped(encoded("PNG"), 20), unknown),
         "bad pixels": (flipped(encoded("PNG"), 700), "OSError"),
         "bomb": (png(100_000, 100_000), limit),
-        "over the limit": (png(10_000, 9_000), limit),  # Pillow's limit is 89,478,485: here it would only warn
+        "over the limit": (
+            png(10_000, 9_000),
+            limit,
+        ),  # Pillow's limit is 89,478,485: here it would only warn
         "endless": (png(2**31 - 1, 2**31 - 1), limit),
     }
     for format in ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM", "TIFF"):
@@ -392,10 +429,14 @@ def test_damaged_pictures(tmp_path: Path, strict: bool) -> None:
     """Pillow warns of some damage first: the refusal is the same, whether or not warnings are errors."""
     path = tmp_path / "class" / "x.png"
     path.parent.mkdir()
-    warnings.simplefilter("error" if strict else "ignore")  # pytest puts the filters back after each test
+    warnings.simplefilter(
+        "error" if strict else "ignore"
+    )  # pytest puts the filters back after each test
     for name, (content, words) in pictures().items():
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="expected an image that Pillow can decode, found ") as caught:
+        with pytest.raises(
+            ValueError, match="expected an image that Pillow can decode, found "
+        ) as caught:
             picture(path)
         message = str(caught.value)
         assert message.startswith(f"{path}: "), name
@@ -405,8 +446,8 @@ def test_damaged_pictures(tmp_path: Path, strict: bool) -> None:
 
 CHILD = """
 import json, sys
-from halfstep.data.read.folder import ImageFolder
-from halfstep.data.read.idx import read_idx
+from halfstep.data.readers.image_folder import ImageFolder
+from halfstep.data.readers.idx import read_idx
 
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
@@ -440,13 +481,20 @@ def measured(folder: Path, files: dict[str, bytes]) -> dict[str, float]:
     others = [str(folder / name) for name in files if name.startswith("idx/")]
     command = [sys.executable, "-c", CHILD, str(folder / "pictures"), *others]
     done = subprocess.run(command, capture_output=True, check=True, text=True)
-    return {str(Path(path).relative_to(folder)): grown for path, grown in json.loads(done.stdout).items()}
+    return {
+        str(Path(path).relative_to(folder)): grown
+        for path, grown in json.loads(done.stdout).items()
+    }
 
 
 @needs_pillow
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's resettable peak")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="needs Linux's resettable peak"
+)
 def test_memory_of_the_process_stays_small(tmp_path: Path) -> None:
-    damaged = {f"pictures/class/{i}.png": content for i, (content, _) in enumerate(pictures().values())}
+    damaged = {
+        f"pictures/class/{i}.png": content for i, (content, _) in enumerate(pictures().values())
+    }
     damaged |= {f"idx/{i}": case.content for i, case in enumerate(READERS[0][2])}
     sound = {  # these do need the memory, which shows that it is seen
         "pictures/class/sound.png": png(4000, 2000, rows=bytes(2000 * 12001)),

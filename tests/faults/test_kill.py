@@ -25,7 +25,13 @@ CASES: dict[str, Case] = {
     "epochs of 5 steps": {"steps_per_epoch": 5, "epochs": 3, "every_steps": None},
     "cycles": {"accumulate": 4, "every_steps": 1},
     "cycles, sink 1": {"accumulate": 4, "sink": 1, "every_steps": None, "optimizer": "sgd"},
-    "cycles, sink 7": {"accumulate": 4, "sink": 7, "every_steps": 3, "steps_per_epoch": 5, "epochs": 3},
+    "cycles, sink 7": {
+        "accumulate": 4,
+        "sink": 7,
+        "every_steps": 3,
+        "steps_per_epoch": 5,
+        "epochs": 3,
+    },
     "cycles, sink 100": {"accumulate": 4, "sink": 100, "every_steps": 3},
 }
 STEPS = 14
@@ -43,7 +49,14 @@ def test_the_run_has_it_all() -> None:
     assert any(a < b for a, b in pairwise(scales))
     assert len({row["lr"] for row in steps}) > 4
     assert len(steps) == STEPS
-    assert [row["global_step"] for row in rows if row["kind"] == "evaluation"] == [3, 6, 7, 9, 12, 14]
+    assert [row["global_step"] for row in rows if row["kind"] == "evaluation"] == [
+        3,
+        6,
+        7,
+        9,
+        12,
+        14,
+    ]
 
 
 def survives(folder: Path, case: Case, deaths: Sequence[Death]) -> None:
@@ -78,7 +91,14 @@ def test_killed_once_at_every_step(name: str, tmp_path: Path) -> None:
 def test_killed_in_the_middle_of_things(name: str, tmp_path: Path) -> None:
     """Inside forward, backward and the optimizer's step; while rows are handed out; in the second batch of an
     evaluation by averaged weights; after a save."""
-    middle = [("forward", 1), ("backward", 2), ("update", 3), ("row", 4), ("evaluation", 6, 2), ("visit", 6)]
+    middle = [
+        ("forward", 1),
+        ("backward", 2),
+        ("update", 3),
+        ("row", 4),
+        ("evaluation", 6, 2),
+        ("visit", 6),
+    ]
     survives(tmp_path, CASES[name], [*middle, ("update", 8), ("evaluation", 12, 2), ("row", STEPS)])
 
 
@@ -86,7 +106,9 @@ def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
     """A save and the removal of what is over `keep` make some 40 calls of the system, the renames among them: killed
     before each third, which one it is moving on from save to save."""
     case = {"epochs": 4}
-    deaths = [("system", step, call) for step, call in zip(range(2, 26), range(1, 48, 2), strict=True)]
+    deaths = [
+        ("system", step, call) for step, call in zip(range(2, 26), range(1, 48, 2), strict=True)
+    ]
     survives(tmp_path, case, deaths)
     assert [name for name in os.listdir(tmp_path / "run") if name.startswith(".")] == []
 
@@ -96,7 +118,10 @@ def test_killed_in_the_middle_of_saves(tmp_path: Path) -> None:
     [
         (10, CASES["plain"]),
         (10, CASES["cycles, sink 7"]),
-        *(pytest.param(25, case, marks=pytest.mark.slow, id=f"slow-{name}") for name, case in CASES.items()),
+        *(
+            pytest.param(25, case, marks=pytest.mark.slow, id=f"slow-{name}")
+            for name, case in CASES.items()
+        ),
     ],
 )
 def test_killed_at_random_moments(count: int, case: Case, tmp_path: Path) -> None:
@@ -104,7 +129,9 @@ def test_killed_at_random_moments(count: int, case: Case, tmp_path: Path) -> Non
     dice, runs, killed = random.Random(count), 0, 0
     whole = undisturbed(case)
     while killed < count:
-        code = forked()(tmp_path / str(runs), delay=dice.uniform(0.001, 0.2), send=[signal.SIGKILL], **case)
+        code = forked()(
+            tmp_path / str(runs), delay=dice.uniform(0.001, 0.2), send=[signal.SIGKILL], **case
+        )
         killed += code == KILLED
         if code == 0:
             assert differences(ending(tmp_path / str(runs)), whole) == []

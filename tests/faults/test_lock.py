@@ -36,7 +36,9 @@ def process(act: Callable[[int], Any]) -> Iterator[tuple[int, int]]:
     """A fork of this process that does `act(pipe)`; its number and the pipe's other end. Autograd does not survive a
     fork, so that it may not train."""
     ours, theirs = os.pipe()
-    with warnings.catch_warnings(action="ignore"):  # Python remarks on threads, which the fork does not use
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # Python remarks on threads, which the fork does not use
         pid = os.fork()
     if pid == 0:
         try:
@@ -71,7 +73,11 @@ def saved(tmp_path: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK}
+    return {
+        str(path): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != LOCK
+    }
 
 
 def test_a_second_process_is_refused_before_it_touches_anything(saved: Path) -> None:
@@ -158,11 +164,15 @@ def test_an_error_in_a_fit_frees_the_folder(tmp_path: Path) -> None:
 
 def test_two_fits_of_one_process_at_a_time(tmp_path: Path) -> None:
     """In two threads, and as two Checkpoints of one fit, which would remove each other's files by their own keep=."""
-    with pytest.raises(checkpoint.CheckpointError, match=r"in this very process.*name another folder"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"in this very process.*name another folder"
+    ):
         fit(tmp_path, Checkpoint(tmp_path), Checkpoint(tmp_path, best="acc"))
     begun, over = threading.Event(), threading.Event()
     first = threading.Thread(
-        target=lambda: fit(tmp_path, Checkpoint(tmp_path), Lambda(begin=lambda run: (begun.set(), over.wait(30))))
+        target=lambda: fit(
+            tmp_path, Checkpoint(tmp_path), Lambda(begin=lambda run: (begun.set(), over.wait(30)))
+        )
     )
     first.start()
     try:
@@ -183,7 +193,9 @@ def test_never_two_holders_whoever_comes_and_goes(tmp_path: Path) -> None:
         while taken < 25:
             try:
                 with held(tmp_path):
-                    inside = os.open(tmp_path / "inside", os.O_CREAT | os.O_EXCL)  # fails on a second one
+                    inside = os.open(
+                        tmp_path / "inside", os.O_CREAT | os.O_EXCL
+                    )  # fails on a second one
                     os.close(inside)
                     os.unlink(tmp_path / "inside")
                     taken += 1
@@ -191,7 +203,12 @@ def test_never_two_holders_whoever_comes_and_goes(tmp_path: Path) -> None:
                 continue
         os.write(pipe, b"done")
 
-    with process(act) as (_, a), process(act) as (_, b), process(act) as (_, c), process(act) as (_, d):
+    with (
+        process(act) as (_, a),
+        process(act) as (_, b),
+        process(act) as (_, c),
+        process(act) as (_, d),
+    ):
         assert [os.read(pipe, 999) for pipe in (a, b, c, d)] == [b"done"] * 4
     assert os.listdir(tmp_path) == []
 
@@ -199,7 +216,12 @@ def test_never_two_holders_whoever_comes_and_goes(tmp_path: Path) -> None:
 def refuse_flock() -> None:
     """From here on the kernel answers flock with ENOLCK, as network file systems without locks do (seccomp)."""
     number = {"x86_64": 73, "aarch64": 32}[platform.machine()]
-    rules = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.ENOLCK), (0x06, 0, 0, 0x7FFF0000)]
+    rules = [
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, number),
+        (0x06, 0, 0, 0x50000 | errno.ENOLCK),
+        (0x06, 0, 0, 0x7FFF0000),
+    ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
     program = struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -219,17 +241,25 @@ def test_where_there_are_no_locks_training_goes_on_with_a_notice(tmp_path: Path)
         said = os.read(pipe, 999).decode()
     if said.startswith(("NotImplementedError", "KeyError")):
         pytest.skip(f"this system lets no test refuse a call of the system: {said}")
-    assert said.startswith(f"Notice: Checkpoint: {tmp_path}/run cannot be locked on this file system (No locks avail")
+    assert said.startswith(
+        f"Notice: Checkpoint: {tmp_path}/run cannot be locked on this file system (No locks avail"
+    )
     assert "see to it that no other run saves there" in said
 
 
-def test_the_notice_points_at_the_users_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notice_points_at_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     net = nn.Linear(64, 3)
-    model = hs.Model(nn.Sequential(nn.Flatten(), net), nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    model = hs.Model(
+        nn.Sequential(nn.Flatten(), net),
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+    )
     with pytest.warns(hs.Notice, match="cannot be locked") as said:
         model.fit(1, train_data(), callbacks=Checkpoint(tmp_path))
     assert said[0].filename == __file__

@@ -56,7 +56,9 @@ def weights(net: nn.Module) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Bit for bit, NaN where NaN is."""
-    return all(torch.equal(p.view(torch.int32), q.view(torch.int32)) for p, q in zip(a, b, strict=True))
+    return all(
+        torch.equal(p.view(torch.int32), q.view(torch.int32)) for p, q in zip(a, b, strict=True)
+    )
 
 
 def run_into_it(step: hs.TrainStep, batches: int = 40) -> None:
@@ -102,9 +104,13 @@ def test_the_default_raises_without_loss_scaling_and_skips_with_it() -> None:
 
 @PLACES
 @pytest.mark.parametrize("precision", ["fp32", SCALED], ids=["unscaled", "scaled"])
-def test_skip_drops_the_update_and_ignore_applies_it_as_plain_torch(make: Any, decide: str, precision: Any) -> None:
+def test_skip_drops_the_update_and_ignore_applies_it_as_plain_torch(
+    make: Any, decide: str, precision: Any
+) -> None:
     batches = [batch(1), batch(2, bad=True), batch(3)]
-    skip, ignore = (build(make, precision=precision, decide=decide, nonfinite=n) for n in ("skip", "ignore"))
+    skip, ignore = (
+        build(make, precision=precision, decide=decide, nonfinite=n) for n in ("skip", "ignore")
+    )
     assert [bool(skip(*each).skipped) for each in batches] == [False, True, False]
     assert same(weights(skip.net), weights(plain([batches[0], batches[2]], make)))
     records = [ignore(*each) for each in batches]
@@ -139,11 +145,17 @@ def test_a_streak_of_skips_raises_with_scale_and_culprit(decide: str, warm: int)
     assert step(*batch(0)).updated, "an update in between ends the streak"
     after = weights(step.net)
     assert not same(before, after)
-    with pytest.raises(hs.NonFiniteError, match=r"\d+ updates in a row overflowed.*\bgain\b.*bfloat16") as error:
+    with pytest.raises(
+        hs.NonFiniteError, match=r"\d+ updates in a row overflowed.*\bgain\b.*bfloat16"
+    ) as error:
         run_into_it(step)
     assert "linear" not in str(error.value)
     assert f"scale {float(step.state.scale):g}" in str(error.value)
-    assert int(step.state.streak) == 3 if DEVICE == "cpu" or decide == "host" else int(step.state.streak) >= 3
+    assert (
+        int(step.state.streak) == 3
+        if DEVICE == "cpu" or decide == "host"
+        else int(step.state.streak) >= 3
+    )
     assert same(weights(step.net), after)
 
 
@@ -155,7 +167,10 @@ def test_a_streak_of_skips_can_go_on_in_another_precision(
 ) -> None:
     step = streaky(on_skips, name, decide)
     step(*batch(1))
-    before, momentum = weights(step.net), step.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+    before, momentum = (
+        weights(step.net),
+        step.optimizer.state_dict()["state"][0]["momentum_buffer"].clone(),
+    )
     with pytest.warns(hs.Notice, match=r"updates in a row overflowed.*\bgain\b.*going on in"):
         run_into_it(step)
     assert step.precision.compute == dtype
@@ -167,8 +182,12 @@ def test_a_streak_of_skips_can_go_on_in_another_precision(
     assert not same(weights(step.net), before)
 
 
-@pytest.mark.parametrize(("name", "on_skips"), [("fp16", "bf16"), ("fp16", "fp32"), ("fp64", "fp32"), ("fp32", "bf16")])
-def test_a_fallback_that_cannot_be_taken_is_refused_at_construction(name: str, on_skips: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "on_skips"), [("fp16", "bf16"), ("fp16", "fp32"), ("fp64", "fp32"), ("fp32", "bf16")]
+)
+def test_a_fallback_that_cannot_be_taken_is_refused_at_construction(
+    name: str, on_skips: str
+) -> None:
     """fp16 stores its weights in float16, so that bf16 or fp32 would need another network; fp32 has no bf16 form."""
     with pytest.raises(ValueError, match="on_skips"):
         streaky(on_skips, name)
@@ -177,15 +196,21 @@ def test_a_fallback_that_cannot_be_taken_is_refused_at_construction(name: str, o
 def test_the_scale_stops_at_its_floor_and_at_its_cap() -> None:
     low = build(precision=hs.Precision("fp32", scale=hs.DynamicScale(init=4.0, floor=1.0)))
     assert [float(low(*batch(0, bad=True)).scale) for _ in range(5)] == [4, 2, 1, 1, 1]
-    high = build(precision=hs.Precision("fp32", scale=hs.DynamicScale(init=4.0, interval=1, cap=16.0)))
+    high = build(
+        precision=hs.Precision("fp32", scale=hs.DynamicScale(init=4.0, interval=1, cap=16.0))
+    )
     assert [float(high(*batch(i)).scale) for i in range(5)] == [4, 8, 16, 16, 16]
     fixed = build(precision=SCALED)
     assert {float(fixed(*batch(i, bad=i % 2 == 0)).scale) for i in range(5)} == {2.0**16}
 
 
 @PLACES
-@pytest.mark.parametrize("limit", [{"clip_norm": 0.01}, {"clip_value": 0.003}], ids=["norm", "value"])
-def test_the_clipped_update_is_the_same_at_every_scale_and_plain_torchs(make: Any, decide: str, limit: Any) -> None:
+@pytest.mark.parametrize(
+    "limit", [{"clip_norm": 0.01}, {"clip_value": 0.003}], ids=["norm", "value"]
+)
+def test_the_clipped_update_is_the_same_at_every_scale_and_plain_torchs(
+    make: Any, decide: str, limit: Any
+) -> None:
     """Clipping acts on unscaled gradients; scales are powers of two, so that unscaling is exact."""
     ends = []
     for precision in ("fp32", *(hs.Precision("fp32", scale=s) for s in (1.0, 2.0**16))):
@@ -234,7 +259,9 @@ def test_frozen_and_unused_parameters_and_zero_gradients_train_as_in_plain_torch
     step = hs.TrainStep(net, nn.MSELoss(), make(net.parameters()), **settings)
     optimizer = make(other.parameters())
     x = torch.randn(4, 3, device=DEVICE)
-    for _ in range(3):  # a target equal to the output: all gradients are exactly 0, and momentum and decay still act
+    for _ in range(
+        3
+    ):  # a target equal to the output: all gradients are exactly 0, and momentum and decay still act
         with torch.no_grad(), step.applied:
             y = net(x)
         for part in zip(x.split(4 // accumulate), y.split(4 // accumulate), strict=True):
@@ -248,16 +275,23 @@ def test_frozen_and_unused_parameters_and_zero_gradients_train_as_in_plain_torch
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("precision", ["fp32", hs.Precision("fp32", scale=4.0)], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", hs.Precision("fp32", scale=4.0)], ids=["unscaled", "scaled"]
+)
 def test_a_huge_but_finite_gradient_is_applied(precision: Any, decide: str) -> None:
     """Elements of 1e30 are finite; their squares, and so the norm in float32, are not."""
     make = partial(torch.optim.SGD, lr=1e-32)
-    step, net = build(make, precision=precision, decide=decide, sens=1e30, nonfinite="raise"), plain([], make)
+    step, net = (
+        build(make, precision=precision, decide=decide, sens=1e30, nonfinite="raise"),
+        plain([], make),
+    )
     for i in range(3):
         x, z, y = batch(i)
         assert step(x, z, y).updated
         loss = nn.functional.mse_loss(net(x, z), y)
-        for p, g in zip(net.parameters(), torch.autograd.grad(loss * 1e30, [*net.parameters()]), strict=True):
+        for p, g in zip(
+            net.parameters(), torch.autograd.grad(loss * 1e30, [*net.parameters()]), strict=True
+        ):
             assert g.abs().max() > 1e25
             p.data.add_(g, alpha=-1e-32)
     assert same(weights(step.net), weights(net))

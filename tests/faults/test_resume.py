@@ -18,7 +18,7 @@ import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import History, Lambda
-from halfstep.callbacks.stopping import EarlyStopping
+from halfstep.callbacks.plateau__stopping import EarlyStopping
 from halfstep.engine import Run
 from halfstep.model import Model
 
@@ -78,7 +78,13 @@ def put(tree: Any, name: str, value: Any) -> Any:
 def observed(folder: Path, snap: Snap, **options: Any) -> Run:
     stopping = EarlyStopping("loss", patience=1)
     return fit(
-        folder, stopping, snap, model=build(accumulate=2, init=2.0**13), epochs=1, valid_every_steps=5, **options
+        folder,
+        stopping,
+        snap,
+        model=build(accumulate=2, init=2.0**13),
+        epochs=1,
+        valid_every_steps=5,
+        **options,
     )
 
 
@@ -105,9 +111,13 @@ def test_every_leaf_decides_or_says_why_not(tmp_path: Path) -> None:
         if isinstance(value, dict | list) or (value is None and ".config." in name):
             continue
         found = outcome(put(tree, name, other(name, value)), tmp_path / "other")
-        if not isinstance(found, str) and not [n for n in differences(found, expected) if n != name]:
+        if not isinstance(found, str) and not [
+            n for n in differences(found, expected) if n != name
+        ]:
             dead.append(name)
-    unknown = [name for name in dead if not any(fnmatch(name, pattern) for pattern in INFORMATIONAL)]
+    unknown = [
+        name for name in dead if not any(fnmatch(name, pattern) for pattern in INFORMATIONAL)
+    ]
     assert unknown == []
     assert [p for p in INFORMATIONAL if not any(fnmatch(name, p) for name in dead)] == []
 
@@ -143,7 +153,10 @@ def test_a_callback_that_raises_is_named_and_loses_nothing(
     expected = logged(tmp_path / "whole", model=build(accumulate=accumulate), sink=5)
     with pytest.raises(LookupError, match="a mistake") as caught:
         logged(tmp_path / "cut", Fails(event, at), model=build(accumulate=accumulate), sink=5)
-    assert any(f"raised by the callback Fails in {event}, at step {at}" in note for note in caught.value.__notes__)
+    assert any(
+        f"raised by the callback Fails in {event}, at step {at}" in note
+        for note in caught.value.__notes__
+    )
     found = logged(tmp_path / "cut", model=build(accumulate=accumulate), sink=5)
     assert differences(found, expected) == []
 
@@ -164,7 +177,9 @@ def test_a_network_that_raises(broken: str, tmp_path: Path) -> None:
         logged(tmp_path, model=model)
     saved = checkpoint.load(tmp_path / "run" / checkpoint.name_of(4)).tree
     changed = differences(leaves(saved["step"]), leaves(snap.taken["at"]["step"]))
-    assert [n for n in changed if not n.startswith((".state.cycle.", ".net.norm."))] == []  # what forward had touched
+    assert [
+        n for n in changed if not n.startswith((".state.cycle.", ".net.norm."))
+    ] == []  # what forward had touched
     assert saved["loop"]["global_step"] == saved["feed"]["step"] == 4
     assert logged(tmp_path)[".loop.global_step"] == 14
 
@@ -185,7 +200,9 @@ def test_a_non_finite_gradient_keeps_its_error_and_its_run(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 6), (4, 2)], ids=["step", "flush"])
-def test_an_error_inside_an_update_saves_no_half_of_it(accumulate: int, updates: int, tmp_path: Path) -> None:
+def test_an_error_inside_an_update_saves_no_half_of_it(
+    accumulate: int, updates: int, tmp_path: Path
+) -> None:
     """The optimizer has moved, the averages and counters have not: the checkpoint before is what a resume finds. The
     second update of a pass of 7 in cycles of 4 is its tail."""
     options = {"accumulate": accumulate, "init": 1024.0}
@@ -193,15 +210,22 @@ def test_an_error_inside_an_update_saves_no_half_of_it(accumulate: int, updates:
     model, done = build(**options), []
     model.optimizer.register_step_post_hook(lambda *_: done.append(1) or 1 / (updates - len(done)))
     saver = Checkpoint(tmp_path / "cut" / "run", best="acc", every_steps=2)
-    with pytest.warns(hs.Notice, match="in the middle of an update"), pytest.raises(ZeroDivisionError):
+    with (
+        pytest.warns(hs.Notice, match="in the middle of an update"),
+        pytest.raises(ZeroDivisionError),
+    ):
         logged(tmp_path / "cut", model=model, saver=saver)
-    assert checkpoint.listing(tmp_path / "cut" / "run")[-1].name == checkpoint.name_of(4 if accumulate == 1 else 6)
+    assert checkpoint.listing(tmp_path / "cut" / "run")[-1].name == checkpoint.name_of(
+        4 if accumulate == 1 else 6
+    )
     assert differences(logged(tmp_path / "cut", model=build(**options)), expected) == []
 
 
 def test_without_on_error_nothing_is_saved_after_one(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
-        logged(tmp_path, Fails("visit", 4), saver=Checkpoint(tmp_path / "run", on_error=False), sink=4)
+        logged(
+            tmp_path, Fails("visit", 4), saver=Checkpoint(tmp_path / "run", on_error=False), sink=4
+        )
     assert checkpoint.listing(tmp_path / "run") == []
 
 
@@ -210,8 +234,16 @@ def test_without_on_error_nothing_is_saved_after_one(tmp_path: Path) -> None:
 Change = tuple[Callable[[], dict[str, Any]], str, int]
 CHANGES: dict[str, Change] = {
     "nothing": (dict, "", 14),
-    "O2 to fp32": (lambda: {"model": build(precision="fp32")}, "ran in 'O2', this one runs in 'fp32'", 14),
-    "O2 to O1": (lambda: {"model": build(precision="O1")}, "ran in 'O2', this one runs in 'O1'", 14),
+    "O2 to fp32": (
+        lambda: {"model": build(precision="fp32")},
+        "ran in 'O2', this one runs in 'fp32'",
+        14,
+    ),
+    "O2 to O1": (
+        lambda: {"model": build(precision="O1")},
+        "ran in 'O2', this one runs in 'O1'",
+        14,
+    ),
     "optimizer": (
         lambda: {"model": build("sgd")},
         "the optimizer was AdamW and is SGD: its state starts anew, weights go on",
@@ -246,8 +278,16 @@ CHANGES: dict[str, Change] = {
     "longer": (lambda: {"epochs": 3}, "", 21),
     "shorter": (lambda: {"epochs": 1}, "", 7),
     "sink": (lambda: {"sink": 100}, "", 14),
-    "a callback more": (lambda: {"more": [EarlyStopping("loss", patience=9)]}, "had no EarlyStopping: new here", 14),
-    "a callback less": (lambda: {"without": True}, "had the callbacks History, this one has not", 14),
+    "a callback more": (
+        lambda: {"more": [EarlyStopping("loss", patience=9)]},
+        "had no EarlyStopping: new here",
+        14,
+    ),
+    "a callback less": (
+        lambda: {"without": True},
+        "had the callbacks History, this one has not",
+        14,
+    ),
 }
 
 
@@ -277,12 +317,16 @@ def test_fp32_to_O2_starts_a_scale_of_its_own(tmp_path: Path) -> None:
     snap = Snap(4)
     fit(tmp_path, snap, model=build(precision="fp32"))
     path, rows = checkpoint.save(tmp_path / "four", snap.taken["at"]), []
-    with pytest.warns(hs.Notice, match="ran in 'fp32', this one runs in 'O2': weights and optimizer continue"):
+    with pytest.warns(
+        hs.Notice, match="ran in 'fp32', this one runs in 'O2': weights and optimizer continue"
+    ):
         fit(tmp_path, Lambda(step=lambda run, row: rows.append(row.scale)), resume=path)
     assert rows[0] == 2.0**17
 
 
-def test_an_optimizers_setting_is_the_checkpoints_until_it_is_set_in_the_run(tmp_path: Path) -> None:
+def test_an_optimizers_setting_is_the_checkpoints_until_it_is_set_in_the_run(
+    tmp_path: Path,
+) -> None:
     def model(lr: float) -> Model:
         seed(0)
         net = nn.Linear(6, 3)
@@ -302,14 +346,24 @@ def test_an_optimizers_setting_is_the_checkpoints_until_it_is_set_in_the_run(tmp
 
 
 REFUSED: dict[str, tuple[int, int, Callable[[], Model], str]] = {
-    "scale in an open cycle": (4, 5, lambda: build(precision="fp32", accumulate=4), "carry another loss scale"),
+    "scale in an open cycle": (
+        4,
+        5,
+        lambda: build(precision="fp32", accumulate=4),
+        "carry another loss scale",
+    ),
     "accumulate in an open cycle": (
         4,
         6,
         lambda: build(accumulate=2),
         "2 batches .* open.*give the accumulate= it had",
     ),
-    "averages": (1, 5, lambda: build(ema=None), "expected 0 tensors of ema, received 6; build the step with the ema="),
+    "averages": (
+        1,
+        5,
+        lambda: build(ema=None),
+        "expected 0 tensors of ema, received 6; build the step with the ema=",
+    ),
 }
 
 

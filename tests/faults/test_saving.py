@@ -51,11 +51,15 @@ def test_a_save_that_fails_is_a_notice_and_the_next_one_works(tmp_path: Path) ->
     expected = logged(tmp_path / "whole", model=build(init=1024.0))
 
     def full(run: Run) -> None:
-        limit.enter_context(largest_file(100)) if run.position == 2 else limit.close() if run.position == 5 else None
+        limit.enter_context(
+            largest_file(100)
+        ) if run.position == 2 else limit.close() if run.position == 5 else None
 
     with ExitStack() as limit, warnings.catch_warnings(record=True, action="always") as said:
         saver = Checkpoint(tmp_path / "cut" / "run", every_steps=1, keep=99, best="acc")
-        found = logged(tmp_path / "cut", Lambda(visit=full), model=build(init=1024.0), sink=1, saver=saver)
+        found = logged(
+            tmp_path / "cut", Lambda(visit=full), model=build(init=1024.0), sink=1, saver=saver
+        )
     notices = [str(each.message) for each in said if "was not saved" in str(each.message)]
     assert [re.findall("step-0*([0-9]+)", text)[0] for text in notices] == ["2", "3", "4"]
     assert "training goes on: " in notices[0]
@@ -103,7 +107,9 @@ print([str(each.message).splitlines()[0] for each in said], sorted(os.listdir(f"
 
 
 def test_a_full_disk_in_the_middle_of_training(tmp_path: Path) -> None:
-    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True
+    ).returncode:
         pytest.skip("this system lets no test mount a disk of its own")
     tests = str(Path(__file__).parents[1])
     command = ["unshare", "-rm", sys.executable, "-c", DISK, str(tmp_path), tests]
@@ -118,7 +124,8 @@ def test_a_folder_that_cannot_be_is_told_before_the_first_step(tmp_path: Path) -
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "deep", Path("/proc/halfstep")):
         with pytest.raises(
-            checkpoint.CheckpointError, match=r"expected a folder that can be written.*Name another folder"
+            checkpoint.CheckpointError,
+            match=r"expected a folder that can be written.*Name another folder",
         ):
             fit(tmp_path, Checkpoint(folder), Fails("step", 0))
 
@@ -129,7 +136,9 @@ def test_a_read_only_folder_is_told_before_the_first_step() -> None:
     if user == 0:
         os.seteuid(65534)
     try:
-        with pytest.raises(checkpoint.CheckpointError, match=f"{folder} cannot: Permission denied. Name another"):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"{folder} cannot: Permission denied. Name another"
+        ):
             fit(folder, Checkpoint(folder), Fails("step", 0))
     finally:
         os.seteuid(user)
@@ -138,13 +147,16 @@ def test_a_read_only_folder_is_told_before_the_first_step() -> None:
 
 def test_another_runs_checkpoints_are_refused_and_left_alone(tmp_path: Path) -> None:
     fit(tmp_path, Checkpoint(tmp_path, every_steps=1, keep=99), epochs=1)
-    advice = r'up to step-000000007. Go on from them with fit\(resume="auto"\), or name another folder'
+    advice = (
+        r'up to step-000000007. Go on from them with fit\(resume="auto"\), or name another folder'
+    )
     with pytest.raises(FileExistsError, match=advice):
         fit(tmp_path, Checkpoint(tmp_path, keep=1), epochs=1)
     assert names(tmp_path) == list(range(1, 8))
     older = tmp_path / checkpoint.name_of(3)
     with pytest.raises(
-        FileExistsError, match=r"from step 3, and .* holds checkpoints of later steps, up to step-000000007"
+        FileExistsError,
+        match=r"from step 3, and .* holds checkpoints of later steps, up to step-000000007",
     ):
         fit(tmp_path, Checkpoint(tmp_path, keep=1), epochs=1, resume=older)
     assert names(tmp_path) == list(range(1, 8))
@@ -161,7 +173,13 @@ def damage(path: Path) -> None:
 def test_a_damaged_newest_one_is_passed_over_and_replaced(tmp_path: Path) -> None:
     def end(folder: Path, epochs: int) -> dict[str, Any]:
         snap = Snap()
-        fit(tmp_path, Checkpoint(folder, every_steps=3, every_epochs=None), snap, epochs=epochs, resume="auto")
+        fit(
+            tmp_path,
+            Checkpoint(folder, every_steps=3, every_epochs=None),
+            snap,
+            epochs=epochs,
+            resume="auto",
+        )
         return leaves(snap.taken["end"])
 
     expected = end(tmp_path / "whole", 2)
@@ -180,7 +198,10 @@ def test_only_damaged_ones_are_told(tmp_path: Path) -> None:
     damage(tmp_path / checkpoint.name_of(7))
     with (
         pytest.warns(hs.Notice, match="no whole one is left"),
-        pytest.raises(FileExistsError, match=r"only broken checkpoints, up to step-000000007. Remove them, or name"),
+        pytest.raises(
+            FileExistsError,
+            match=r"only broken checkpoints, up to step-000000007. Remove them, or name",
+        ),
     ):
         fit(tmp_path, Checkpoint(tmp_path), epochs=1, resume="auto")
 
@@ -214,7 +235,8 @@ def test_a_custom_step_needs_a_state(tmp_path: Path) -> None:
     data = hs.data.Dataset({"x": torch.randn(20, 3)}).batch(4)
     cell = Cell()
     with pytest.raises(
-        TypeError, match=r"has no state_dict and load_state_dict.*Give the cell both, or leave the Check"
+        TypeError,
+        match=r"has no state_dict and load_state_dict.*Give the cell both, or leave the Check",
     ):
         Model(cell.net, step=cell).fit(1, data, callbacks=[Checkpoint(tmp_path)])
     assert names(tmp_path) == []
@@ -236,7 +258,10 @@ def test_keep_and_best(tmp_path: Path) -> None:
     run = fit(tmp_path, Checkpoint(tmp_path, every_steps=1, keep=2, best="loss"), epochs=2)
     best = min((entry for entry in run.history), key=lambda entry: entry["valid_loss"])["step"]
     assert names(tmp_path) == sorted({best, 13, 14})
-    with pytest.raises(ValueError, match=r"Checkpoint: expected metric as one of the scores 'loss', 'acc', got 'auc'"):
+    with pytest.raises(
+        ValueError,
+        match=r"Checkpoint: expected metric as one of the scores 'loss', 'acc', got 'auc'",
+    ):
         fit(tmp_path, Checkpoint(tmp_path / "other", best="auc"), Fails("step", 0))
 
 
@@ -250,7 +275,10 @@ def test_every_so_many_seconds(tmp_path: Path) -> None:
 
 def test_of_two_folders_the_newest_is_gone_on_from(tmp_path: Path) -> None:
     def savers() -> list[Callback]:
-        return [Checkpoint(tmp_path / "a", every_epochs=1), Checkpoint(tmp_path / "b", every_steps=5)]
+        return [
+            Checkpoint(tmp_path / "a", every_epochs=1),
+            Checkpoint(tmp_path / "b", every_steps=5),
+        ]
 
     snap, other_snap = Snap(), Snap()
     fit(tmp_path, *savers(), snap)
@@ -273,7 +301,9 @@ def test_a_shuffled_dataloader_goes_on_where_it_was(tmp_path: Path) -> None:
     first, second = Snap(9), Snap()
     fit(tmp_path, first, data=loader)
     path = checkpoint.save(tmp_path / "nine", first.taken["at"])
-    with pytest.warns(hs.Notice, match="DataLoader cannot seek: its first 2 batches are fetched again"):
+    with pytest.warns(
+        hs.Notice, match="DataLoader cannot seek: its first 2 batches are fetched again"
+    ):
         fit(tmp_path, second, data=loader, resume=path)
     assert differences(leaves(second.taken["end"]), leaves(first.taken["end"])) == []
 
@@ -306,5 +336,8 @@ def test_data_that_can_be_gone_through_once_only_is_told(tmp_path: Path) -> None
             while self.left:
                 yield self.left.pop()
 
-    with pytest.raises(ValueError, match=r"at least one batch in a pass, got none in pass 1. Can the data be gone thr"):
+    with pytest.raises(
+        ValueError,
+        match=r"at least one batch in a pass, got none in pass 1. Can the data be gone thr",
+    ):
         fit(tmp_path, data=Once(), epochs=2, steps_per_epoch=3, valid=None, valid_every_steps=0)

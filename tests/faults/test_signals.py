@@ -28,7 +28,10 @@ MOMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "inside a cycle": (("backward", 5), {"every_steps": None, "accumulate": 4, "sink": 100}),
     "while rows are handed out": (("row", 2), {"every_steps": None, "sink": 7}),
     "in an evaluation by steps": (("evaluation", 6, 2), {"every_steps": None}),
-    "in an evaluation at an epoch's end": (("evaluation", 7, 2), {"every_steps": None, "accumulate": 4}),
+    "in an evaluation at an epoch's end": (
+        ("evaluation", 7, 2),
+        {"every_steps": None, "accumulate": 4},
+    ),
     "in the last evaluation": (("evaluation", 14, 1), {"every_steps": None}),
     "during a save": (("system", 6, 9), {"every_steps": 3}),
     "between a visit and the next step": (("visit", 6), {"every_steps": None}),
@@ -52,7 +55,10 @@ def test_a_signal_ends_the_run_and_a_resume_is_exact(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_a_signal_is_heard_within_a_step_of_a_long_sink(number: int, tmp_path: Path) -> None:
     """The whole sink would take 14 × 0.5 s."""
-    assert forked()(tmp_path, delay=0.3, send=[number], sink=100, pause=0.5, every_steps=None) == EXIT[number]
+    assert (
+        forked()(tmp_path, delay=0.3, send=[number], sink=100, pause=0.5, every_steps=None)
+        == EXIT[number]
+    )
     assert forked().seconds < 5
     assert 0 <= checkpoint.step_of(checkpoint.listing(tmp_path / "run")[-1]) < 3
 
@@ -81,7 +87,10 @@ class Send(Callback):
 
 def test_handlers_of_the_users_are_back_afterwards() -> None:
     heard: list[int] = []
-    before = {each: signal.signal(each, lambda number, frame: heard.append(number)) for each in (TERM, INT)}
+    before = {
+        each: signal.signal(each, lambda number, frame: heard.append(number))
+        for each in (TERM, INT)
+    }
     mine = {each: signal.getsignal(each) for each in before}
     try:
         build().fit(1, train_data())
@@ -95,7 +104,9 @@ def test_handlers_of_the_users_are_back_afterwards() -> None:
             build().fit(1, train_data(), callbacks=[Lambda(visit=lambda run: 1 / 0)])
         assert {each: signal.getsignal(each) for each in before} == mine
         assert heard == []  # the first signal was the run's
-        second = build().fit(1, train_data(), callbacks=[Lambda(begin=lambda run: signal.raise_signal(INT))])
+        second = build().fit(
+            1, train_data(), callbacks=[Lambda(begin=lambda run: signal.raise_signal(INT))]
+        )
     except KeyboardInterrupt:
         second = None
     finally:
@@ -134,7 +145,9 @@ def test_fit_in_another_thread_leaves_signals_alone() -> None:
 def test_an_evaluation_cut_short_leaves_no_trace_in_the_random_state(tmp_path: Path) -> None:
     """A DataLoader draws from torch's generator when a pass begins; the pass that was cut short is begun again."""
     x = torch.stack([sample["x"] for sample in valid_data().dicts()][:1]).flatten(0, 1)
-    valid = DataLoader(TensorDataset(x, torch.zeros(len(x), dtype=torch.int64)), batch_size=2, shuffle=True)
+    valid = DataLoader(
+        TensorDataset(x, torch.zeros(len(x), dtype=torch.int64)), batch_size=2, shuffle=True
+    )
     ends = []
     for cut in (False, True):
         folder, sent = tmp_path / str(cut), []

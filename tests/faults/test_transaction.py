@@ -14,7 +14,15 @@ import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = hs.DynamicScale(init=256.0)
-ALLOWED = {"steps", "skips", "streak", "scale", "growth", "bad", "cycle"}  # fields a skipped step may move
+ALLOWED = {
+    "steps",
+    "skips",
+    "streak",
+    "scale",
+    "growth",
+    "bad",
+    "cycle",
+}  # fields a skipped step may move
 PRECISIONS = {
     "fp32": hs.Precision("fp32", scale=SCALE),
     "fp64": hs.Precision("fp64", scale=SCALE),
@@ -74,7 +82,12 @@ def build(precision: str, optimizer: str, accumulate: int = 1, **options: Any) -
     torch.manual_seed(1)
     net = Fragile().to(DEVICE)
     make, decide = OPTIMIZERS[optimizer]
-    settings = {"precision": PRECISIONS[precision], "accumulate": accumulate, "decide": decide, **options}
+    settings = {
+        "precision": PRECISIONS[precision],
+        "accumulate": accumulate,
+        "decide": decide,
+        **options,
+    }
     build = partial(hs.TrainStep, net, nn.CrossEntropyLoss(), make(net.parameters()), **settings)
     if accumulate == 1:
         return build()
@@ -92,8 +105,12 @@ def tensors(value: Any, name: str = "") -> dict[str, Any]:
 
 def everything(step: hs.TrainStep) -> dict[str, Any]:
     """What a skipped step must leave alone: weights, buffers, optimizer state, and the fields of StepState."""
-    kept = {f.name: getattr(step.state, f.name) for f in fields(step.state) if f.name not in ALLOWED}
-    return tensors({"net": step.net.state_dict(), "optimizer": step.optimizer.state_dict()["state"], **kept})
+    kept = {
+        f.name: getattr(step.state, f.name) for f in fields(step.state) if f.name not in ALLOWED
+    }
+    return tensors(
+        {"net": step.net.state_dict(), "optimizer": step.optimizer.state_dict()["state"], **kept}
+    )
 
 
 def same(a: Any, b: Any) -> bool:
@@ -120,8 +137,12 @@ def assert_skipped(step: hs.TrainStep, record: hs.Record, scale: Tensor, streak:
 def test_a_skipped_step_leaves_everything_bit_identical(precision: str, optimizer: str) -> None:
     """Every fault as the very first step, and again after each of two updates."""
     if (precision, optimizer) == ("fp16", "sgd-fused") and not torch.cuda.is_available():
-        pytest.skip("torch's fused SGD does not update half parameters on a CPU (pytorch#191763): the step refuses it")
-    rates = {} if optimizer == "sgd-device" else {"lr": [0.05, 0.04, 0.03]}  # unfused SGD reads a tensor rate
+        pytest.skip(
+            "torch's fused SGD does not update half parameters on a CPU (pytorch#191763): the step refuses it"
+        )
+    rates = (
+        {} if optimizer == "sgd-device" else {"lr": [0.05, 0.04, 0.03]}
+    )  # unfused SGD reads a tensor rate
     step = build(precision, optimizer, ema=0.9, **rates)
     for i in range(3):
         for streak, fault in enumerate(FAULTS, 1):
@@ -130,16 +151,28 @@ def test_a_skipped_step_leaves_everything_bit_identical(precision: str, optimize
             assert_untouched(step, before)
         record = step(*good(i))
         assert record.updated
-        assert (int(step.state.skips), int(step.state.streak), int(step.state.updates)) == (3 * i + 3, 0, i + 1)
+        assert (int(step.state.skips), int(step.state.streak), int(step.state.updates)) == (
+            3 * i + 3,
+            0,
+            i + 1,
+        )
         rate = rates.get("lr", [0.05] * 3)[i]
-        assert math.isclose(record.lr.item(), rate, rel_tol=1e-7), "the schedule stood still"  # float32 on CUDA
-    assert all(torch.isfinite(value).all() for value in everything(step).values() if isinstance(value, Tensor))
+        assert math.isclose(record.lr.item(), rate, rel_tol=1e-7), (
+            "the schedule stood still"
+        )  # float32 on CUDA
+    assert all(
+        torch.isfinite(value).all()
+        for value in everything(step).values()
+        if isinstance(value, Tensor)
+    )
 
 
 @pytest.mark.parametrize("warm", [0, 1], ids=["first", "later"])
 @pytest.mark.parametrize("optimizer", ["sgd-device", "adam-host", "adam-fused-device"])
 @pytest.mark.parametrize("precision", ["O1", "O2-low-norms", "fp16-kahan"])
-def test_one_bad_micro_batch_takes_its_whole_cycle_back(precision: str, optimizer: str, warm: int) -> None:
+def test_one_bad_micro_batch_takes_its_whole_cycle_back(
+    precision: str, optimizer: str, warm: int
+) -> None:
     step = build(precision, optimizer, accumulate=3, ema=0.9)
     for i in range(3 * warm):
         step(*good(i))
@@ -167,7 +200,9 @@ def test_a_skipped_tail_is_taken_back_too() -> None:
 
 @pytest.mark.parametrize("when", [(0,), (0, 1), (2,), (0, 3)], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_around_skips_equals_plain_torch_without_them(optimizer: str, when: tuple[int, ...]) -> None:
+def test_training_around_skips_equals_plain_torch_without_them(
+    optimizer: str, when: tuple[int, ...]
+) -> None:
     """Scales are powers of two, so that fp32 gradients are scaled exactly; dampening sees the true first step."""
     step = build("fp32", optimizer)
     torch.manual_seed(1)
@@ -200,7 +235,9 @@ def test_buffers_of_a_loss_are_taken_back_too() -> None:
             return (out - self.centre - target).square().mean()
 
     net, loss = nn.Linear(3, 2).to(DEVICE), Centred().to(DEVICE)
-    step = hs.TrainStep(net, loss, torch.optim.SGD(net.parameters(), lr=0.1), precision=PRECISIONS["fp32"])
+    step = hs.TrainStep(
+        net, loss, torch.optim.SGD(net.parameters(), lr=0.1), precision=PRECISIONS["fp32"]
+    )
     x, y = torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)
     step(x, y)
     before = loss.centre.clone()

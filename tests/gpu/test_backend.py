@@ -18,7 +18,9 @@ def error(precision: str) -> float:
     torch.manual_seed(0)
     net = nn.Linear(2048, 512, bias=False).cuda()
     x = torch.randn(256, 2048, device="cuda")
-    out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(x, torch.zeros(256, 512, device="cuda")).outputs
+    out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(
+        x, torch.zeros(256, 512, device="cuda")
+    ).outputs
     exact = x.double() @ net.weight.double().T
     return float(((out.double() - exact).norm() / exact.norm()).detach())
 
@@ -26,7 +28,9 @@ def error(precision: str) -> float:
 def test_fp32_is_strict_and_tf32_is_asked_for() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert error("fp32") < 2e-6  # 2048 products in fp32: √2048 · 2⁻²⁴ ≈ 2.7e-6 at worst, measured near 3e-7
+        assert (
+            error("fp32") < 2e-6
+        )  # 2048 products in fp32: √2048 · 2⁻²⁴ ≈ 2.7e-6 at worst, measured near 3e-7
         assert error("tf32") > 5e-5  # TF32 keeps 10 bits: near 3e-4
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
@@ -39,7 +43,9 @@ def test_convolutions_too() -> None:
     exact = nn.functional.conv2d(x.double(), net.weight.double())
 
     def off(precision: str) -> float:
-        out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(x, torch.zeros_like(exact).float()).outputs
+        out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(
+            x, torch.zeros_like(exact).float()
+        ).outputs
         return float(((out.double() - exact).norm() / exact.norm()).detach())
 
     assert off("fp32") < 2e-6  # 576 products: √576 · 2⁻²⁴ ≈ 1.4e-6
@@ -49,7 +55,11 @@ def test_convolutions_too() -> None:
 def test_memory_does_not_grow_with_steps() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)).cuda()
     step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), torch.optim.AdamW(net.parameters(), fused=True), precision="O2", ema=0.9
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.AdamW(net.parameters(), fused=True),
+        precision="O2",
+        ema=0.9,
     )
     x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 8, (32,), device="cuda")
     for _ in range(20):
@@ -79,7 +89,9 @@ assert not torch.are_deterministic_algorithms_enabled()
 
 def test_deterministic_repeats_bit_for_bit() -> None:
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run([sys.executable, "-c", REPEAT], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", REPEAT], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

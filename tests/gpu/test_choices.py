@@ -54,7 +54,9 @@ def is_last(t: Tensor) -> bool:
 def test_convolutions_run_channels_last_from_end_to_end(precision: str) -> None:
     net, seen = convolutional(), []
     step = build(net, precision)
-    net[0].register_forward_hook(lambda m, args, out: seen.append((is_last(args[0]), is_last(m.weight), is_last(out))))
+    net[0].register_forward_hook(
+        lambda m, args, out: seen.append((is_last(args[0]), is_last(m.weight), is_last(out)))
+    )
     for _ in range(6):
         assert step(*images()).updated
     assert set(seen) == {(True, True, True)}
@@ -76,7 +78,9 @@ def test_fused_kernels_go_on_from_a_state_of_the_other_order(last: bool, make: A
         net = convolutional()
         settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
         optimizer = make(net.parameters(), lr=0.01, fused=True, **settings)
-        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O2", ema=0.9, channels_last=last)
+        return hs.TrainStep(
+            net, nn.CrossEntropyLoss(), optimizer, precision="O2", ema=0.9, channels_last=last
+        )
 
     one, other = fresh(last), fresh(not last)
     for _ in range(6):
@@ -127,22 +131,36 @@ assert step.compiled(True) is False
 
 def test_a_deterministic_step_measures_nothing() -> None:
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run([sys.executable, "-c", REPEATS], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATS], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def moved(make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], precision: str, compile: bool) -> Tensor:
+def moved(
+    make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], precision: str, compile: bool
+) -> Tensor:
     """What two steps moved the weights by; the second is compiled where that was asked for."""
     net = make()
     start = copy.deepcopy(net)
     step = build(net, precision, compile=compile)
     for _ in range(2):
         step(*batch)
-    parts = [(p.double() - q.double()).flatten() for p, q in zip(net.parameters(), start.parameters(), strict=True)]
+    parts = [
+        (p.double() - q.double()).flatten()
+        for p, q in zip(net.parameters(), start.parameters(), strict=True)
+    ]
     return torch.cat(parts).detach()
 
 
-ULP = {"fp32": 2.0**-23, "tf32": 2.0**-10, "O1": 2.0**-10, "O2": 2.0**-10, "O3": 2.0**-10, "bf16": 2.0**-7}
+ULP = {
+    "fp32": 2.0**-23,
+    "tf32": 2.0**-10,
+    "O1": 2.0**-10,
+    "O2": 2.0**-10,
+    "O3": 2.0**-10,
+    "bf16": 2.0**-7,
+}
 
 
 @pytest.mark.parametrize("precision", ULP)

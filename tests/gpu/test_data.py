@@ -20,9 +20,14 @@ def test_the_order_is_the_same_on_host_and_device(size: int) -> None:
     count = min(size, 50_000)
     for epoch in (0, 5):
         for start in {0, (size - count) // 2, size - count}:
-            host, there = (Order(size, seed=3).indices(epoch, start, count, device) for device in ("cpu", CUDA))
+            host, there = (
+                Order(size, seed=3).indices(epoch, start, count, device) for device in ("cpu", CUDA)
+            )
             assert torch.equal(host, there.cpu())
-            assert torch.equal(Order(size, seed=3).position_of(epoch, there).cpu(), torch.arange(start, start + count))
+            assert torch.equal(
+                Order(size, seed=3).position_of(epoch, there).cpu(),
+                torch.arange(start, start + count),
+            )
 
 
 def test_the_order_runs_without_a_sync_and_inside_a_graph() -> None:
@@ -44,9 +49,22 @@ def test_the_order_runs_without_a_sync_and_inside_a_graph() -> None:
 
 
 def data(size: int = 500) -> Dataset:
-    images = torch.randint(0, 256, (size, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    chain = [PadCrop(32, 4), Flip(), ToCHW(), Rescale(1 / 255, 0.0), Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.3))]
-    return Dataset({"image": images, "label": torch.arange(size)}, seed=4).map(chain, "image").shuffle().batch(64)
+    images = torch.randint(
+        0, 256, (size, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    chain = [
+        PadCrop(32, 4),
+        Flip(),
+        ToCHW(),
+        Rescale(1 / 255, 0.0),
+        Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.3)),
+    ]
+    return (
+        Dataset({"image": images, "label": torch.arange(size)}, seed=4)
+        .map(chain, "image")
+        .shuffle()
+        .batch(64)
+    )
 
 
 def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
@@ -56,7 +74,11 @@ def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
         with no_sync():
             batches = list(resident)
         torch.cuda.synchronize()
-    copies = [event.name for event in prof.events() if "Memcpy HtoD" in event.name or "Memcpy DtoH" in event.name]
+    copies = [
+        event.name
+        for event in prof.events()
+        if "Memcpy HtoD" in event.name or "Memcpy DtoH" in event.name
+    ]
     assert copies == []
     list(host)
     for (x, y), (u, v) in zip(host, batches, strict=True):
@@ -84,7 +106,12 @@ def test_a_stream_left_early_ends_its_thread_and_an_error_reaches_the_user() -> 
         next(stream)
         del stream
         streamed.seek(0)
-        broken = Dataset({"image": torch.zeros(9, 5, 5, 3)}).batch(3).workers(1).map(lambda x: 1 / 0, "image")
+        broken = (
+            Dataset({"image": torch.zeros(9, 5, 5, 3)})
+            .batch(3)
+            .workers(1)
+            .map(lambda x: 1 / 0, "image")
+        )
         with pytest.raises(ZeroDivisionError):
             list(broken.to_device(CUDA, budget=0))
     assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
@@ -126,7 +153,9 @@ def test_tensors_that_are_on_the_device_are_gathered_there() -> None:
         assert c.is_cuda
         assert torch.equal(a, c.cpu())
         assert torch.equal(b, d.cpu())
-    with pytest.raises(ValueError, match=r"expected columns on one device, got \{'x': 'cpu', 'y': 'cuda:0'\}"):
+    with pytest.raises(
+        ValueError, match=r"expected columns on one device, got \{'x': 'cpu', 'y': 'cuda:0'\}"
+    ):
         Dataset({"x": x, "y": y.to(CUDA)})
 
 
@@ -149,7 +178,9 @@ def test_resident_data_can_be_loaded_and_has_no_use_for_workers() -> None:
     assert resident.load().placement == resident.placement
     for (x, _), (u, _) in zip(resident, resident.load(), strict=True):
         assert torch.equal(x, u)
-    with pytest.raises(ValueError, match="workers: expected data on the host, got it resident on cuda:0"):
+    with pytest.raises(
+        ValueError, match="workers: expected data on the host, got it resident on cuda:0"
+    ):
         resident.workers(2)
     for (x, _), (u, _) in zip(data(), data().workers(2).to_device(CUDA), strict=True):
         assert torch.equal(x, u.cpu())

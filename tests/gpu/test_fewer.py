@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
-from halfstep.step import leaves
+from halfstep.compiler.passes import batch_weight_grads as leaves
 
 pytestmark = pytest.mark.gpu
 X, Y = torch.randn(64, 784, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 10
@@ -19,7 +19,9 @@ X, Y = torch.randn(64, 784, generator=torch.Generator().manual_seed(1)), torch.a
 
 def build(precision: str, act: Callable[[], nn.Module] = nn.ReLU, **options: Any) -> hs.TrainStep:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(784, 512), act(), nn.Linear(512, 512), act(), nn.Linear(512, 10)).cuda()
+    net = nn.Sequential(
+        nn.Linear(784, 512), act(), nn.Linear(512, 512), act(), nn.Linear(512, 10)
+    ).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, **options)
 
@@ -34,7 +36,9 @@ def called(step: hs.TrainStep) -> int:
     return [e.name for e in seen.events()].count("halfstep::casts")
 
 
-@pytest.mark.parametrize(("precision", "expected"), [("O1", 1), ("O2", 0), ("fp16", 0), ("bf16", 0), ("tf32", 0)])
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("O1", 1), ("O2", 0), ("fp16", 0), ("bf16", 0), ("tf32", 0)]
+)
 def test_what_a_compiled_step_calls(precision: str, expected: int) -> None:
     assert called(build(precision, compile=True)) == expected
     assert called(build(precision, compile=False)) == 0
@@ -66,6 +70,8 @@ def test_joined_casts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert called(build("O1", nn.Tanh, compile=True)) == 2
         ours = weights(build("O1", nn.Tanh, compile=True))
         torch._dynamo.reset()
-        with inductor.patch(post_grad_custom_pre_pass=lambda graph: None):  # a bare function: nothing is cached
+        with inductor.patch(
+            post_grad_custom_pre_pass=lambda graph: None
+        ):  # a bare function: nothing is cached
             theirs = weights(build("O1", nn.Tanh, compile=True))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
+from halfstep.engine.captured import inputs__gather as room
+from halfstep.engine.captured.inputs import BEGINS, Resident
+from halfstep.engine.captured.inputs__gather import gather
+from halfstep.engine.captured.programs import Program
+from halfstep.engine.captured.record_buffer__ring import Ring
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk import gather as room
-from halfstep.engine.sunk.gather import gather
-from halfstep.engine.sunk.inputs import BEGINS, Resident
-from halfstep.engine.sunk.program import Program
-from halfstep.engine.sunk.ring import Ring
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,9 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "_WORKS", {})
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         assert gather(columns, numbers, at, SIZE) is None
-        assert columns["y"].index_select(0, numbers[3]) is not None  # a graph of nothing is an error of its own
+        assert (
+            columns["y"].index_select(0, numbers[3]) is not None
+        )  # a graph of nothing is an error of its own
     assert not room._WORKS
     assert gather(columns, numbers, at, SIZE) is not None
     with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAUROC
 
 import halfstep as hs
+from halfstep.cuda_graphs import capture as capturing
 from halfstep.model import Model
-from halfstep.step import capturing
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -27,7 +27,10 @@ def pair(**options: Any) -> tuple[Model, Model]:
 
 def test_evaluations_count_the_same_captured_or_not_and_again_after_training() -> None:
     scores = []
-    metrics = {"acc": hs.metrics.Accuracy(), "auroc": MulticlassAUROC(3)}  # one counts in the graph, one beside it
+    metrics = {
+        "acc": hs.metrics.Accuracy(),
+        "auroc": MulticlassAUROC(3),
+    }  # one counts in the graph, one beside it
     for m in pair(metrics=metrics):
         seen = [m.evaluate(data(CUDA, samples=50))]
         torch.manual_seed(5)
@@ -52,7 +55,9 @@ def test_labels_on_the_host_are_taken_along() -> None:
     scores = []
     for m in pair():
         m.labels = lambda batch: torch.zeros(len(batch[1]), dtype=torch.int64)
-        with warnings.catch_warnings(action="ignore", category=hs.Notice):  # a copy from the host cannot be captured
+        with warnings.catch_warnings(
+            action="ignore", category=hs.Notice
+        ):  # a copy from the host cannot be captured
             scores.append(m.evaluate(data(CUDA, samples=50)))
     assert scores[0] == scores[1]
 
@@ -152,13 +157,19 @@ def test_verify_says_when_there_were_too_few_batches_to_compare() -> None:
 def wide(capture: Any) -> Model:
     """Its products are long enough for cuBLAS to cut them, which takes memory of its own."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3)).to(CUDA)
+    net = nn.Sequential(
+        nn.Linear(6, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 3)
+    ).to(CUDA)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, fused=True)
     return Model(net, nn.CrossEntropyLoss(), optimizer, "fp32", capture=capture, deterministic=True)
 
 
-@pytest.mark.parametrize("shared", sorted({capturing.SHARED, False}))  # False: what newer versions of torch need
-def test_graphs_that_are_gone_take_nothing_along(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "shared", sorted({capturing.SHARED, False})
+)  # False: what newer versions of torch need
+def test_graphs_that_are_gone_take_nothing_along(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch frees what cuBLAS uses with the graphs that were recorded on a stream; those that live go on rightly.
 
     torch 2.11 frees nothing: what can go wrong there is a lane itself.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.precision.lowcopy import LowCopies, copy_, widen
+from halfstep.precision.low_params import LowCopies, copy_, widen
 
 pytestmark = pytest.mark.gpu
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
@@ -48,7 +48,10 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
 def test_gradients_through_captured_copies() -> None:
     """Forward and backward in one graph: gradients arrive at the masters, in their dtype."""
     p = nn.Parameter(torch.randn(300, 300, device="cuda"))
-    copies, x = LowCopies([p], [torch.float16]), torch.randn(8, 300, device="cuda", dtype=torch.float16)
+    copies, x = (
+        LowCopies([p], [torch.float16]),
+        torch.randn(8, 300, device="cuda", dtype=torch.float16),
+    )
 
     def run() -> Tensor:
         (low,) = copies.fresh()
@@ -73,7 +76,9 @@ def test_pieces_only_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     kernel = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (seen.append(len(a[0])), kernel(*a))[1])
-    to, given = ([torch.zeros(40960, dtype=d, device="cuda")] for d in (torch.float16, torch.float32))
+    to, given = (
+        [torch.zeros(40960, dtype=d, device="cuda")] for d in (torch.float16, torch.float32)
+    )
     copy_(to, given)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         copy_(to, given)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import nets
-from halfstep.nets.same import SameConv2d, SameMaxPool2d
+from halfstep.nets.small__same import SameConv2d, SameMaxPool2d
 
 pytestmark = pytest.mark.gpu
 NAMES = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
@@ -23,7 +23,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def pair(name: str, *, seeds: tuple[int, int] = (0, 0), **options: bool) -> tuple[nn.Module, nn.Module]:
+def pair(
+    name: str, *, seeds: tuple[int, int] = (0, 0), **options: bool
+) -> tuple[nn.Module, nn.Module]:
     """Ours and torchvision's, 10 classes."""
     models = pytest.importorskip("torchvision.models")
     torch.manual_seed(seeds[0])
@@ -66,14 +68,21 @@ def test_same_layers_on_cuda_are_those_of_the_cpu() -> None:
     conv, pool = SameConv2d(3, 8, 7, 2, bias=False).double(), SameMaxPool2d(3, 2)
     assert torch.equal(pool(x.cuda()).cpu(), pool(x))
     expected, got = conv(x), conv.cuda()(x.cuda())
-    torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=1e-13)  # 147 float64 products in another order
+    torch.testing.assert_close(
+        got.cpu(), expected, rtol=0, atol=1e-13
+    )  # 147 float64 products in another order
 
 
 @pytest.mark.parametrize("variant", ["common", "seed"])
 def test_resnet50_trains_in_channels_last_half_precision(variant: str) -> None:
     with torch.device("cuda"):
-        net = nets.load("resnet50", classes=10, variant=variant).to(memory_format=torch.channels_last)
-        x, y = torch.randn(16, 3, 64, 64).to(memory_format=torch.channels_last), torch.arange(16) % 10
+        net = nets.load("resnet50", classes=10, variant=variant).to(
+            memory_format=torch.channels_last
+        )
+        x, y = (
+            torch.randn(16, 3, 64, 64).to(memory_format=torch.channels_last),
+            torch.arange(16) % 10,
+        )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O2")
     losses = torch.stack([step(x, y).loss for _ in range(30)])

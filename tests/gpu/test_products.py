@@ -35,7 +35,9 @@ def run_by(step: hs.TrainStep) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         step(*batch())
     names = [e.name for e in seen.events()]
-    return sum(names.count(f"aten::{name}") for name in ("mm", "addmm", "_addmm_activation")), names.count("aten::bmm")
+    return sum(
+        names.count(f"aten::{name}") for name in ("mm", "addmm", "_addmm_activation")
+    ), names.count("aten::bmm")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O0"])
@@ -46,7 +48,8 @@ def test_strict_products_are_cut(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "whole"), [("tf32", 8), ("fp64", 8), ("O1", 5), ("O2", 5), ("fp16", 5), ("bf16", 5)]
+    ("precision", "whole"),
+    [("tf32", 8), ("fp64", 8), ("O1", 5), ("O2", 5), ("fp16", 5), ("bf16", 5)],
 )
 def test_other_precisions_are_not_cut(precision: str, whole: int) -> None:
     """Low ones have three weight gradients by one kernel of ours."""
@@ -64,7 +67,8 @@ def moved(net: nn.Module, precision: str, compile: bool) -> list[Tensor]:
     for _ in range(2):
         step(x.to(dtype), y)
     return [
-        p.detach().double() - q.detach().double() for p, q in zip(net.parameters(), start.parameters(), strict=True)
+        p.detach().double() - q.detach().double()
+        for p, q in zip(net.parameters(), start.parameters(), strict=True)
     ]
 
 

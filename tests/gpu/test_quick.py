@@ -9,10 +9,10 @@ from test_quick import CASES, HALVES, RESTS, build, contents, equal_in_everythin
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.pack import pack
-from halfstep.step.quick_plan import COUNTS, LARGE
-from halfstep.step.record import UpdateResult
-from halfstep.step.replay import allowed
+from halfstep.engine.captured.record_buffer import pack
+from halfstep.step.fast.fused_update__quick_plan import COUNTS, LARGE
+from halfstep.step.fast.update_graph import allowed
+from halfstep.step.state__record import UpdateResult
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,10 @@ def hold(shapes: list[tuple[int, ...]], *, quick: bool, adamw: bool = False, **o
 def capture(step: Any, live: list[int]) -> tuple[torch.cuda.CUDAGraph, UpdateResult]:
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with allowed(step.update), torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    with (
+        allowed(step.update),
+        torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
+    ):
         outcome = step.update.on_device(step.state, live)
     return graph, outcome
 
@@ -68,7 +71,9 @@ def fill(step: Any, seed: int, bad: int | None = None) -> None:
 
 
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
-MANY = [(64, 64)] * 20 + [(7,)] * (COUNTS[-1] + 13) + [(1025, 2049), (0,), (3, 5)]  # two launches' worth, and large
+MANY = (
+    [(64, 64)] * 20 + [(7,)] * (COUNTS[-1] + 13) + [(1025, 2049), (0,), (3, 5)]
+)  # two launches' worth, and large
 
 
 @pytest.mark.parametrize("shapes", [MLP, MANY])
@@ -81,7 +86,9 @@ MANY = [(64, 64)] * 20 + [(7,)] * (COUNTS[-1] + 13) + [(1025, 2049), (0,), (3, 5
         {"precision": "bf16", "nonfinite": "skip"},
     ],
 )
-def test_a_replayed_capture_equals_the_eager_update(shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
+def test_a_replayed_capture_equals_the_eager_update(
+    shapes: list[tuple[int, ...]], options: dict[str, Any]
+) -> None:
     """Nothing ran through these kernels before the capture: setting `quick` has loaded them."""
     plain, quick = (hold(shapes, quick=False, **options) for _ in range(2))
     live = list(range(len(shapes)))
@@ -97,9 +104,13 @@ def test_a_replayed_capture_equals_the_eager_update(shapes: list[tuple[int, ...]
         expected = plain.update.on_device(plain.state, live)
         graph.replay()
         for field, a, b in zip(outcome._fields, outcome, expected, strict=True):
-            if field == "norm":  # 4 + 12 + 10 + 8 additions in a row; the root halves their roundings
+            if (
+                field == "norm"
+            ):  # 4 + 12 + 10 + 8 additions in a row; the root halves their roundings
                 exact = torch.cat([t.double().flatten() for t in plain.state.cycle.grads]).norm()
-                assert torch.allclose(a.double(), exact, rtol=17 * 2.0**-24, atol=0, equal_nan=True), (at, a, exact)
+                assert torch.allclose(
+                    a.double(), exact, rtol=17 * 2.0**-24, atol=0, equal_nan=True
+                ), (at, a, exact)
             else:
                 same(f"{at}: {field}", a, b)
         for (name, a), (_, b) in zip(contents(quick), contents(plain), strict=True):
@@ -107,7 +118,9 @@ def test_a_replayed_capture_equals_the_eager_update(shapes: list[tuple[int, ...]
     assert int(quick.state.skips) == 2
 
 
-@pytest.mark.parametrize("options", [{"precision": "O1", "lr": [0.1, 0.05]}, {"precision": "fp16", "adamw": True}])
+@pytest.mark.parametrize(
+    "options", [{"precision": "O1", "lr": [0.1, 0.05]}, {"precision": "fp16", "adamw": True}]
+)
 def test_an_update_is_captured_again(options: dict[str, Any]) -> None:
     """Two graphs by turns, then the second when the first is gone: none needs what another's capture left."""
     plain, quick = (hold(MLP, quick=q, nonfinite="skip", **options) for q in (False, True))
@@ -160,7 +173,9 @@ def test_few_kernels(options: dict[str, Any], most: int) -> None:
     fill(step, 0)
     for _ in range(2):
         step.update.on_device(step.state, live)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         step.update.on_device(step.state, live)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -208,7 +223,13 @@ def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
     eps = {"eps": 1e-3} if make is torch.optim.AdamW else {}  # 1e-8 is 0 in float16
     opt = make(net.parameters(), lr=0.01, fused=True, **eps)
     step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), opt, precision=precision, nonfinite="skip", ema=0.9, lr=[0.02, 0.01]
+        net,
+        nn.CrossEntropyLoss(),
+        opt,
+        precision=precision,
+        nonfinite="skip",
+        ema=0.9,
+        lr=[0.02, 0.01],
     )
     step._replay._usable = False
     step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick

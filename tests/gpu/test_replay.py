@@ -44,10 +44,18 @@ def same(a: hs.TrainStep, b: hs.TrainStep) -> None:
 
 @pytest.mark.filterwarnings("ignore::halfstep.Notice")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "fp16", hs.Precision("fp16", rounding="kahan")])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "O1", "O2", "fp16", hs.Precision("fp16", rounding="kahan")]
+)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_replayed_equals_eager(name: str, precision: str | hs.Precision, accumulate: int) -> None:
-    options = {"precision": precision, "accumulate": accumulate, "ema": 0.9, "clip_norm": 1.0, "nonfinite": "skip"}
+    options = {
+        "precision": precision,
+        "accumulate": accumulate,
+        "ema": 0.9,
+        "clip_norm": 1.0,
+        "nonfinite": "skip",
+    }
     steps = [build(name, replayed=replayed, **options) for replayed in (True, False)]
     for i in range(30):
         one, two = (step(*batch(i)) for step in steps)
@@ -90,4 +98,6 @@ def test_a_table_of_rates_costs_no_capture() -> None:
     step = build("AdamW fused", replayed=True, lr=[0.01 / (k + 1) for k in range(40)])
     rates = [step(*batch(100 + i)).lr for i in range(30)]
     assert 1 <= step._replay.captures <= 2  # the allocator may take two turns to repeat itself
-    assert torch.equal(torch.stack(rates).cpu(), torch.tensor([0.01 / (k + 1) for k in range(30)]).double())
+    assert torch.equal(
+        torch.stack(rates).cpu(), torch.tensor([0.01 / (k + 1) for k in range(30)]).double()
+    )

@@ -62,9 +62,16 @@ def build(optimizer: str, precision: str = "O2", accumulate: int = 1) -> Model:
     np.random.seed(0)  # noqa: NPY002 - the users' one
     torch.manual_seed(0)  # CUDA's too
     net = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(512, 3)
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(512, 3),
     ).cuda()
-    schedule = None if optimizer == "SGD foreach" else hs.schedules.linear(0.02, 60, warmup=6, start=0.002)
+    schedule = (
+        None if optimizer == "SGD foreach" else hs.schedules.linear(0.02, 60, warmup=6, start=0.002)
+    )
     return Model(
         net, nn.CrossEntropyLoss(), OPTIMIZERS[optimizer](net.parameters()), precision_of(precision), ema=0.9,
         schedule=schedule, accumulate=accumulate, deterministic=True, metrics={"acc": hs.metrics.Accuracy()},
@@ -113,7 +120,9 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-def fit(folder: Path, at: int = -1, *, resident: bool = False, sink: int | None = None, **made: Any) -> dict[str, Any]:
+def fit(
+    folder: Path, at: int = -1, *, resident: bool = False, sink: int | None = None, **made: Any
+) -> dict[str, Any]:
     """Two epochs, or up to step `at`."""
     breaks, model = Breaks(at), build(**made)
     model.fit(

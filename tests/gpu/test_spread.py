@@ -7,7 +7,7 @@ import torch
 from test_spread import CASES, compare, contents, fill, flag, make, plainly
 from torch import nn
 
-from halfstep.step import spread
+from halfstep.kernels import foreach__spread as spread
 
 pytestmark = pytest.mark.gpu
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
@@ -32,7 +32,9 @@ def mlp(kind: Any, **settings: Any) -> tuple[Any, list[Any]]:
 
 def kernels(run: Any) -> list[str]:
     run()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         run()
         torch.cuda.synchronize()
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -50,7 +52,10 @@ def kernels(run: Any) -> list[str]:
 def test_as_few_kernels_as_torch(kind: Any, settings: dict[str, Any], count: int) -> None:
     optimizer, _ = mlp(kind, **settings)
     found = flag(0.0)  # here: made from a host's number, it is a copy to the device
-    theirs, ours = kernels(lambda: plainly(optimizer, found)), kernels(lambda: spread.step(optimizer, found))
+    theirs, ours = (
+        kernels(lambda: plainly(optimizer, found)),
+        kernels(lambda: spread.step(optimizer, found)),
+    )
     assert len(theirs) == count, theirs
     assert len(ours) == count, ours
 

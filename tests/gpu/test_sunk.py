@@ -27,7 +27,12 @@ def model(precision: str = "O2", *, capture: Any = "auto", **options: Any) -> Mo
     torch.manual_seed(0)
     net = Net().to(CUDA)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
-    options = {"nonfinite": "skip", "deterministic": True, "metrics": {"acc": hs.metrics.Accuracy()}, **options}
+    options = {
+        "nonfinite": "skip",
+        "deterministic": True,
+        "metrics": {"acc": hs.metrics.Accuracy()},
+        **options,
+    }
     return Model(net, nn.CrossEntropyLoss(), optimizer, precision, capture=capture, **options)
 
 
@@ -37,7 +42,14 @@ def fitted(capture: Any, sink: int | None, **options: Any) -> tuple[Model, list[
     torch.manual_seed(5)
     note = hs.Lambda(step=lambda run, row: seen.append(row))
     save = Weights(m)
-    run = m.fit(4, data(CUDA), valid=data(CUDA, samples=50), callbacks=[note, save], sink=sink, valid_every_steps=9)
+    run = m.fit(
+        4,
+        data(CUDA),
+        valid=data(CUDA, samples=50),
+        callbacks=[note, save],
+        sink=sink,
+        valid_every_steps=9,
+    )
     return m, [*seen, *save.kept], run
 
 
@@ -90,7 +102,10 @@ def test_between_visits_there_are_graph_launches_and_nothing_else(precision: str
     for _ in range(2):
         list(sink)
     before = s.state.skips.item()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as prof, no_sync():
+    with (
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as prof,
+        no_sync(),
+    ):
         [records] = list(sink)
     names = launches(prof.events())
     assert len(records) == 100
@@ -98,8 +113,14 @@ def test_between_visits_there_are_graph_launches_and_nothing_else(precision: str
     assert names["cudaGraphLaunch"] == 100
     copies = [e for e in prof.events() if re.search(r"Memcpy (HtoD|DtoH)", e.name)]
     assert sum("HtoD" in e.name for e in copies) == 0
-    assert sum("DtoH" in e.name for e in copies) == 2  # the visit: the rows, and whether the device has stopped
-    kernels = names.get("cudaLaunchKernel", 0) + names.get("cuLaunchKernel", 0) + names.get("cudaLaunchKernelExC", 0)
+    assert (
+        sum("DtoH" in e.name for e in copies) == 2
+    )  # the visit: the rows, and whether the device has stopped
+    kernels = (
+        names.get("cudaLaunchKernel", 0)
+        + names.get("cuLaunchKernel", 0)
+        + names.get("cudaLaunchKernelExC", 0)
+    )
     assert kernels <= 400  # the numbers of the pass's samples, computed once: none per step
 
 
@@ -141,7 +162,9 @@ def test_what_cannot_be_captured_is_named_with_its_line(kind: type[nn.Module], l
             return out
 
     net = Outer().to(CUDA)
-    s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
+    s = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    )
     with pytest.raises(hs.UncapturableError, match=rf"(?s)module block.*test_sunk.py:\d+.*{line}"):
         for _ in hs.sink(s, data(CUDA)):
             pass
@@ -154,7 +177,12 @@ def test_an_uncapturable_network_trains_eagerly_and_says_so(kind: type[nn.Module
     for capture in (False, "auto"):
         torch.manual_seed(0)
         net = nn.Sequential(kind(), nn.Dropout(0.1)).to(CUDA)
-        m = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True), capture=capture)
+        m = Model(
+            net,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(net.parameters(), lr=0.1, fused=True),
+            capture=capture,
+        )
         if capture:
             with pytest.warns(hs.Notice, match="cannot be captured"):
                 m.fit(2, data(CUDA))
@@ -273,7 +301,10 @@ def test_captures_are_as_many_as_shapes() -> None:
 
 
 def test_verify_passes_and_leaves_no_trace() -> None:
-    a, b = step(CUDA, "O2", deterministic=True, accumulate=2), step(CUDA, "O2", deterministic=True, accumulate=2)
+    a, b = (
+        step(CUDA, "O2", deterministic=True, accumulate=2),
+        step(CUDA, "O2", deterministic=True, accumulate=2),
+    )
     torch.manual_seed(7)
     expected = [r.loss for r in hs.sink(a, data(CUDA), every=100)]
     torch.manual_seed(7)
@@ -307,15 +338,25 @@ class Kept(nn.Module):
 
 def test_a_number_that_the_network_keeps_and_changes_is_seen_at_the_capture() -> None:
     net = Kept().to(CUDA)
-    s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
+    s = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    )
     with pytest.raises(hs.UncapturableError, match="counts in Python"):
         list(hs.sink(s, data(CUDA)))
 
 
 def test_verify_finds_what_a_graph_bakes_in() -> None:
-    net = Counts(itertools.count().__next__).to(CUDA)  # where nobody looks: an attribute would be seen
-    s = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True))
+    net = Counts(itertools.count().__next__).to(
+        CUDA
+    )  # where nobody looks: an attribute would be seen
+    s = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    )
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(AssertionError, match=r"verify: step \d+ differs in .*captured step is not the eager one"):
-        hs.sink(s, data(CUDA, samples=160), verify=5)  # twelve steps: the counter comes back to where it was
+    with pytest.raises(
+        AssertionError, match=r"verify: step \d+ differs in .*captured step is not the eager one"
+    ):
+        hs.sink(
+            s, data(CUDA, samples=160), verify=5
+        )  # twelve steps: the counter comes back to where it was
     assert all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))

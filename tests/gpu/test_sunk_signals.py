@@ -40,14 +40,18 @@ def started(folder: Path, sink: int, epochs: int) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("sink", [0, 7, 1000, 100_000])
-def test_sigterm_saves_within_five_seconds_and_the_resume_is_exact(sink: int, tmp_path: Path) -> None:
+def test_sigterm_saves_within_five_seconds_and_the_resume_is_exact(
+    sink: int, tmp_path: Path
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
     reference = started(whole, sink, 3)
     run = started(cut, sink, 3)
     deadline = time.monotonic() + 60
-    while not any((cut / "run").glob("step*")) and run.poll() is None and time.monotonic() < deadline:
+    while (
+        not any((cut / "run").glob("step*")) and run.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     asked = time.monotonic()
     run.send_signal(signal.SIGTERM)

@@ -79,11 +79,15 @@ def test_the_profiler_sees_half_kernels_and_no_copy_to_the_host(precision: str) 
     x, y = torch.randn(512, 1024, device="cuda"), torch.randn(512, 1024, device="cuda")
     for _ in range(3):
         step(x, y)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         for _ in range(40):
             step(x, y)
     kernels = {e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA}
-    gemms = {k for k in kernels if "gemm" in k.lower() or "nvjet" in k.lower() or "cutlass" in k.lower()}
+    gemms = {
+        k for k in kernels if "gemm" in k.lower() or "nvjet" in k.lower() or "cutlass" in k.lower()
+    }
     copies = [e.name for e in profile.events() if "Memcpy DtoH" in e.name]
     assert gemms, "no matrix product was seen"
     assert all(is_half(k) for k in gemms), gemms
@@ -94,7 +98,9 @@ def test_the_profiler_sees_half_kernels_and_no_copy_to_the_host(precision: str) 
 def is_half(kernel: str) -> bool:
     """cuBLAS names the operand type: nvjet_sm90_hsh_…, …_f16f16_…, h16816gemm, hgemm."""
     name = kernel.lower()
-    return any(mark in name for mark in ("_hsh_", "_hss_", "_hhh_", "f16", "hgemm", "h16816", "half"))
+    return any(
+        mark in name for mark in ("_hsh_", "_hss_", "_hhh_", "f16", "hgemm", "h16816", "half")
+    )
 
 
 def run(step: hs.TrainStep, data: list[tuple[Tensor, Tensor]]) -> None:

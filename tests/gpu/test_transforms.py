@@ -12,7 +12,6 @@ from gpu.waits import no_sync
 from torch import Tensor
 
 import halfstep
-from halfstep import launching
 from halfstep.data.transforms import (
     Cast,
     Cutout,
@@ -28,6 +27,7 @@ from halfstep.data.transforms import (
     apply,
     fused,
 )
+from halfstep.kernels import launch as launching
 
 pytestmark = pytest.mark.gpu
 
@@ -36,10 +36,27 @@ AUGMENT: list[Transform] = [PadCrop(32, (4, 3, 2, 1), 9), Flip(0.3), Cutout((8, 
 CHAINS: dict[str, list[Transform]] = {
     "pixels": AUGMENT,
     "float32": [*AUGMENT, Rescale(1 / 255, -0.1), Normalize(0.4914, 0.2023), ToCHW()],
-    "float16": [*AUGMENT, Rescale(1 / 255), Normalize(0.4914, 0.2023), ToCHW(channels_last=True), Cast("float16")],
-    "float64": [Cast("float64"), *AUGMENT, Rescale(1 / 255, -0.1), Normalize(0.4914, 0.2023), Flatten()],
+    "float16": [
+        *AUGMENT,
+        Rescale(1 / 255),
+        Normalize(0.4914, 0.2023),
+        ToCHW(channels_last=True),
+        Cast("float16"),
+    ],
+    "float64": [
+        Cast("float64"),
+        *AUGMENT,
+        Rescale(1 / 255, -0.1),
+        Normalize(0.4914, 0.2023),
+        Flatten(),
+    ],
 }
-COLOUR: list[Transform] = [*AUGMENT, Rescale(1 / 255), Normalize([0.49, 0.48, 0.45], [0.2, 0.2, 0.21]), ToCHW()]
+COLOUR: list[Transform] = [
+    *AUGMENT,
+    Rescale(1 / 255),
+    Normalize([0.49, 0.48, 0.45], [0.2, 0.2, 0.21]),
+    ToCHW(),
+]
 
 
 def inputs(shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,12 +96,16 @@ def test_the_cpus_bits_per_channel() -> None:
 @pytest.mark.parametrize("antialias", [False, True])
 @pytest.mark.parametrize("size", [(224, 224), (48, 51), (13, 9)])
 @pytest.mark.parametrize("layout", SHAPES)
-def test_resize_is_close(layout: str, size: tuple[int, int], antialias: bool, deterministic: bool) -> None:
+def test_resize_is_close(
+    layout: str, size: tuple[int, int], antialias: bool, deterministic: bool
+) -> None:
     """Each side takes a coordinate below 32 from three roundings of 2^-24, along two axes of 255 levels."""
     given, chain = inputs(SHAPES[layout]), [Resize(size, antialias)]
     batch, *rest = given
     wide = (batch.float(), *rest)
-    torch.use_deterministic_algorithms(deterministic)  # torch then takes another road to the same pixels
+    torch.use_deterministic_algorithms(
+        deterministic
+    )  # torch then takes another road to the same pixels
     try:
         levels, floats = run(chain, on_device(given)), run(chain, on_device(wide))
     finally:
@@ -106,7 +127,9 @@ def test_one_hot_needs_no_sync_and_an_unknown_label_is_off() -> None:
     assert torch.equal(off[2].cpu(), one_hot(torch.tensor([3]), words.cpu())[0])
 
 
-@pytest.mark.parametrize("resize", [[], [Resize(48)], [Resize((20, 24), antialias=True)], [Resize(96)]])
+@pytest.mark.parametrize(
+    "resize", [[], [Resize(48)], [Resize((20, 24), antialias=True)], [Resize(96)]]
+)
 def test_a_captured_chain_equals_the_eager_one(resize: list[Transform]) -> None:
     chain = [*AUGMENT, *resize, *COLOUR[len(AUGMENT) :], Cast("float16")]
     static = on_device(inputs(SHAPES["HWC"]))
@@ -135,8 +158,16 @@ def test_constants_first_met_in_a_capture_belong_to_the_graph() -> None:
     """Without a warm-up the graph fills its own, and eager calls after it do not read the graph's memory."""
     static = on_device(inputs(SHAPES["HWC"]))
     spare: list[Transform] = [Rescale(1), Cast("uint8")]
-    fresh: list[Transform] = [*spare, *spare, *AUGMENT, Normalize([11.5, 12.5, 13.5], [41.0, 42.0, 43.0]), ToCHW()]
-    run([*spare, *COLOUR], static)  # kernels are loaded; the values and draw numbers of `fresh` are new
+    fresh: list[Transform] = [
+        *spare,
+        *spare,
+        *AUGMENT,
+        Normalize([11.5, 12.5, 13.5], [41.0, 42.0, 43.0]),
+        ToCHW(),
+    ]
+    run(
+        [*spare, *COLOUR], static
+    )  # kernels are loaded; the values and draw numbers of `fresh` are new
     for dtype in (torch.int64, torch.float32):
         torch.stack([torch.full((), 1, dtype=dtype, device="cuda")] * 3)
     torch.cuda.synchronize()
@@ -155,10 +186,14 @@ def test_constants_first_met_in_a_capture_belong_to_the_graph() -> None:
 def kernels(chain: list[Transform], given: tuple[Tensor, Tensor, Tensor]) -> list[str]:
     """What runs on the device."""
     run(chain, given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as seen:
         run(chain, given)
         torch.cuda.synchronize()
-    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [
+        event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 @pytest.mark.parametrize("layout", SHAPES)
@@ -166,7 +201,10 @@ def test_one_kernel_makes_them(layout: str) -> None:
     given = on_device(inputs(SHAPES[layout]))
     assert kernels(AUGMENT, given) == ["_window"]
     assert kernels(AUGMENT[:1], given) == ["_window"]
-    assert kernels([*AUGMENT, Resize(64), Rescale(1 / 255), ToCHW()], given) == ["_window", "_bilinear"]
+    assert kernels([*AUGMENT, Resize(64), Rescale(1 / 255), ToCHW()], given) == [
+        "_window",
+        "_bilinear",
+    ]
 
 
 def test_epochs_and_samples_of_any_size() -> None:
@@ -175,7 +213,13 @@ def test_epochs_and_samples_of_any_size() -> None:
     epochs, samples = (torch.randint(0, 2**62, (64,), generator=g) for _ in range(2))
     for seed in (0, 1, 2**31, 2**64 - 1, 10**30):
         got, expected = (
-            apply(AUGMENT, batch.to(device), seed=seed, epochs=epochs.to(device), samples=samples.to(device)).cpu()
+            apply(
+                AUGMENT,
+                batch.to(device),
+                seed=seed,
+                epochs=epochs.to(device),
+                samples=samples.to(device),
+            ).cpu()
             for device in ("cuda", "cpu")
         )
         assert torch.equal(got, expected)
@@ -185,7 +229,7 @@ def test_a_window_first_met_in_a_capture_is_left_to_torch(monkeypatch: pytest.Mo
     given = on_device(inputs(SHAPES["HWC"]))
     expected = run(AUGMENT, given)
     works: dict[object, bool] = {}
-    monkeypatch.setattr(sys.modules["halfstep.data.transforms.window"], "_WORKS", works)
+    monkeypatch.setattr(sys.modules["halfstep.data.transforms.fused__window"], "_WORKS", works)
     with monkeypatch.context() as without:
         without.setattr(launching, "usable", lambda device: False)
         run(AUGMENT, given)  # torch's kernels are loaded, and the draws' numbers are there
@@ -211,13 +255,22 @@ TAILS: list[list[Transform]] = [
     *ANY_CHANNELS,
     [ToCHW(), Rescale(1 / 255), Normalize(MEAN, STD)],
     [ToCHW(channels_last=True), Normalize(MEAN, STD), Cast("float16")],
-    [Rescale(1 / 255), Normalize(MEAN, STD), Rescale(0.5, 0.25), Cast("bfloat16"), ToCHW(), Rescale(2.0)],
+    [
+        Rescale(1 / 255),
+        Normalize(MEAN, STD),
+        Rescale(0.5, 0.25),
+        Cast("bfloat16"),
+        ToCHW(),
+        Rescale(2.0),
+    ],
 ]
 
 
 def line(given: int, wanted: int) -> tuple[list[int], list[int], Tensor]:
     """The two pixels around each one that is wanted, and the second's weight, from whole numbers."""
-    exact = [max(Fraction((2 * i + 1) * given - wanted, 2 * wanted), Fraction(0)) for i in range(wanted)]
+    exact = [
+        max(Fraction((2 * i + 1) * given - wanted, 2 * wanted), Fraction(0)) for i in range(wanted)
+    ]
     first = [int(e) for e in exact]
     return (
         first,
@@ -228,10 +281,17 @@ def line(given: int, wanted: int) -> tuple[list[int], list[int], Tensor]:
 
 def blend(images: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     """Bilinear for [B, H, W] or [B, H, W, C]: the weights rounded to `dtype`, then every product and every sum."""
-    (top, bottom, down), (left, right, across) = line(images.shape[1], height), line(images.shape[2], width)
-    down, across = (w.to(dtype).view(-1, *[1] * (images.dim() - 1 - at)) for w, at in ((down, 1), (across, 2)))
+    (top, bottom, down), (left, right, across) = (
+        line(images.shape[1], height),
+        line(images.shape[2], width),
+    )
+    down, across = (
+        w.to(dtype).view(-1, *[1] * (images.dim() - 1 - at)) for w, at in ((down, 1), (across, 2))
+    )
     x = images.to(dtype)
-    above, below = (x[:, y][:, :, left] * (1 - across) + x[:, y][:, :, right] * across for y in (top, bottom))
+    above, below = (
+        x[:, y][:, :, left] * (1 - across) + x[:, y][:, :, right] * across for y in (top, bottom)
+    )
     return above * (1 - down) + below * down
 
 
@@ -256,7 +316,9 @@ def test_the_kernel_rounds_as_by_hand(size: tuple[int, int], dtype: torch.dtype)
 def test_the_kernel_reads_any_layout_and_strides(layout: str) -> None:
     batch, epochs, samples = on_device(inputs(SHAPES[layout]))
     odd = torch.cat([batch, batch], dim=-1)[..., : batch.shape[-1]]  # rows do not follow each other
-    shifted = torch.cat([batch.flatten()[:1], batch.flatten()])[1:].view(batch.shape)  # starts at an odd address
+    shifted = torch.cat([batch.flatten()[:1], batch.flatten()])[1:].view(
+        batch.shape
+    )  # starts at an odd address
     expanded = batch[:1].expand_as(batch)
     for each in (batch, odd, shifted, expanded, batch.flip(0)[3:]):
         images = each.cpu().movedim(1, -1) if layout == "CHW" else each.cpu()
@@ -266,7 +328,9 @@ def test_the_kernel_reads_any_layout_and_strides(layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16])
 @pytest.mark.parametrize("layout", SHAPES)
-def test_the_tail_has_the_bits_and_strides_of_one_transform_after_the_other(layout: str, dtype: torch.dtype) -> None:
+def test_the_tail_has_the_bits_and_strides_of_one_transform_after_the_other(
+    layout: str, dtype: torch.dtype
+) -> None:
     batch, *rest = inputs(SHAPES[layout])
     given = on_device((batch.to(dtype), *rest))  # type: ignore[arg-type]
     none, resize = torch.empty((0, 64), dtype=torch.int64, device="cuda"), Resize((64, 80))
@@ -278,7 +342,11 @@ def test_the_tail_has_the_bits_and_strides_of_one_transform_after_the_other(layo
         expected = passes
         for part in tail:
             expected = part(expected, none)
-        assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        assert (got.shape, got.stride(), got.dtype) == (
+            expected.shape,
+            expected.stride(),
+            expected.dtype,
+        )
 
 
 def test_a_sample_comes_out_the_same_in_any_batch() -> None:
@@ -311,7 +379,9 @@ def test_gradients_go_through_torch() -> None:
         x = batch.to(device, torch.float32).requires_grad_()
         run([Resize(80), Rescale(2.0)], (x, *(t.to(device) for t in rest))).sum().backward()  # type: ignore[arg-type]
         grads.append(x.grad.cpu())
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=0)  # sums of some 25 weights, none negative
+    torch.testing.assert_close(
+        grads[1], grads[0], rtol=1e-4, atol=0
+    )  # sums of some 25 weights, none negative
 
 
 def test_without_triton_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +410,11 @@ print(torch.equal(out, Resize(64)(batch, samples)))
 
 
 def test_without_a_compiler_torch_does_it_and_a_notice_says_so_once(tmp_path: Path) -> None:
-    nowhere = {"CC": str(tmp_path / "cc"), "TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_HOME": str(tmp_path)}
+    nowhere = {
+        "CC": str(tmp_path / "cc"),
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_HOME": str(tmp_path),
+    }
     root = str(Path(halfstep.__file__).parents[1])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -24,7 +24,9 @@ def test_one_after_the_other(name: str, layout: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_dtype_fill_and_seed(dtype: torch.dtype) -> None:
     for seed in range(6):
-        assert as_in_turn([PadCrop(12, 4, 17), Flip(), Cutout(4, 33)], given(SHAPES["HWC"], dtype, seed), seed)
+        assert as_in_turn(
+            [PadCrop(12, 4, 17), Flip(), Cutout(4, 33)], given(SHAPES["HWC"], dtype, seed), seed
+        )
     for fill in (0.1, 1 + 2**-11 + 2**-30, 0.0, -0.0, 0.0) if dtype.is_floating_point else ():
         assert as_in_turn([PadCrop(12, 4, fill), Cutout(4, -fill)], given(SHAPES["CHW"], dtype))
 
@@ -32,7 +34,9 @@ def test_any_dtype_fill_and_seed(dtype: torch.dtype) -> None:
 def test_any_strides() -> None:
     batch, epochs, samples = given((9, 12, 10, 3))
     odd, turned = torch.cat([batch, batch], dim=2)[:, :, :10], batch.permute(0, 3, 1, 2)
-    shifted = torch.cat([batch.flatten()[:1], batch.flatten()])[1:].view(batch.shape)  # starts at an odd address
+    shifted = torch.cat([batch.flatten()[:1], batch.flatten()])[1:].view(
+        batch.shape
+    )  # starts at an odd address
     for each in (odd, shifted, batch.flip(0)[::2], batch[:1].expand_as(batch), turned):
         for name in ("all", "flip", "hole"):
             assert as_in_turn(CHAINS[name], (each, epochs[: len(each)], samples[: len(each)]))
@@ -41,4 +45,6 @@ def test_any_strides() -> None:
 def test_images_of_many_blocks() -> None:
     """Images of more pixels than a program has, and more of them than fit on the chip."""
     assert as_in_turn(CHAINS["all"], given((700, 40, 36, 3)))
-    assert as_in_turn([PadCrop(224, 16), Flip(), Cutout(64)], given((33, 3, 224, 224), torch.float16))
+    assert as_in_turn(
+        [PadCrop(224, 16), Flip(), Cutout(64)], given((33, 3, 224, 224), torch.float16)
+    )

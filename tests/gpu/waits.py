@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from halfstep.step.capturing import sync_mode
+from halfstep.cuda_graphs.capture import sync_mode
 
 
 @contextmanager

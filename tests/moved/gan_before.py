@@ -34,8 +34,12 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def main(out: str) -> None:
     torch.manual_seed(0)
-    maker = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    judge = nn.Sequential(nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    maker = nn.Sequential(
+        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    )
+    judge = nn.Sequential(
+        nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)
+    )
     opt_maker = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.999))
     opt_judge = torch.optim.Adam(judge.parameters(), lr=1e-3, betas=(0.5, 0.999))
     losses = []
@@ -48,7 +52,9 @@ def main(out: str) -> None:
         losses.append((loss_judge.item(), loss_maker.item()))
         if step % 25 == 0:
             print(f"step {step}: judge {losses[-1][0]:.4f}, maker {losses[-1][1]:.4f}")
-    torch.save({"net": {**maker.state_dict(), **judge.state_dict(prefix="judge.")}, "losses": losses}, out)
+    torch.save(
+        {"net": {**maker.state_dict(), **judge.state_dict(prefix="judge.")}, "losses": losses}, out
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,12 @@ def load(train: bool) -> TensorDataset:
 def main(out: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1), nn.Flatten(), nn.Linear(1152, 10)
+        nn.Conv2d(1, 8, 5, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Flatten(),
+        nn.Linear(1152, 10),
     )
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -34,7 +39,10 @@ def main(out: str) -> None:
             losses.append(loss.item())
         net.eval()
         with torch.no_grad():
-            right = sum((net(x).argmax(1) == y).sum().item() for x, y in DataLoader(load(train=False), batch_size=500))
+            right = sum(
+                (net(x).argmax(1) == y).sum().item()
+                for x, y in DataLoader(load(train=False), batch_size=500)
+            )
         print(f"loss {losses[-1]:.4f}, accuracy {right / 1500:.2%}")
     torch.save({"net": net.state_dict(), "losses": losses}, out)
 

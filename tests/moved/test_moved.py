@@ -31,14 +31,18 @@ def result(path: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any], Path]:
     """The program's name, what it saved before it was moved, and a folder."""
     folder = tmp_path_factory.mktemp(request.param)
     return request.param, result(HERE / f"{request.param}_before.py", folder / "before.pt"), folder
 
 
 def changed(name: str) -> list[str]:
-    old, new = ((HERE / f"{name}_{when}.py").read_text().splitlines() for when in ("before", "after"))
+    old, new = (
+        (HERE / f"{name}_{when}.py").read_text().splitlines() for when in ("before", "after")
+    )
     return [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
@@ -53,7 +57,9 @@ def test_the_moved_program_gives_the_same_bits(pair: tuple[str, dict[str, Any], 
     new = result(HERE / f"{name}_after.py", folder / "after.pt")
     assert old["losses"] == new["losses"]
     assert old["net"].keys() == new["net"].keys()
-    assert [key for key, value in old["net"].items() if not torch.equal(value, new["net"][key])] == []
+    assert [
+        key for key, value in old["net"].items() if not torch.equal(value, new["net"][key])
+    ] == []
 
 
 # the first update overflows at 2^16 and is no step; the program's own scheduler, which counts calls, remarks on it
@@ -65,7 +71,10 @@ def test_one_word_then_makes_it_half(pair: tuple[str, dict[str, Any], Path]) -> 
     assert text.count(LOW[name][0]) == (2 if name == "gan" else 1)
     half = folder / f"{name}_half.py"
     half.write_text(text.replace(*LOW[name]))
-    old, new = torch.tensor(before["losses"]), torch.tensor(result(half, folder / "half.pt")["losses"])
+    old, new = (
+        torch.tensor(before["losses"]),
+        torch.tensor(result(half, folder / "half.pt")["losses"]),
+    )
     assert not torch.equal(old, new)
     torch.testing.assert_close(new[0], old[0], rtol=4e-3, atol=0)
     assert (new[-10:].mean(0) / old[-10:].mean(0) - 1).abs().max() < 0.2

@@ -22,16 +22,28 @@ PRECISIONS: dict[str, tuple[hs.Precision, Spec]] = {
     "O3": (hs.Precision("O3", kernels="torch"), Spec("copies", F16, low_norms=True)),
     "O1-bf16": (hs.Precision("O1", dtype="bfloat16", kernels="torch"), Spec("autocast", BF16)),
     "O2-bf16": (hs.Precision("O2", dtype="bfloat16", kernels="torch"), Spec("copies", BF16)),
-    "O3-bf16": (hs.Precision("O3", dtype="bfloat16", kernels="torch"), Spec("copies", BF16, low_norms=True)),
+    "O3-bf16": (
+        hs.Precision("O3", dtype="bfloat16", kernels="torch"),
+        Spec("copies", BF16, low_norms=True),
+    ),
     "fp16": (hs.Precision("fp16", kernels="torch"), Spec("whole", F16)),
     "bf16": (hs.Precision("bf16", kernels="torch"), Spec("whole", BF16)),
 }
 SCALED = {  # scales that the table does not choose
-    "fp16-scaled": (hs.Precision("fp16", kernels="torch", scale="dynamic"), Spec("whole", F16, scaled=True)),
-    "O3-scaled": (hs.Precision("O3", kernels="torch", scale="dynamic"), Spec("copies", F16, True, low_norms=True)),
+    "fp16-scaled": (
+        hs.Precision("fp16", kernels="torch", scale="dynamic"),
+        Spec("whole", F16, scaled=True),
+    ),
+    "O3-scaled": (
+        hs.Precision("O3", kernels="torch", scale="dynamic"),
+        Spec("copies", F16, True, low_norms=True),
+    ),
 }
 ROUNDED = {
-    f"{name}-{how}": (hs.Precision(name, kernels="torch", rounding=how), Spec("whole", dtype, rounding=how))
+    f"{name}-{how}": (
+        hs.Precision(name, kernels="torch", rounding=how),
+        Spec("whole", dtype, rounding=how),
+    )
     for name, dtype in (("fp16", F16), ("bf16", BF16))
     for how in ("kahan", "stochastic")
 }
@@ -71,13 +83,19 @@ def mlp(*, bias: bool = True) -> nn.Module:
 
 
 def conv() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 4))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 4)
+    )
 
 
 def net_for(optimizer: str) -> nn.Module:
     """The smallest network that `optimizer` accepts, on the device, always the same."""
     torch.manual_seed(1)
-    kinds: dict[str, Callable[[], nn.Module]] = {"SparseAdam": Bag, "Muon": partial(mlp, bias=False), "conv": conv}
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "SparseAdam": Bag,
+        "Muon": partial(mlp, bias=False),
+        "conv": conv,
+    }
     return kinds.get(optimizer, mlp)().to(DEVICE)
 
 
@@ -88,7 +106,11 @@ def batches_for(net: nn.Module, count: int, sizes: Sequence[int] = (5,)) -> Batc
     found = []
     for i in range(count):
         n = sizes[i % len(sizes)]
-        x = torch.randint(10, (n, 6), generator=g) if shape is None else torch.randn(n, *shape, generator=g)
+        x = (
+            torch.randint(10, (n, 6), generator=g)
+            if shape is None
+            else torch.randn(n, *shape, generator=g)
+        )
         found.append((x.to(DEVICE), torch.randint(4, (n,), generator=g).to(DEVICE)))
     return found
 
@@ -98,12 +120,17 @@ def maker(name: str, **settings: Any) -> Make:
     return lambda params: getattr(optim, name)(params, **{**OPTIMIZERS[name], **settings})
 
 
-def in_groups(name: str, rates: Sequence[float], *, interleaved: bool = False, **settings: Any) -> Make:
+def in_groups(
+    name: str, rates: Sequence[float], *, interleaved: bool = False, **settings: Any
+) -> Make:
     """params → the optimizer with one parameter group per rate: runs of neighbours, or every n-th parameter."""
 
     def make(params: list[Tensor]) -> optim.Optimizer:
         n = len(rates)
-        cut = [params[i::n] if interleaved else params[i * len(params) // n :][: len(params) // n] for i in range(n)]
+        cut = [
+            params[i::n] if interleaved else params[i * len(params) // n :][: len(params) // n]
+            for i in range(n)
+        ]
         groups = [{"params": part, "lr": rate} for part, rate in zip(cut, rates, strict=True)]
         return getattr(optim, name)(groups, **{**OPTIMIZERS[name], **settings})
 
@@ -144,7 +171,9 @@ def run(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
     return records if tail is None else [*records, tail]
 
 
-def both(net: nn.Module, make: Make, precision: str, batches: Batches, **options: Any) -> tuple[hs.TrainStep, Loop]:
+def both(
+    net: nn.Module, make: Make, precision: str, batches: Batches, **options: Any
+) -> tuple[hs.TrainStep, Loop]:
     """Runs halfstep and plain torch from the same start and asserts that nothing differs. `given` is for halfstep."""
     given = options.pop("given", {})
     ours, spec = {**PRECISIONS, **SCALED, **ROUNDED}[precision]
@@ -162,9 +191,15 @@ def same_records(records: list[hs.Record], rows: list[Row]) -> None:
     for i, (record, row) in enumerate(zip(records, rows, strict=True)):
         assert same(record.loss, row.loss), (i, "loss", record.loss, row.loss)
         # CUDA divides by a Python number as a product with its reciprocal: one ulp of float64
-        close = torch.allclose(record.cycle_loss, row.cycle_loss, rtol=2.0**-52, atol=0, equal_nan=True)
+        close = torch.allclose(
+            record.cycle_loss, row.cycle_loss, rtol=2.0**-52, atol=0, equal_nan=True
+        )
         exact = record.cycle_loss.device.type == "cpu" or record.cycle_loss.dtype != torch.float64
-        assert same(record.cycle_loss, row.cycle_loss) if exact else close, (i, record.cycle_loss, row.cycle_loss)
+        assert same(record.cycle_loss, row.cycle_loss) if exact else close, (
+            i,
+            record.cycle_loss,
+            row.cycle_loss,
+        )
         assert record.scale.item() == row.scale, (i, "scale")
         assert bool(record.updated) == row.updated, (i, "updated")
         assert bool(record.skipped) == (row.norm is not None and not row.updated), (i, "skipped")
@@ -174,7 +209,9 @@ def same_records(records: list[hs.Record], rows: list[Row]) -> None:
 
 def same_state(step: hs.TrainStep, loop: Loop) -> None:
     """Parameters, buffers and optimizer state."""
-    for (name, a), b in zip(step.net.state_dict().items(), loop.net.state_dict().values(), strict=True):
+    for (name, a), b in zip(
+        step.net.state_dict().items(), loop.net.state_dict().values(), strict=True
+    ):
         assert same(a, b), (name, a, b)
     held = loop.held if loop.rounded else loop.params
     for p, q in zip(step.net.parameters(), held, strict=True):
@@ -188,4 +225,8 @@ def same(a: Any, b: Any) -> bool:
     """Equal dtype, shape and values; NaN equals NaN."""
     if not isinstance(a, Tensor):
         return bool(a == b)
-    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )

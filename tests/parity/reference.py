@@ -47,11 +47,19 @@ class Loop:
         rates: Sequence[Sequence[float]] | None = None, ema: float | None = None,
     ) -> None:  # fmt: skip
         self.net = net.to(spec.dtype) if spec.cast == "whole" else net
-        self.spec, self.accumulate, self.clip_norm, self.loss, self.rates = spec, accumulate, clip_norm, loss, rates
+        self.spec, self.accumulate, self.clip_norm, self.loss, self.rates = (
+            spec,
+            accumulate,
+            clip_norm,
+            loss,
+            rates,
+        )
         self.params = self.leaves = list(net.parameters())
         self.device = self.params[0].device.type
         self.low = self.params[0].dtype in (F16, BF16)
-        self.held = [nn.Parameter(p.detach().float()) for p in self.params] if self.low else self.params
+        self.held = (
+            [nn.Parameter(p.detach().float()) for p in self.params] if self.low else self.params
+        )
         self.rounded = self.low and spec.rounding != "nearest"
         self.residue = [torch.zeros_like(p) for p in self.params]
         self.optimizer = make(self.held if self.rounded else self.params)
@@ -65,7 +73,11 @@ class Loop:
     def run(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Row]:
         """Every batch, then the tail of the last cycle as an update of its own."""
         rows = [self.step(x, y) for x, y in batches]
-        return rows if self.micro == 0 else [*rows, self._end(torch.zeros((), dtype=self.dtype, device=self.device))]
+        return (
+            rows
+            if self.micro == 0
+            else [*rows, self._end(torch.zeros((), dtype=self.dtype, device=self.device))]
+        )
 
     def step(self, x: Tensor, y: Tensor) -> Row:
         """One micro-batch; the last of its cycle updates."""
@@ -95,7 +107,9 @@ class Loop:
         """On low leaves beside the masters; the statistics of a low norm go through the low dtype and back."""
         named = dict(self.net.named_parameters())
         self.leaves = [p if self._stays(n) else _leaf(p, self.spec.dtype) for n, p in named.items()]
-        stats = {n: _to(b, self.spec.dtype) for n, b in self.net.named_buffers() if self.spec.low_norms}
+        stats = {
+            n: _to(b, self.spec.dtype) for n, b in self.net.named_buffers() if self.spec.low_norms
+        }
         swapped = {**dict(zip(named, self.leaves, strict=True)), **stats}
         out: Tensor = functional_call(self.net, swapped, (_to(x, self.spec.dtype),))
         with torch.no_grad():
@@ -120,14 +134,21 @@ class Loop:
     @property
     def _untouched(self) -> bool:
         """model.half() and nothing else: the optimizer steps on what backward left."""
-        return not self.rounded and self.accumulate == 1 and self.clip_norm is None and not self.spec.scaled
+        return (
+            not self.rounded
+            and self.accumulate == 1
+            and self.clip_norm is None
+            and not self.spec.scaled
+        )
 
     def _end(self, loss: Tensor) -> Row:
         cycle_loss, scale = self._mean(), self._scale()
         if self.spec.scaled:
             self.scaler.unscale_(self.scales)
         values = self._values()
-        if self.accumulate > 1:  # by a tensor: on CUDA a division by a number is a product with its reciprocal
+        if (
+            self.accumulate > 1
+        ):  # by a tensor: on CUDA a division by a number is a product with its reciprocal
             for g in values:
                 g.div_(torch.full((), self.N, dtype=g.dtype, device=g.device))
         finite = all(bool(g.isfinite().all()) for g in values)
@@ -186,7 +207,9 @@ class Loop:
                 p.data = round_stochastically(h.detach(), p.dtype, update=self.updates, index=i)
 
     def _set_rates(self) -> None:
-        for group, row in zip(self.optimizer.param_groups, self.rates or (), strict=bool(self.rates)):
+        for group, row in zip(
+            self.optimizer.param_groups, self.rates or (), strict=bool(self.rates)
+        ):
             group["lr"] = row[min(self.updates, len(row) - 1)]
 
     def _scale(self) -> float:
@@ -196,7 +219,12 @@ class Loop:
         return (self.total / self.N).to(self.dtype)
 
     def _open(self) -> None:
-        self.micro, self.N, self.first, self.total = 0, 0.0, 0, torch.zeros((), dtype=F64, device=self.device)
+        self.micro, self.N, self.first, self.total = (
+            0,
+            0.0,
+            0,
+            torch.zeros((), dtype=F64, device=self.device),
+        )
         self.buffers = [b.clone() for b in self.net.buffers()]
         for p in (*self.params, *self.held):
             p.grad = None

@@ -35,9 +35,22 @@ from halfstep.precision import TABLE
 
 # Steps of each cycle length: whole cycles and a tail that flush() turns into an update of its own; 7, 7 and 6 updates.
 STEPS = {1: 7, 3: 20, 8: 43}
-CLASSES = {n: c for n, c in vars(optim).items() if inspect.isclass(c) and issubclass(c, optim.Optimizer)}
-FLAGS = {"amsgrad", "capturable", "centered", "decoupled_weight_decay", "foreach", "fused", "maximize", "nesterov"}
-LEFT_OUT = {"differentiable"}  # a step inside autograd: it refuses leaves, so it cannot train a module's parameters
+CLASSES = {
+    n: c for n, c in vars(optim).items() if inspect.isclass(c) and issubclass(c, optim.Optimizer)
+}
+FLAGS = {
+    "amsgrad",
+    "capturable",
+    "centered",
+    "decoupled_weight_decay",
+    "foreach",
+    "fused",
+    "maximize",
+    "nesterov",
+}
+LEFT_OUT = {
+    "differentiable"
+}  # a step inside autograd: it refuses leaves, so it cannot train a module's parameters
 
 
 def flags_of(name: str) -> list[str]:
@@ -57,7 +70,10 @@ def variants() -> list[Any]:
             usual = settings.get(flag, default[flag].default)
             cases = [(flag, v) for v in ((True, False) if usual is None else (not usual,))]
             cuda = [pytest.mark.gpu] if flag == "capturable" else []
-            found += [pytest.param(name, dict([case]), marks=cuda, id=f"{name}-{flag}={case[1]}") for case in cases]
+            found += [
+                pytest.param(name, dict([case]), marks=cuda, id=f"{name}-{flag}={case[1]}")
+                for case in cases
+            ]
     return found
 
 
@@ -83,29 +99,54 @@ def test_lbfgs_is_refused() -> None:
 @pytest.mark.parametrize("accumulate", STEPS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_equals_plain_torch(name: str, precision: str, accumulate: int, clip_norm: float | None) -> None:
+def test_equals_plain_torch(
+    name: str, precision: str, accumulate: int, clip_norm: float | None
+) -> None:
     net = net_for(name)
-    both(net, maker(name), precision, batches_for(net, STEPS[accumulate]), accumulate=accumulate, clip_norm=clip_norm)
+    both(
+        net,
+        maker(name),
+        precision,
+        batches_for(net, STEPS[accumulate]),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+    )
 
 
 @pytest.mark.parametrize("accumulate", STEPS)
 @pytest.mark.parametrize("precision", SCALED)
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_scale_that_the_table_does_not_choose_equals_plain_torch(name: str, precision: str, accumulate: int) -> None:
+def test_a_scale_that_the_table_does_not_choose_equals_plain_torch(
+    name: str, precision: str, accumulate: int
+) -> None:
     net = net_for(name)
-    both(net, maker(name), precision, batches_for(net, STEPS[accumulate]), accumulate=accumulate, clip_norm=0.5)
+    both(
+        net,
+        maker(name),
+        precision,
+        batches_for(net, STEPS[accumulate]),
+        accumulate=accumulate,
+        clip_norm=0.5,
+    )
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("accumulate", STEPS)
 @pytest.mark.parametrize("precision", ROUNDED)
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])  # Adagrad has state before its first step
+@pytest.mark.parametrize(
+    "name", ["SGD", "Adam", "Adagrad"]
+)  # Adagrad has state before its first step
 def test_rounded_updates_equal_an_fp32_optimizer_with_low_storage(
     name: str, precision: str, accumulate: int, clip_norm: float | None
 ) -> None:
     net = net_for(name)
     step, loop = both(
-        net, maker(name), precision, batches_for(net, STEPS[accumulate]), accumulate=accumulate, clip_norm=clip_norm
+        net,
+        maker(name),
+        precision,
+        batches_for(net, STEPS[accumulate]),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
     )
     for ours, theirs in zip(step.state.residue, loop.residue, strict=precision.endswith("kahan")):
         assert torch.equal(ours, theirs)
@@ -115,7 +156,12 @@ def test_rounded_updates_equal_an_fp32_optimizer_with_low_storage(
 @pytest.mark.parametrize(("name", "flags"), variants())
 def test_every_switch_equals_plain_torch(name: str, flags: dict[str, Any], precision: str) -> None:
     net, spec = net_for(name), PRECISIONS[precision][1]
-    if flags == {"fused": True} and name == "SGD" and spec.cast == "whole" and not fused_sgd_works(spec.dtype):
+    if (
+        flags == {"fused": True}
+        and name == "SGD"
+        and spec.cast == "whole"
+        and not fused_sgd_works(spec.dtype)
+    ):
         pytest.skip("torch's kernel is wrong here; the step refuses it")
     both(net, maker(name, **flags), precision, batches_for(net, 8), accumulate=3, clip_norm=0.5)
     net = net_for(name)
@@ -131,7 +177,9 @@ def test_fused_equals_plain_torch_in_every_precision(name: str, precision: str) 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_fused_sgd_equals_plain_torch_or_is_refused_where_torch_is_wrong(precision: str, momentum: float) -> None:
+def test_fused_sgd_equals_plain_torch_or_is_refused_where_torch_is_wrong(
+    precision: str, momentum: float
+) -> None:
     net, (ours, spec) = net_for("SGD"), PRECISIONS[precision]
     make = maker("SGD", fused=True, momentum=momentum)
     if spec.cast != "whole" or fused_sgd_works(spec.dtype):
@@ -150,9 +198,18 @@ def test_fused_sgd_equals_plain_torch_or_is_refused_where_torch_is_wrong(precisi
     ],
 )
 @pytest.mark.parametrize("implementation", [{"foreach": True}, {"foreach": False}, {"fused": True}])
-def test_sgd_with_damping_nesterov_decay(settings: dict[str, Any], implementation: dict[str, bool]) -> None:
+def test_sgd_with_damping_nesterov_decay(
+    settings: dict[str, Any], implementation: dict[str, bool]
+) -> None:
     net = net_for("SGD")
-    both(net, maker("SGD", **settings, **implementation), "O2", batches_for(net, 8), accumulate=3, clip_norm=0.5)
+    both(
+        net,
+        maker("SGD", **settings, **implementation),
+        "O2",
+        batches_for(net, 8),
+        accumulate=3,
+        clip_norm=0.5,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O2", "fp16"])
@@ -164,7 +221,9 @@ def test_each_group_keeps_its_rate(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O2"])
-def test_norm_and_clip_follow_the_network_order_however_parameters_are_grouped(precision: str) -> None:
+def test_norm_and_clip_follow_the_network_order_however_parameters_are_grouped(
+    precision: str,
+) -> None:
     """As clip_grad_norm_(net.parameters()) in a loop whose optimizer groups, say, weights before biases."""
     net, make = net_for("SGD"), in_groups("SGD", [0.1, 0.003], interleaved=True)
     both(net, make, precision, batches_for(net, 40), clip_norm=0.1)
@@ -175,13 +234,26 @@ def test_norm_and_clip_follow_the_network_order_however_parameters_are_grouped(p
 def test_convolution_and_batch_norm_statistics_equal_plain_torch(name: str, precision: str) -> None:
     """On CUDA with convolutions as torch does them by itself: no other layout, nothing measured."""
     net = net_for("conv")
-    both(net, maker(name), precision, batches_for(net, 6), given={"channels_last": False, "cudnn_benchmark": False})
+    both(
+        net,
+        maker(name),
+        precision,
+        batches_for(net, 6),
+        given={"channels_last": False, "cudnn_benchmark": False},
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_batches_of_different_sizes_weigh_what_they_hold(precision: str) -> None:
     net = net_for("SGD")
-    both(net, maker("SGD"), precision, batches_for(net, 20, sizes=(4, 1, 7)), accumulate=8, clip_norm=0.5)
+    both(
+        net,
+        maker("SGD"),
+        precision,
+        batches_for(net, 20, sizes=(4, 1, 7)),
+        accumulate=8,
+        clip_norm=0.5,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O2", "bf16"])
@@ -231,11 +303,18 @@ def test_fast_half_products_equal_rounded_fp32_products(
 
 
 def build(net: nn.Module, precision: hs.Precision, accumulate: int) -> hs.TrainStep:
-    optimizer, coupled = maker("SGD")(list(net.parameters())), isinstance(net[0], nn.Conv2d) and accumulate > 1
+    optimizer, coupled = (
+        maker("SGD")(list(net.parameters())),
+        isinstance(net[0], nn.Conv2d) and accumulate > 1,
+    )
     if not coupled:
-        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate)
+        return hs.TrainStep(
+            net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate
+        )
     with pytest.warns(hs.Notice, match="batch-coupled"):
-        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate)
+        return hs.TrainStep(
+            net, nn.CrossEntropyLoss(), optimizer, precision=precision, accumulate=accumulate
+        )
 
 
 @pytest.mark.gpu

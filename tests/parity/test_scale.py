@@ -46,7 +46,9 @@ def zero_momentum(optimizer: optim.Optimizer) -> None:
     """torch's fused SGD leaves its buffers uninitialised when its first step overflows; zeros are what it needs."""
     if isinstance(optimizer, optim.SGD) and optimizer.defaults["fused"]:
         for group in optimizer.param_groups:
-            optimizer.state.update({p: {"momentum_buffer": torch.zeros_like(p)} for p in group["params"]})
+            optimizer.state.update(
+                {p: {"momentum_buffer": torch.zeros_like(p)} for p in group["params"]}
+            )
 
 
 def divides_exactly(make: Make) -> bool:
@@ -62,17 +64,27 @@ def divides_exactly(make: Make) -> bool:
         one.grad = torch.randn(64, device=DEVICE)
         two.grad = one.grad * 1024
         plain.step()
-        scaled.grad_scale, scaled.found_inf = torch.tensor(1024.0, device=DEVICE), torch.zeros((), device=DEVICE)
+        scaled.grad_scale, scaled.found_inf = (
+            torch.tensor(1024.0, device=DEVICE),
+            torch.zeros((), device=DEVICE),
+        )
         scaled.step()
     return torch.equal(one, two)
 
 
-def pair(way: str, make: Make, torch_settings: dict[str, Any], **options: Any) -> tuple[hs.TrainStep, Loop]:
+def pair(
+    way: str, make: Make, torch_settings: dict[str, Any], **options: Any
+) -> tuple[hs.TrainStep, Loop]:
     """A step and a plain loop from the same start, with the same scale settings; no floor, as torch has none."""
     net, (precision, spec) = net_for("SGD"), WAYS[way]
     loop = Loop(copy.deepcopy(net), make, spec, scaler=torch_settings, **options)
     zero_momentum(loop.optimizer)
-    ours = {"init_scale": "init", "growth_interval": "interval", "growth_factor": "growth", "backoff_factor": "backoff"}
+    ours = {
+        "init_scale": "init",
+        "growth_interval": "interval",
+        "growth_factor": "growth",
+        "backoff_factor": "backoff",
+    }
     scale = hs.DynamicScale(floor=0.0, **{ours[k]: v for k, v in torch_settings.items()})
     optimizer = make(list(net.parameters()))
     precise = hs.Precision(**precision, scale=scale)
@@ -102,22 +114,35 @@ def test_trajectory_equals_grad_scaler(make: Make, way: str, clip_norm: float | 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_trajectory_equals_grad_scaler_with_two_batches_per_update(make: Make, clip_norm: float | None) -> None:
+def test_trajectory_equals_grad_scaler_with_two_batches_per_update(
+    make: Make, clip_norm: float | None
+) -> None:
     """An overflow in either half of a cycle, or in both, drops the whole cycle; the tail is an update too."""
     planted = [0, 3, 8, 9, 30, 41, 42, 45, 100, 101, 102, 103, 150, 210]
-    scales = agree(*pair("O2", make, SETTINGS, accumulate=2, clip_norm=clip_norm), planted, steps=211)
+    scales = agree(
+        *pair("O2", make, SETTINGS, accumulate=2, clip_norm=clip_norm), planted, steps=211
+    )
     assert max(scales) > SETTINGS["init_scale"] > min(scales)
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_factors_that_are_no_powers_of_two_unscale_by_the_same_inverse(make: Make) -> None:
-    settings = {"init_scale": 1000.0, "growth_interval": 2, "growth_factor": 1.7, "backoff_factor": 0.3}
+    settings = {
+        "init_scale": 1000.0,
+        "growth_interval": 2,
+        "growth_factor": 1.7,
+        "backoff_factor": 0.3,
+    }
     agree(*pair("O2", make, settings, clip_norm=0.5), PLANTED)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_scale_driven_below_one_goes_on_falling_without_a_floor(way: str) -> None:
-    scales = agree(*pair(way, maker("SGD"), {"init_scale": 4.0, "growth_interval": 100}), list(range(2, 30)), steps=60)
+    scales = agree(
+        *pair(way, maker("SGD"), {"init_scale": 4.0, "growth_interval": 100}),
+        list(range(2, 30)),
+        steps=60,
+    )
     assert min(scales) == 4.0 * 2.0**-28
 
 
@@ -138,7 +163,9 @@ def test_the_protocol_as_documented_scale_step_update(make: Make, way: str) -> N
     """Without unscale_, where a fused optimizer divides by the scale itself: powers of two give the same bits."""
     step, loop = pair(way, make, SETTINGS)
     if not divides_exactly(make):
-        pytest.skip("this torch's fused kernel gives other bits when it divides by a power of two itself")
+        pytest.skip(
+            "this torch's fused kernel gives other bits when it divides by a power of two itself"
+        )
     scaler = torch.amp.GradScaler(DEVICE, **SETTINGS)
     for x, y in overflow_at(batches_for(step.net, STEPS), PLANTED):
         used, loss = scaler.get_scale(), loop.loss(loop.forward(x), y)

@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
-from halfstep.engine import rng
+from halfstep.cuda_graphs.capture__graph import Captured, Graphs
+from halfstep.engine.captured.programs import Program
+from halfstep.engine.captured.programs__own import OwnProgram
+from halfstep.engine.captured.record_buffer__ring import Ring
+from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk.graph import Captured, Graphs
-from halfstep.engine.sunk.own import OwnProgram
-from halfstep.engine.sunk.program import Program
-from halfstep.engine.sunk.ring import Ring
-from halfstep.engine.sunk.sink import Sink
-from halfstep.engine.sunk.sunk import Sunk
+from halfstep.utils import rng
 
 CPU = torch.device("cpu")
 
@@ -83,12 +83,16 @@ class Emulated(Graphs):
         return self._held[key]
 
 
-def sinking(step: Any, batches: Any, *, every: int = 5, policy: Any = "raise", state: Any = ()) -> Sink:
+def sinking(
+    step: Any, batches: Any, *, every: int = 5, policy: Any = "raise", state: Any = ()
+) -> Sink:
     """hs.sink with emulated graphs."""
     sink, ring = hs.sink(step, batches, every=every), Ring(8192, CPU)
     own = not isinstance(step, hs.TrainStep)
     program = (
-        OwnProgram(step, ring, Emulated(CPU), policy, state) if own else Program(step, ring, Emulated(CPU), policy)
+        OwnProgram(step, ring, Emulated(CPU), policy, state)
+        if own
+        else Program(step, ring, Emulated(CPU), policy)
     )
     sink.sunk = Sunk(program, Feed(batches))
     return sink

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.engine.captured.programs import Program
+from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.captured.runner__pace import Pace
+from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk.pace import Pace
-from halfstep.engine.sunk.program import Program
-from halfstep.engine.sunk.sink import Sink
-from halfstep.engine.sunk.sunk import Sunk
 
 FIELDS = ("loss", "cycle_loss", "lr", "scale", "grad_norm", "skipped", "updated", "fingerprint")
 OPTIMIZERS: dict[str, Any] = {
@@ -49,15 +49,21 @@ class Net(nn.Module):
         return out
 
 
-def step(device: torch.device, precision: str, optimizer: str = "sgd", **options: Any) -> hs.TrainStep:
+def step(
+    device: torch.device, precision: str, optimizer: str = "sgd", **options: Any
+) -> hs.TrainStep:
     torch.manual_seed(0)
     net = Net().to(device)
     options = {"decide": "device", "nonfinite": "skip", **options}
     make = OPTIMIZERS[optimizer]
-    return hs.TrainStep(net, nn.CrossEntropyLoss(), make(net.parameters()), precision=precision, **options)
+    return hs.TrainStep(
+        net, nn.CrossEntropyLoss(), make(net.parameters()), precision=precision, **options
+    )
 
 
-def data(device: torch.device, *, samples: int = 100, batch: int = 8, poison: tuple[int, ...] = ()) -> hs.data.Dataset:
+def data(
+    device: torch.device, *, samples: int = 100, batch: int = 8, poison: tuple[int, ...] = ()
+) -> hs.data.Dataset:
     """`poison`: samples that overflow every half precision, and fp32 too."""
     g = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 6, generator=g), torch.randint(0, 3, (samples,), generator=g)
@@ -81,7 +87,13 @@ def by_hand(step: hs.TrainStep, batches: Any, passes: int) -> dict[str, list[Any
 
 
 def sunk(
-    step: hs.TrainStep, batches: Any, passes: int, *, every: int, direct: bool, polished: bool = False
+    step: hs.TrainStep,
+    batches: Any,
+    passes: int,
+    *,
+    every: int,
+    direct: bool,
+    polished: bool = False,
 ) -> tuple[dict[str, Any], Sink]:
     """The same through hs.sink; `direct` replays by calling, on devices without graphs. `polished`: as a long run."""
     sink = hs.sink(step, batches, every=every)
@@ -106,7 +118,10 @@ def rows(sink: Sink, passes: int) -> dict[str, Any]:
 
 def same_rows(got: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of the columns in which they differ; NaN is like NaN."""
-    pairs = {name: [torch.tensor(rows[name]).nan_to_num(7) for rows in (got, expected)] for name in expected}
+    pairs = {
+        name: [torch.tensor(rows[name]).nan_to_num(7) for rows in (got, expected)]
+        for name in expected
+    }
     return [name for name, (a, b) in pairs.items() if not torch.equal(a, b)]
 
 
@@ -114,4 +129,6 @@ def same_state(a: hs.TrainStep, b: hs.TrainStep) -> list[str]:
     """Names of the tensors in which two steps differ, bit by bit."""
     mine, other = a.fingerprints(), b.fingerprints()
     names = [*mine, *(n for n in other if n not in mine)]
-    return [n for n in names if n not in mine or n not in other or mine[n].item() != other[n].item()]
+    return [
+        n for n in names if n not in mine or n not in other or mine[n].item() != other[n].item()
+    ]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 import halfstep as hs
+from halfstep.engine.captured.eval_runner import Scores
 from halfstep.engine.evaluate import evaluate
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk.evaluate import Scores
 from halfstep.metrics import Accuracy, Metrics
 
 Batches = list[tuple[Tensor, Tensor]]
@@ -24,27 +24,40 @@ def batches(sizes: str = "A" * 30) -> Batches:
     """Eight samples for each A, six for each B."""
     g = torch.Generator().manual_seed(1)
     counts = [8 if kind == "A" else 6 for kind in sizes]
-    return [(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in counts]
+    return [
+        (torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in counts
+    ]
 
 
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.act, self.drop, self.head = nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)
+        self.body, self.act, self.drop, self.head = (
+            nn.Linear(6, 16),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(16, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.drop(self.act(self.body(x))))
         return out
 
 
-def make(net: nn.Module | None = None, loss: nn.Module | None = None, **options: Any) -> hs.TrainStep:
+def make(
+    net: nn.Module | None = None, loss: nn.Module | None = None, **options: Any
+) -> hs.TrainStep:
     torch.manual_seed(0)
     net = net or Plain()
-    optimizer = torch.optim.SGD([*net.parameters(), *(loss.parameters() if loss else ())], lr=0.05, fused=True)
+    optimizer = torch.optim.SGD(
+        [*net.parameters(), *(loss.parameters() if loss else ())], lr=0.05, fused=True
+    )
     return hs.TrainStep(net, loss or nn.CrossEntropyLoss(), optimizer, decide="device", **options)
 
 
-def losses(step: hs.TrainStep, given: Batches, change: Callable[[hs.TrainStep], object], at: int) -> list[float]:
+def losses(
+    step: hs.TrainStep, given: Batches, change: Callable[[hs.TrainStep], object], at: int
+) -> list[float]:
     torch.manual_seed(7)
     found = []
     for i, batch in enumerate(given):
@@ -170,7 +183,9 @@ class TwoHeads(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("order", ["AB" * 12, "ABBA" * 6 + "AB", "AABB" * 6, "AB" * 6 + "BB" * 6 + "A"])
+@pytest.mark.parametrize(
+    "order", ["AB" * 12, "ABBA" * 6 + "AB", "AABB" * 6, "AB" * 6 + "BB" * 6 + "A"]
+)
 def test_gradients_that_only_some_batches_have(order: str) -> None:
     a, b, given = make(TwoHeads(), accumulate=2), make(TwoHeads(), accumulate=2), batches(order)
     for batch in given:
@@ -212,7 +227,9 @@ def test_a_rate_set_by_hand_reaches_a_function_whose_state_is_named() -> None:
         net, given = nn.Linear(6, 3), batches()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
 
-        def cell(x: Tensor, y: Tensor, net: nn.Module = net, opt: torch.optim.Optimizer = optimizer) -> Tensor:
+        def cell(
+            x: Tensor, y: Tensor, net: nn.Module = net, opt: torch.optim.Optimizer = optimizer
+        ) -> Tensor:
             opt.zero_grad(set_to_none=False)
             loss = nn.functional.cross_entropy(net(x), y)
             loss.backward()
@@ -336,7 +353,10 @@ def test_compiling_begins_although_graphs_are_there() -> None:
 
 def test_metrics_that_keep_what_they_are_given() -> None:
     g = torch.Generator().manual_seed(0)
-    given = [(torch.randn(8, 6, generator=g), torch.randint(0, 2, (8,), generator=g).float()) for _ in range(6)]
+    given = [
+        (torch.randn(8, 6, generator=g), torch.randint(0, 2, (8,), generator=g).float())
+        for _ in range(6)
+    ]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0))
     cell = hs.EvalStep(net, nn.BCELoss())
@@ -375,7 +395,9 @@ def test_an_evaluation_of_one_batch_is_captured_anew_when_a_list_has_another_ten
     for i in range(6):
         if i == 3:
             cell.net.by[0] = torch.linspace(0, 2, 16)  # type: ignore[index, operator]
-        assert scores(Feed(given), lambda: False) == evaluate(cell, Feed(given), Metrics({}), lambda batch: batch[1])
+        assert scores(Feed(given), lambda: False) == evaluate(
+            cell, Feed(given), Metrics({}), lambda batch: batch[1]
+        )
         counts.append(len(scores.forward.graphs))
     assert counts == [0, 1, 1, 0, 1, 1]
 

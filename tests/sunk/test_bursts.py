@@ -13,14 +13,14 @@ from sunk.sinks import Hasty, by_hand, rows, same_rows, same_state
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.engine.captured import inputs
+from halfstep.engine.captured.inputs import Resident, Staged
+from halfstep.engine.captured.inputs__gather import parted
+from halfstep.engine.captured.programs import Program
+from halfstep.engine.captured.record_buffer__ring import Ring
+from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk import inputs
-from halfstep.engine.sunk.gather import parted
-from halfstep.engine.sunk.inputs import Resident, Staged
-from halfstep.engine.sunk.program import Program
-from halfstep.engine.sunk.ring import Ring
-from halfstep.engine.sunk.sink import Sink
-from halfstep.engine.sunk.sunk import Sunk
 
 PASSES, STEPS, BATCH = 2, 20, 64
 DRAWING = (hs.data.Rescale(1 / 255), hs.data.PadCrop(8, 2), hs.data.Flip())
@@ -52,7 +52,9 @@ def noted(monkeypatch: pytest.MonkeyPatch, gather: Gather) -> list[int]:
 class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
+        self.body = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.body(x.float() / 128)
@@ -63,7 +65,9 @@ class Writes(Small):
     """Changes its batch in place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.bitwise_not_() if x.dtype == torch.uint8 else x.mul_(-2).clamp_(min=-200))
+        return super().forward(
+            x.bitwise_not_() if x.dtype == torch.uint8 else x.mul_(-2).clamp_(min=-200)
+        )
 
 
 class Strides(Small):
@@ -86,14 +90,21 @@ class Case(NamedTuple):
         """Images as bytes or floats, and labels: 512 bytes of them in a batch of 64."""
         samples, g = STEPS * self.batch + self.tail, torch.Generator().manual_seed(1)
         x = torch.randint(0, 256, (samples, 1, 8, 8), generator=g).to(self.dtype)
-        made = hs.data.Dataset({"x": x.to(device), "y": torch.arange(samples, device=device) % 3}, seed=3).shuffle()
+        made = hs.data.Dataset(
+            {"x": x.to(device), "y": torch.arange(samples, device=device) % 3}, seed=3
+        ).shuffle()
         return (made.map(list(self.maps), "x") if self.maps else made).batch(self.batch)
 
     def step(self, device: torch.device, **options: Any) -> hs.TrainStep:
         torch.manual_seed(0)
         net = self.net().to(device)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
-        options = {"decide": "device", "nonfinite": "skip", "accumulate": self.accumulate, **options}
+        options = {
+            "decide": "device",
+            "nonfinite": "skip",
+            "accumulate": self.accumulate,
+            **options,
+        }
         return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="fp32", **options)
 
 
@@ -112,7 +123,9 @@ CASES = {
 }
 
 
-def equal_to_eager(case: Case, device: torch.device, sink_of: Callable[..., Sink], **options: Any) -> Sink:
+def equal_to_eager(
+    case: Case, device: torch.device, sink_of: Callable[..., Sink], **options: Any
+) -> Sink:
     """Records and the whole state after passes in graphs of many steps, against steps by hand."""
     one, two = (case.step(device, **options) for _ in range(2))
     torch.manual_seed(7)
@@ -138,11 +151,15 @@ def direct(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
 
 @pytest.mark.parametrize("sink_of", [direct, sinking])
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_eager(case: str, sink_of: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_to_eager(
+    case: str, sink_of: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = noted(monkeypatch, plain)
     equal_to_eager(CASES[case], CPU, sink_of)
     samples = STEPS * CASES[case].batch + CASES[case].tail
-    assert sink_of is sinking or sum(asked) == PASSES * samples  # no Python runs in its replays; otherwise each once
+    assert (
+        sink_of is sinking or sum(asked) == PASSES * samples
+    )  # no Python runs in its replays; otherwise each once
     assert max(asked) == CASES[case].batch * (16 if CASES[case].ahead else 1)
 
 
@@ -176,7 +193,9 @@ def same(got: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", ["bytes", "floats", "drawn"])
-def test_all_at_once_when_the_first_is_asked_for(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_at_once_when_the_first_is_asked_for(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked, data = noted(monkeypatch, plain), CASES[case].data(CPU)
     expected = list(data.fresh())[3:8]
     given = steps(started(data, at=3), 5)
@@ -198,10 +217,17 @@ def test_each_batch_is_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert not any(t._is_view() for t in column)
         assert [t.storage_offset() for t in column] == [0] * 4
         assert [t.untyped_storage().nbytes() for t in column] == [size] * 4
-        assert [t.data_ptr() - column[0].data_ptr() for t in column] == [0, size, 2 * size, 3 * size]
+        assert [t.data_ptr() - column[0].data_ptr() for t in column] == [
+            0,
+            size,
+            2 * size,
+            3 * size,
+        ]
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.bool, torch.bfloat16, torch.uint16, torch.cfloat])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.float64, torch.bool, torch.bfloat16, torch.uint16, torch.cfloat]
+)
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 1, 2)])
 def test_parts_lie_where_they_were(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     whole = torch.randint(0, 2, shape).to(dtype)
@@ -224,7 +250,9 @@ def test_memory_lives_as_long_as_one_of_its_parts() -> None:
 
 def wide(batch: int, *, drawn: bool) -> hs.data.Dataset:
     """512 bytes of each column in a batch of 8, and of the numbers that are drawn by in one of 64."""
-    made = hs.data.Dataset({"x": torch.randint(0, 256, (640, 8, 8, 1)).byte(), "y": torch.randn(640, 16)}, seed=2)
+    made = hs.data.Dataset(
+        {"x": torch.randint(0, 256, (640, 8, 8, 1)).byte(), "y": torch.randn(640, 16)}, seed=2
+    )
     return (made.map(hs.data.Flip(), "x") if drawn else made).shuffle().batch(batch)
 
 
@@ -258,8 +286,12 @@ def test_when_they_are_gathered_at_once(case: str, monkeypatch: pytest.MonkeyPat
         assert asked == ([count * size] if once else [size] * (i + 1) if quick else [])
 
 
-@pytest.mark.parametrize(("case", "of_a_batch"), [("whole", 2 * 512), ("drawn", 64 * (64 + 64 + 2 * 8))])
-def test_not_more_than_a_cache_holds(case: str, of_a_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("case", "of_a_batch"), [("whole", 2 * 512), ("drawn", 64 * (64 + 64 + 2 * 8))]
+)
+def test_not_more_than_a_cache_holds(
+    case: str, of_a_batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for limit, calls in ((4 * of_a_batch, 1), (4 * of_a_batch - 1, 4)):
         asked, data = noted(monkeypatch, plain), FITS[case][0]()
         monkeypatch.setattr(inputs, "AHEAD", limit)

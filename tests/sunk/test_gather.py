@@ -9,11 +9,11 @@ from interpreted import INTERPRETED, inside, interpret, outside
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.engine.captured import inputs__gather as room
+from halfstep.engine.captured.inputs import Resident
+from halfstep.engine.captured.inputs__gather import gather, width
+from halfstep.engine.captured.record_buffer__ring import Ring
 from halfstep.engine.feed import Feed
-from halfstep.engine.sunk import gather as room
-from halfstep.engine.sunk.gather import gather, width
-from halfstep.engine.sunk.inputs import Resident
-from halfstep.engine.sunk.ring import Ring
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SAMPLES, STEPS, SIZE = 40, 5, 13
@@ -22,8 +22,18 @@ SAMPLES, STEPS, SIZE = 40, 5, 13
 CASES: dict[str, list[tuple[tuple[int, ...], torch.dtype]]] = {
     "mnist": [((1, 28, 28), torch.uint8), ((), torch.int64)],
     "floats": [((28, 28), torch.float32), ((), torch.int32), ((3,), torch.float64)],
-    "narrow": [((3,), torch.uint8), ((), torch.bool), ((5,), torch.bfloat16), ((2, 3), torch.float16)],
-    "rare": [((3,), torch.complex64), ((), torch.uint16), ((1,), torch.complex128), ((7,), torch.uint64)],
+    "narrow": [
+        ((3,), torch.uint8),
+        ((), torch.bool),
+        ((5,), torch.bfloat16),
+        ((2, 3), torch.float16),
+    ],
+    "rare": [
+        ((3,), torch.complex64),
+        ((), torch.uint16),
+        ((1,), torch.complex128),
+        ((7,), torch.uint64),
+    ],
     "one": [((11, 7), torch.int8)],
 }
 
@@ -51,7 +61,9 @@ def tables() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def equal_to_indexing(case: str) -> None:
-    columns = {f"c{k}": noise((SAMPLES, *shape), dtype, k) for k, (shape, dtype) in enumerate(CASES[case])}
+    columns = {
+        f"c{k}": noise((SAMPLES, *shape), dtype, k) for k, (shape, dtype) in enumerate(CASES[case])
+    }
     numbers, passes, at = tables()
     for n, told in ((SIZE, ()), (5, (numbers, passes)), (1, (passes,))):
         found = gather(columns, numbers, at, n, told)
@@ -75,7 +87,10 @@ def test_equal_to_indexing(case: str) -> None:
 
 def many_blocks() -> None:
     """Columns of more than one program each, in both orders."""
-    numbers, passes = torch.randint(0, SAMPLES, (2, 700)).to(DEVICE), torch.arange(1400).view(2, 700).to(DEVICE)
+    numbers, passes = (
+        torch.randint(0, SAMPLES, (2, 700)).to(DEVICE),
+        torch.arange(1400).view(2, 700).to(DEVICE),
+    )
     at = torch.tensor([1], device=DEVICE)
     large, small = noise((SAMPLES, 9), torch.int64, 1), noise((SAMPLES,), torch.int64, 2)
     for columns in ({"a": large, "b": small}, {"b": small, "a": large}):
@@ -90,12 +105,17 @@ def several_rows() -> None:
     """From a row on over the next ones, to the end of the table's last, or to the middle of one."""
     numbers, passes, at = tables()
     at.fill_(1)
-    columns = {"x": noise((SAMPLES, 1, 28, 28), torch.uint8, 1), "y": noise((SAMPLES,), torch.int64, 2)}
+    columns = {
+        "x": noise((SAMPLES, 1, 28, 28), torch.uint8, 1),
+        "y": noise((SAMPLES,), torch.int64, 2),
+    }
     for n, told in ((4 * SIZE, ()), (3 * SIZE, (numbers, passes)), (2 * SIZE + 5, (passes,))):
         found = gather(columns, numbers, at, n, told)
         assert found is not None
         for name, column in columns.items():
-            expected = torch.stack([column.cpu()[i] for row in numbers[1:].tolist() for i in row][:n])
+            expected = torch.stack(
+                [column.cpu()[i] for row in numbers[1:].tolist() for i in row][:n]
+            )
             assert torch.equal(found[0][name].cpu(), expected), name
         assert [r.tolist() for r in found[1]] == [t[1:].flatten()[:n].tolist() for t in told]
 
@@ -121,7 +141,9 @@ def refused() -> None:
     numbers, passes, at = tables()
     fine = torch.zeros(SAMPLES, 4, 6, device=DEVICE)
 
-    def fits(*columns: Tensor, table: Tensor = numbers, told: tuple[Tensor, ...] = (), n: int = SIZE) -> bool:
+    def fits(
+        *columns: Tensor, table: Tensor = numbers, told: tuple[Tensor, ...] = (), n: int = SIZE
+    ) -> bool:
         return gather(dict(enumerate(columns)), table, at, n, told) is not None  # type: ignore[arg-type]
 
     assert fits(fine, told=(numbers, passes))
@@ -140,7 +162,9 @@ def refused() -> None:
     assert not fits(torch.zeros(SAMPLES, 2, dtype=torch.complex64, device=DEVICE).conj())
     assert not fits(fine.to("meta"))
     assert not fits(torch.zeros(1, device=DEVICE).expand(SAMPLES, 4))
-    assert not fits(torch.zeros(1, 2**27, dtype=torch.int8, device=DEVICE))  # 13 · 2^27 bytes: places are int32
+    assert not fits(
+        torch.zeros(1, 2**27, dtype=torch.int8, device=DEVICE)
+    )  # 13 · 2^27 bytes: places are int32
     assert not fits(fine, table=numbers.int())
     assert not fits(fine, table=numbers.t().contiguous().t())
     assert not fits(fine, told=(passes[:, :5].contiguous(),))
@@ -151,7 +175,12 @@ def data(*, random: bool, named: bool = False) -> tuple[hs.data.Dataset, Feed]:
     x, y = noise((SAMPLES, 6, 6, 3), torch.uint8, 5), torch.arange(SAMPLES, device=DEVICE)
     extra = noise((SAMPLES, 2), torch.float32, 6)
     chain = [hs.data.Rescale(1 / 255), *([hs.data.PadCrop(6, 2), hs.data.Flip()] if random else [])]
-    made = hs.data.Dataset({"x": x, "extra": extra, "y": y}, seed=4).shuffle().map(chain, "x").batch(16)
+    made = (
+        hs.data.Dataset({"x": x, "extra": extra, "y": y}, seed=4)
+        .shuffle()
+        .map(chain, "x")
+        .batch(16)
+    )
     made = made.select("y", "x")
     return made, Feed(made, named=named, device=DEVICE)
 
@@ -183,7 +212,13 @@ def resident_batches_are_the_datasets() -> None:
             assert all(torch.equal(i, j) and i.dtype == j.dtype for i, j in zip(a, b, strict=True))
 
 
-RESTS = [many_blocks, several_rows, views_are_read_where_they_begin, refused, resident_batches_are_the_datasets]
+RESTS = [
+    many_blocks,
+    several_rows,
+    views_are_read_where_they_begin,
+    refused,
+    resident_batches_are_the_datasets,
+]
 
 
 @inside
@@ -193,7 +228,9 @@ def test_the_rest(check: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.skipif(INTERPRETED or DEVICE.type == "cuda", reason="the path without kernels is a plain CPU's")
+@pytest.mark.skipif(
+    INTERPRETED or DEVICE.type == "cuda", reason="the path without kernels is a plain CPU's"
+)
 def test_without_triton_torch_does_it(quick: bool) -> None:
     plain, feed = data(random=True, named=True)
     expected = [batch for _ in range(2) for batch in plain.dicts()]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.engine.sunk.plain import PLAIN
+from halfstep.compiler.decompositions import PLAIN
 
 aten = torch.ops.aten
 SIZES = ((5, 7), (), (33,))
@@ -45,7 +45,14 @@ def near(a: Any, b: Any) -> None:
     ],
 )
 def test_sgd(options: dict[str, Any], found: float | None) -> None:
-    given = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+    given = {
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        "lr": 0.1,
+        "dampening": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
     given |= {"is_first_step": False, **options}
     op = aten._fused_sgd_.tensor_lr if isinstance(given["lr"], Tensor) else aten._fused_sgd_.default
     moments = tensors(3) if given["momentum"] else []
@@ -78,12 +85,19 @@ def test_adam(kind: str, options: dict[str, Any], found: float | None) -> None:
     states = tensors(3), tensors(4, least=0.0), tensors(5, least=0.0) if given["amsgrad"] else []
     steps = [torch.tensor(3.0) for _ in SIZES]
     flag = None if found is None else torch.tensor(found)
-    (theirs, _), (ours, _) = both(op, tensors(1), tensors(2), *states, steps, **given, found_inf=flag)
+    (theirs, _), (ours, _) = both(
+        op, tensors(1), tensors(2), *states, steps, **given, found_inf=flag
+    )
     for i in (0, 2, 3, 4):
         near(ours[i], theirs[i])
     if found != 1:  # the change itself: parameters of 1 hide an error of 1e-4 in a step of 0.01
-        moved = [[p.double() - q.double() for p, q in zip(side[0], tensors(1), strict=True)] for side in (ours, theirs)]
-        torch.testing.assert_close(*moved, rtol=1e-5, atol=1e-7)  # float32's eps of p, over a change of 0.01
+        moved = [
+            [p.double() - q.double() for p, q in zip(side[0], tensors(1), strict=True)]
+            for side in (ours, theirs)
+        ]
+        torch.testing.assert_close(
+            *moved, rtol=1e-5, atol=1e-7
+        )  # float32's eps of p, over a change of 0.01
     assert all(torch.equal(a, b) for a, b in zip(ours[0], tensors(1), strict=True)) == (found == 1)
 
 
@@ -95,7 +109,10 @@ def test_the_check(bad: float | None) -> None:
     op = aten._amp_foreach_non_finite_check_and_unscale_.default
     (theirs, _), (ours, _) = both(op, grads, torch.zeros(()), torch.tensor(0.125))
     assert ours[1].item() == theirs[1].item() == (bad is not None)
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(ours[0], theirs[0], strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+        for a, b in zip(ours[0], theirs[0], strict=True)
+    )
     (_, norms), (_, mine) = both(aten._foreach_norm.Scalar, grads[:4])
     torch.testing.assert_close(mine, norms, equal_nan=True)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
-from halfstep.engine.sunk.verify import VerifyError
+from halfstep.engine.captured.verify import VerifyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 
@@ -81,7 +81,11 @@ def test_a_function_of_ones_own(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("result", "said"),
-    [(None, "got NoneType"), (torch.ones(3), r"got shape \(3,\)"), ((torch.ones(()), "x"), "got str for 'value1'")],
+    [
+        (None, "got NoneType"),
+        (torch.ones(3), r"got shape \(3,\)"),
+        ((torch.ones(()), "x"), "got str for 'value1'"),
+    ],
 )
 def test_what_a_function_may_not_return(result: object, said: str) -> None:
     with pytest.raises(TypeError, match=f"tensors of one number each.*{said}"):
@@ -90,7 +94,9 @@ def test_what_a_function_may_not_return(result: object, said: str) -> None:
 
 def test_a_function_must_return_the_same_every_time() -> None:
     results = iter([{"loss": torch.ones(())}, {"lost": torch.ones(())}])
-    with pytest.raises(ValueError, match=r"expected the step to return \['loss'\] every time, got \['lost'\]"):
+    with pytest.raises(
+        ValueError, match=r"expected the step to return \['loss'\] every time, got \['lost'\]"
+    ):
         list(hs.sink(lambda x, y: next(results), data(torch.device("cpu"))))
 
 
@@ -158,7 +164,10 @@ def test_verify_names_what_does_not_repeat() -> None:
         ({"every": 0}, "every: expected a number of steps of 1 or more, got 0"),
         ({"every": True}, "every: expected"),
         ({"verify": -1}, "verify: expected a number of replays"),
-        ({"on_uncapturable": "ignore"}, "on_uncapturable: expected 'raise' or 'eager', got 'ignore'"),
+        (
+            {"on_uncapturable": "ignore"},
+            "on_uncapturable: expected 'raise' or 'eager', got 'ignore'",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], said: str) -> None:
@@ -169,7 +178,9 @@ def test_bad_arguments(arguments: dict[str, object], said: str) -> None:
 def test_what_cannot_be_a_step() -> None:
     with pytest.raises(TypeError, match="expected a TrainStep or a function of a batch, got int"):
         hs.sink(3, data(torch.device("cpu")))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"verify: expected state=\(net, optimizer, …\).*received none"):
+    with pytest.raises(
+        ValueError, match=r"verify: expected state=\(net, optimizer, …\).*received none"
+    ):
         hs.sink(lambda x, y: x.sum(), data(torch.device("cpu")), verify=1)
     with pytest.raises(ValueError, match="object without load_state_dict"):
         hs.sink(lambda x, y: x.sum(), data(torch.device("cpu")), verify=1, state=(object(),))
@@ -180,12 +191,17 @@ def test_what_cannot_be_a_step() -> None:
 def test_sparse_gradients_add_up_over_a_cycle(accumulate: int, every: int) -> None:
     """Their indices are the batch's own memory, which the next batch is copied into."""
     g = torch.Generator().manual_seed(1)
-    batches = [(torch.randint(0, 20, (5, 3), generator=g), torch.randn(5, 2, generator=g)) for _ in range(6)]
+    batches = [
+        (torch.randint(0, 20, (5, 3), generator=g), torch.randn(5, 2, generator=g))
+        for _ in range(6)
+    ]
 
     def build(*, sparse: bool) -> hs.TrainStep:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Embedding(20, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 2))
-        return hs.TrainStep(net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=accumulate)
+        return hs.TrainStep(
+            net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=accumulate
+        )
 
     by_hand, sunk, dense = build(sparse=True), build(sparse=True), build(sparse=False)
     for batch in batches:

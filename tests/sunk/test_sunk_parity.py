@@ -5,7 +5,7 @@ import torch
 from sunk.sinks import OPTIMIZERS, by_hand, data, same_state, step, sunk
 
 import halfstep as hs
-from halfstep.engine.sunk.sink import Sink
+from halfstep.engine.captured.sink import Sink
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 PASSES = 3
@@ -24,10 +24,14 @@ def compare(
     expected = by_hand(a, batches.fresh(), PASSES)
     b = step(device, precision, optimizer, **options)
     torch.manual_seed(7)
-    got, sink = sunk(b, batches, PASSES, every=every, direct=device.type == "cpu", polished=polished)
+    got, sink = sunk(
+        b, batches, PASSES, every=every, direct=device.type == "cpu", polished=polished
+    )
     assert sink.captures > 0
     for name, column in expected.items():
-        assert torch.equal(torch.tensor(got[name]).nan_to_num(7), torch.tensor(column).nan_to_num(7)), name
+        assert torch.equal(
+            torch.tensor(got[name]).nan_to_num(7), torch.tensor(column).nan_to_num(7)
+        ), name
     assert same_state(a, b) == []
     return b, sink
 
@@ -35,7 +39,9 @@ def compare(
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_and_cycle(precision: str, accumulate: int, device: torch.device) -> None:
-    low_on_cpu = precision in ("fp16", "bf16") and device.type == "cpu"  # torch's fused SGD does nothing there
+    low_on_cpu = (
+        precision in ("fp16", "bf16") and device.type == "cpu"
+    )  # torch's fused SGD does nothing there
     compare(device, precision, "sgd-foreach" if low_on_cpu else "sgd", accumulate=accumulate)
 
 
@@ -44,7 +50,9 @@ def test_every_precision_and_cycle(precision: str, accumulate: int, device: torc
 def test_every_sinkable_optimizer(precision: str, optimizer: str, device: torch.device) -> None:
     if device.type == "cpu" and optimizer not in ("sgd", "adam", "adamw"):
         pytest.skip("on a CPU only fused optimizers take rates and flags as tensors")
-    table = {} if optimizer == "sgd-foreach" else {"lr": [0.05, 0.04, 0.03, 0.02, 0.01]}  # it reads a rate's tensor
+    table = (
+        {} if optimizer == "sgd-foreach" else {"lr": [0.05, 0.04, 0.03, 0.02, 0.01]}
+    )  # it reads a rate's tensor
     compare(device, precision, optimizer, accumulate=2, **table)
 
 
@@ -56,14 +64,18 @@ def test_roundings(rounding: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("every", [1, 7, 100])
 @pytest.mark.parametrize("batch", [8, 10, 100])
-def test_the_length_of_a_sink_and_the_tail_change_nothing(every: int, batch: int, device: torch.device) -> None:
+def test_the_length_of_a_sink_and_the_tail_change_nothing(
+    every: int, batch: int, device: torch.device
+) -> None:
     compare(device, "O1", every=every, batch=batch, accumulate=4, clip_norm=0.5, ema=0.9)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_skipped_updates(precision: str, accumulate: int, device: torch.device) -> None:
-    b, _ = compare(device, precision, accumulate=accumulate, poison=(5, 40, 77), ema=0.9, clip_norm=1.0)
+    b, _ = compare(
+        device, precision, accumulate=accumulate, poison=(5, 40, 77), ema=0.9, clip_norm=1.0
+    )
     assert b.state.skips.item() >= 3
 
 
@@ -78,8 +90,8 @@ def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
     torch.manual_seed(7)
     sink = hs.sink(b, batches * 4, every=5)
     if device.type == "cpu":
+        from halfstep.engine.captured.runner import Sunk
         from halfstep.engine.feed import Feed
-        from halfstep.engine.sunk.sunk import Sunk
 
         sink.sunk = Sunk.of(b, Feed(batches * 4), direct=True)
     seen = 0
@@ -96,5 +108,7 @@ def test_graphs_of_many_steps(accumulate: int, every: int, device: torch.device)
     """As in a long run: whole cycles in one graph, single ones where a visit, a size or a cycle cuts them off."""
     options = {"accumulate": accumulate, "fingerprint_every": 0, "poison": (5, 300)}
     _, sink = compare(device, "O2", every=every, samples=420, polished=True, **options)
-    bursts = [key for key in sink.sunk.program.graphs._held if isinstance(key, tuple) and len(key) == 2]
+    bursts = [
+        key for key in sink.sunk.program.graphs._held if isinstance(key, tuple) and len(key) == 2
+    ]
     assert bursts

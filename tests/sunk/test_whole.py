@@ -15,22 +15,30 @@ from sunk.sinks import by_hand, data, rows, same_rows, same_state, step
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.sunk import graph, whole
-from halfstep.engine.sunk.tape import written_down
-from halfstep.step import compiled
+from halfstep.compiler.trace import written_down
+from halfstep.cuda_graphs import capture__graph as graph
+from halfstep.engine.captured import whole_step as whole
+from halfstep.step.fast import compiled_forward as compiled
 
 CPU = torch.device("cpu")
-ON_CPU = ("sgd", "sgd-foreach", "adam", "adamw")  # torch has no others that read nothing on the host there
+ON_CPU = (
+    "sgd",
+    "sgd-foreach",
+    "adam",
+    "adamw",
+)  # torch has no others that read nothing on the host there
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 
 
 @pytest.fixture
 def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs as they were written down, not compiled, and from the third batch of a kind on."""
-    monkeypatch.setattr("halfstep.engine.sunk.tape.PLAIN", {})  # torch's own operations: the same bits
+    monkeypatch.setattr(
+        "halfstep.compiler.trace.PLAIN", {}
+    )  # torch's own operations: the same bits
     monkeypatch.setattr(whole, "generate", lambda module, inputs, **_: module)
     monkeypatch.setattr(whole, "CHECKS", 2)
-    monkeypatch.setattr("halfstep.engine.sunk.program.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
 
 
 def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
@@ -43,7 +51,9 @@ def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
 @pytest.mark.parametrize("optimizer", ON_CPU)
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3", "bf16", "fp16"])
-def test_the_tape_repeats_the_step_bit_for_bit(precision: str, accumulate: int, optimizer: str) -> None:
+def test_the_tape_repeats_the_step_bit_for_bit(
+    precision: str, accumulate: int, optimizer: str
+) -> None:
     if precision in ("bf16", "fp16") and optimizer != "sgd-foreach":
         pytest.skip("torch's fused kernels leave half parameters on a CPU alone")
     options = {"accumulate": accumulate, "fingerprint_every": 5, "ema": 0.9, "clip_norm": 1.0}
@@ -77,31 +87,44 @@ def test_writing_down_changes_nothing() -> None:
     for batch in batches[:3]:
         mine(*batch)
     before, numbers = mine.fingerprints(), torch.get_rng_state()
-    written = written_down(lambda: [mine.objective.net(batches[0][0]).sum().backward(), mine.optimizer.step()])
+    written = written_down(
+        lambda: [mine.objective.net(batches[0][0]).sum().backward(), mine.optimizer.step()]
+    )
     assert written.random  # dropout
-    assert {n: int(v) for n, v in mine.fingerprints().items()} == {n: int(v) for n, v in before.items()}
+    assert {n: int(v) for n, v in mine.fingerprints().items()} == {
+        n: int(v) for n, v in before.items()
+    }
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
 class Small(nn.Module):
     def __init__(self, extra: Any = lambda x: x) -> None:
         super().__init__()
-        self.a, self.norm, self.b, self.extra = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3), extra
+        self.a, self.norm, self.b, self.extra = (
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, 3),
+            extra,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.b(self.extra(self.norm(self.a(x)).relu()))
         return out
 
 
-def small(extra: Any = lambda x: x, *, compile: Any = True, make: Any = None, **options: Any) -> hs.TrainStep:
+def small(
+    extra: Any = lambda x: x, *, compile: Any = True, make: Any = None, **options: Any
+) -> hs.TrainStep:
     torch.manual_seed(0)
     net = Small(extra)
-    optimizer = make(net.parameters()) if make else torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    optimizer = (
+        make(net.parameters()) if make else torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    )
     return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, compile=compile, **options)
 
 
 def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.engine.sunk.program.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
     monkeypatch.setattr(whole, "CHECKS", 2)
     right, mine = small(compile=False, nonfinite="skip"), small(nonfinite="skip")
     losses = by_hand(right, data(CPU, samples=96, poison=(50,)), passes=4)
@@ -112,17 +135,25 @@ def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch)
     assert got["skipped"] == losses["skipped"]
     assert sum(got["skipped"]) == 4
     steps = [i for i, skipped in enumerate(got["skipped"]) if not skipped]
-    for name in ("loss", "grad_norm"):  # 44 updates of rounding in another order: float32's eps is 1.2e-7
+    for name in (
+        "loss",
+        "grad_norm",
+    ):  # 44 updates of rounding in another order: float32's eps is 1.2e-7
         a, b = (torch.tensor(rows[name])[steps] for rows in (got, losses))
         torch.testing.assert_close(a, b, rtol=1e-4, atol=0)
     for a, b in zip(mine.net.state_dict().values(), right.net.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.engine.sunk.program.OFTEN", 2)
+def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
     monkeypatch.setattr(whole, "CHECKS", 2)
-    options: dict[str, Any] = {"make": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True), "precision": "O2"}
+    options: dict[str, Any] = {
+        "make": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+        "precision": "O2",
+    }
     options |= {"accumulate": 2, "ema": 0.9, "clip_norm": 1.0, "deterministic": True}
     right, mine = small(compile=False, **options), small(**options)
     expected = by_hand(right, data(CPU, samples=96), passes=4)
@@ -131,7 +162,9 @@ def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(monkeyp
     assert sink.captures == 2
     assert sink.sunk.program.why == ""
     for name in ("loss", "grad_norm"):  # float16's eps is 1e-3, and 24 updates of Adam carry it on
-        torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(expected[name]), rtol=2e-2, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(got[name]), torch.tensor(expected[name]), rtol=2e-2, atol=0
+        )
 
 
 def masked(x: Tensor) -> Tensor:
@@ -151,7 +184,10 @@ UNWRITABLE: dict[str, Any] = {
     "tolist": (lambda x: x * max(x.detach().flatten().tolist()), "on the host"),
     "mask": (masked, "shape depends on values"),
     "shape in place": (squeezed, "shape of a tensor in place"),
-    "generator": (lambda x: x + torch.rand(x.shape, generator=OWN.manual_seed(1)), "generator of its own"),
+    "generator": (
+        lambda x: x + torch.rand(x.shape, generator=OWN.manual_seed(1)),
+        "generator of its own",
+    ),
     "sparse": (lambda x: x + torch.sparse.mm(torch.eye(len(x)).to_sparse(), x), "sparse tensor"),
 }
 
@@ -170,7 +206,9 @@ def test_what_cannot_be_written_down_is_refused_by_name(name: str) -> None:
     expected = by_hand(right, data(CPU), passes=1)
     sink = compiled_sink(mine, data(CPU))
     place = r"test_whole.py:\d+" if name != "mask" else ""
-    with pytest.warns(hs.Notice, match=rf"cannot be one compiled program(.|\n)*{said}(.|\n)*{place}"):
+    with pytest.warns(
+        hs.Notice, match=rf"cannot be one compiled program(.|\n)*{said}(.|\n)*{place}"
+    ):
         assert same_rows(rows(sink, 1), expected) == []
     assert sink.captures == 0
 
@@ -219,7 +257,9 @@ class Counting(nn.Module):
 
 def twice_drawn(x: Tensor) -> Tensor:
     """Checkpointing draws the same mask again by setting the random state."""
-    dropped: Any = torch.utils.checkpoint.checkpoint(nn.functional.dropout, x, 0.5, use_reentrant=False)
+    dropped: Any = torch.utils.checkpoint.checkpoint(
+        nn.functional.dropout, x, 0.5, use_reentrant=False
+    )
     return dropped * dropped
 
 
@@ -263,7 +303,11 @@ class Shifted(nn.Module):
     def __init__(self, place: str) -> None:
         super().__init__()
         self.place = place
-        self.by: Any = {"attribute": torch.zeros(16), "list": [torch.zeros(16)], "dict": {0: torch.zeros(16)}}[place]
+        self.by: Any = {
+            "attribute": torch.zeros(16),
+            "list": [torch.zeros(16)],
+            "dict": {0: torch.zeros(16)},
+        }[place]
 
     def forward(self, x: Tensor) -> Tensor:
         shifted: Tensor = x + (self.by if self.place == "attribute" else self.by[0])
@@ -278,8 +322,13 @@ class Shifted(nn.Module):
 
 @pytest.mark.usefixtures("taped")
 @pytest.mark.parametrize("place", ["attribute", "list", "dict"])
-def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_the_next_step(place: str) -> None:
-    runs, losses = {c: small(Shifted(place), compile=c) for c in (False, True)}, dict[bool, list[float]]()
+def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_the_next_step(
+    place: str,
+) -> None:
+    runs, losses = (
+        {c: small(Shifted(place), compile=c) for c in (False, True)},
+        dict[bool, list[float]](),
+    )
     losses[False] = []
     for i, batch in enumerate(data(CPU, samples=96)):
         if i == 8:
@@ -319,7 +368,9 @@ def test_a_program_that_torch_compiled_wrongly_is_given_up_and_the_steps_result_
 
 
 @pytest.mark.usefixtures("taped", "forward_uncompiled")
-def test_a_program_that_fails_is_given_up_and_the_step_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_fails_is_given_up_and_the_step_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def failing(module: Any, inputs: list[Tensor], **_: Any) -> Any:
         def run(*args: Tensor) -> None:
             module(*args)
@@ -366,7 +417,9 @@ def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph, "PROGRAMS", 2)
     sizes = [4, 5, 6, 7] * 5
     g = torch.Generator().manual_seed(0)
-    batches = [(torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in sizes]
+    batches = [
+        (torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)) for n in sizes
+    ]
     right, mine = small(compile=False), small()
     expected = by_hand(right, batches, passes=1)
     sink = compiled_sink(mine, batches)
@@ -379,7 +432,9 @@ def test_a_gradient_that_is_not_finite_stops_the_fit_as_it_would_eagerly() -> No
     def model(compile: bool) -> hs.Model:
         torch.manual_seed(0)
         net = Small()
-        return hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile)
+        return hs.Model(
+            net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile
+        )
 
     weights = []
     for compile in (False, True):
@@ -395,7 +450,9 @@ def test_fit_says_how_it_runs_and_capture_false_leaves_it_in_parts() -> None:
     torch.manual_seed(0)
     net = Small()
     net.unused = torch.eye(3).to_sparse()  # type: ignore[assignment]
-    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=True)
+    model = hs.Model(
+        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=True
+    )
     model.fit(1, data(CPU))
     assert "programs of the whole step: 1 held" in str(model.report())
     with pytest.raises(ValueError, match="verify: expected a step that is not compiled"):
@@ -413,7 +470,9 @@ def test_an_optimizer_that_reads_on_the_host_is_fused_where_that_was_left_open(m
     model.fit(1, data(CPU))
     assert "programs of the whole step: 1 held" in str(model.report())
     assert "fused" in str(model.report())
-    other = hs.Model(net, nn.CrossEntropyLoss(), make(net.parameters(), foreach=False), compile=True)
+    other = hs.Model(
+        net, nn.CrossEntropyLoss(), make(net.parameters(), foreach=False), compile=True
+    )
     assert "reads values on the host" in str(other.report())
 
 
@@ -421,22 +480,26 @@ def test_an_optimizer_that_reads_on_the_host_is_fused_where_that_was_left_open(m
 def test_a_schedule_costs_no_program() -> None:
     net = Small()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, schedule=hs.schedules.cosine(0.1, 26), compile=True)
+    model = hs.Model(
+        net, nn.CrossEntropyLoss(), optimizer, schedule=hs.schedules.cosine(0.1, 26), compile=True
+    )
     model.fit(2, data(CPU))
     assert "programs of the whole step: 1 held, 1 made" in str(model.report())
 
 
 @pytest.mark.usefixtures("taped")
 def test_auto_compiles_from_the_next_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.engine.choosing.LEAST", 10)
-    monkeypatch.setattr("halfstep.engine.choosing.FROM", 2)
-    monkeypatch.setattr("halfstep.engine.choosing.AT", 4)
-    monkeypatch.setattr("halfstep.engine.choosing.pays", lambda *_: (True, "asked for"))
+    monkeypatch.setattr("halfstep.engine.auto_compile.LEAST", 10)
+    monkeypatch.setattr("halfstep.engine.auto_compile.FROM", 2)
+    monkeypatch.setattr("halfstep.engine.auto_compile.AT", 4)
+    monkeypatch.setattr("halfstep.engine.auto_compile.pays", lambda *_: (True, "asked for"))
 
     def fitted(compile: Any) -> hs.Model:
         torch.manual_seed(0)
         net = Small()
-        model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile)
+        model = hs.Model(
+            net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), compile=compile
+        )
         model.fit(3, data(CPU))
         return model
 

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.affine import affine, linear
 from halfstep.data.transforms.fused import resize
+from halfstep.data.transforms.fused__window import window
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
-from halfstep.data.transforms.window import window
+from halfstep.data.transforms.values__affine import affine, linear
 from halfstep.data.transforms.words import Words, draws_of
 
 __all__ = [
@@ -47,12 +47,20 @@ class Transform(Protocol):
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor: ...
 
 
-def apply(transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: Tensor, samples: Tensor) -> Tensor:
+def apply(
+    transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: Tensor, samples: Tensor
+) -> Tensor:
     """The chain on a batch of `samples` (their numbers in the data set) in their `epochs`: int64 [B], on its device."""
     for name, given in (("epochs", epochs), ("samples", samples)):
-        if given.dtype != torch.int64 or given.shape != batch.shape[:1] or given.device != batch.device:
+        if (
+            given.dtype != torch.int64
+            or given.shape != batch.shape[:1]
+            or given.device != batch.device
+        ):
             came = f"{given.dtype} {list(given.shape)} on {given.device}"
-            raise ValueError(f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}")
+            raise ValueError(
+                f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}"
+            )
     words = Words(transforms, seed, epochs, samples)
     place = 0
     while place < len(transforms):
@@ -76,14 +84,20 @@ def spec(
         raise ValueError("spec: expected the shape of a batch, samples first, got ()")
     batch = torch.empty(tuple(shape), dtype=dtype, device="meta")
     for place, transform in enumerate(transforms):
-        words = torch.empty((draws_of(place, transform), len(batch)), dtype=torch.int64, device="meta")
+        words = torch.empty(
+            (draws_of(place, transform), len(batch)), dtype=torch.int64, device="meta"
+        )
         try:
             out = transform(batch, words)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
             came = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
-            raise ValueError(f"transform {place}, {transform!r}, does not take a batch {came}: {error}") from error
+            raise ValueError(
+                f"transform {place}, {transform!r}, does not take a batch {came}: {error}"
+            ) from error
         if out.shape[:1] != batch.shape[:1]:
             came = f"{len(batch)} samples as shape {tuple(out.shape)}"
-            raise ValueError(f"transform {place}, {transform!r}: expected as many samples as before, got {came}")
+            raise ValueError(
+                f"transform {place}, {transform!r}: expected as many samples as before, got {came}"
+            )
         batch = out
     return tuple(batch.shape), batch.dtype

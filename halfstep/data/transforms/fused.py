@@ -8,19 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.affine import linear, terms
+from halfstep.data.transforms.axes import axes, to_chw
 from halfstep.data.transforms.images import Resize, ToCHW
-from halfstep.data.transforms.layout import axes, to_chw
 from halfstep.data.transforms.values import Cast, Normalize
-from halfstep.launching import attempt, may_read
+from halfstep.data.transforms.values__affine import linear, terms
+from halfstep.kernels.launch import attempt, may_read
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 READ = (torch.uint8, *FLOATS)
-FEWEST_PIXELS = 4096  # of an image that comes out: for less, a compilation of a second is not worth it
+FEWEST_PIXELS = (
+    4096  # of an image that comes out: for less, a compilation of a second is not worth it
+)
 INSTEAD = "Resize uses torch's slower kernels", "The pixels are the same to within a level."
 AS_IS, TIMES_PLUS, MINUS_OVER = 0, 1, 2
 
-_WORKS: dict[tuple[Any, ...], bool] = {}  # whether a kernel could be compiled, by what it is compiled for
+_WORKS: dict[
+    tuple[Any, ...], bool
+] = {}  # whether a kernel could be compiled, by what it is compiled for
 
 
 @dataclass(frozen=True)
@@ -44,18 +48,28 @@ def resize(rest: Sequence[Any], batch: Tensor) -> tuple[Tensor, int] | None:
     Weights are rounded once, then each product and sum: off by at most 8 · 2^-24 of the largest pixel. All that follows
     the interpolation has the bits of one transform after the other.
     """
-    if torch.compiler.is_compiling() or type(rest[0]) is not Resize or not (batch.is_cuda and may_read(batch)):
+    if (
+        torch.compiler.is_compiling()
+        or type(rest[0]) is not Resize
+        or not (batch.is_cuda and may_read(batch))
+    ):
         return None
     parts = tuple(rest[: _reach(rest)])
-    plan = _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype) if batch.dtype in READ else None
+    plan = (
+        _plan(parts, tuple(batch.shape), batch.stride(), batch.dtype)
+        if batch.dtype in READ
+        else None
+    )
     if plan is None:
         return None
     out = torch.empty_strided(plan.shape, plan.strides, dtype=plan.dtype, device=batch.device)
 
     def start() -> None:
-        from halfstep.data.transforms.bilinear import launch
+        from halfstep.data.transforms.triton_kernels import launch
 
-        launch(batch, out, plan.sizes, plan.reads, plan.channels, plan.mode, plan.first, plan.second)
+        launch(
+            batch, out, plan.sizes, plan.reads, plan.channels, plan.mode, plan.first, plan.second
+        )
 
     key = (batch.device, batch.dtype, plan.dtype, plan.sizes, plan.reads, plan.channels, plan.mode)
     return (out, len(parts)) if attempt(_WORKS, key, start, *INSTEAD) else None
@@ -78,7 +92,9 @@ def _reach(rest: Sequence[Any]) -> int:
 
 
 @lru_cache(4096)
-def _plan(parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Plan | None:
+def _plan(
+    parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Plan | None:
     """By the parts themselves on tensors without memory: their checks, their shapes and strides."""
     batch = out = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     start = channel = axes("Resize", batch, parts[0].layout).channel
@@ -97,7 +113,15 @@ def _plan(parts: tuple[Any, ...], shape: tuple[int, ...], strides: tuple[int, ..
     if far or parts[0].antialias or sizes[2] * sizes[3] < FEWEST_PIXELS or not (planes or beside):
         return None
     channels, reads = (count, 1) if planes else (1, count), (sample, row, column, side)
-    return Plan(tuple(out.shape), out.stride(), out.dtype, tuple(sizes), reads, channels, *_epilogue(parts, count))
+    return Plan(
+        tuple(out.shape),
+        out.stride(),
+        out.dtype,
+        tuple(sizes),
+        reads,
+        channels,
+        *_epilogue(parts, count),
+    )
 
 
 def _epilogue(parts: Sequence[Any], count: int) -> tuple[int, tuple[float, ...], tuple[float, ...]]:

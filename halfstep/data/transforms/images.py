@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halfstep.data.hashing import below
-from halfstep.data.transforms.layout import Axes, Layout, axes, borders, check_fill, check_layout, pair, plain, to_chw
+from halfstep.data.transforms.axes import (
+    Axes,
+    Layout,
+    axes,
+    borders,
+    check_fill,
+    check_layout,
+    pair,
+    plain,
+    to_chw,
+)
 
 
 @dataclass(frozen=True)
@@ -33,10 +43,16 @@ class PadCrop:
         height, width = pair("PadCrop", self.size)
         padded = self._padded(batch, at)
         self._check_fit(batch, padded, at)
-        windows = padded.unfold(at.row, height, 1).unfold(at.column, width, 1)  # every window, as a view
+        windows = padded.unfold(at.row, height, 1).unfold(
+            at.column, width, 1
+        )  # every window, as a view
         if at.channel is not None:
-            windows = windows.movedim(at.channel, at.channel + 2)  # [B, rows, columns, then a batch's own order]
-        row, column = (below(word, n) for word, n in zip(words.unbind(), windows.shape[1:3], strict=True))
+            windows = windows.movedim(
+                at.channel, at.channel + 2
+            )  # [B, rows, columns, then a batch's own order]
+        row, column = (
+            below(word, n) for word, n in zip(words.unbind(), windows.shape[1:3], strict=True)
+        )
         return windows[torch.arange(len(batch), device=batch.device), row, column]
 
     def _padded(self, batch: Tensor, at: Axes) -> Tensor:
@@ -46,7 +62,10 @@ class PadCrop:
         return F.pad(batch, [*inner, left, right, top, bottom], value=self.fill)
 
     def _check_fit(self, batch: Tensor, padded: Tensor, at: Axes) -> None:
-        (height, width), (rows, columns) = pair("PadCrop", self.size), (padded.shape[at.row], padded.shape[at.column])
+        (height, width), (rows, columns) = (
+            pair("PadCrop", self.size),
+            (padded.shape[at.row], padded.shape[at.column]),
+        )
         if height > rows or width > columns:
             was = f"{batch.shape[at.row]}×{batch.shape[at.column]}"
             raise ValueError(
@@ -103,7 +122,9 @@ class Cutout:
         rows = _span(words[0], batch.shape[at.row], height)
         columns = _span(words[1], batch.shape[at.column], width)
         hole = rows.unsqueeze(2) & columns.unsqueeze(1)
-        return batch.masked_fill(hole if at.channel is None else hole.unsqueeze(at.channel), self.fill)
+        return batch.masked_fill(
+            hole if at.channel is None else hole.unsqueeze(at.channel), self.fill
+        )
 
 
 @dataclass(frozen=True)
@@ -123,20 +144,26 @@ class Resize:
 
     def __post_init__(self) -> None:
         height, width = pair("Resize", self.size)
-        object.__setattr__(self, "size", self.size if isinstance(self.size, int) else (height, width))
+        object.__setattr__(
+            self, "size", self.size if isinstance(self.size, int) else (height, width)
+        )
         check_layout("Resize", self.layout)
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         at = axes("Resize", batch, self.layout)
         if not (batch.is_floating_point() or batch.dtype == torch.uint8):
-            raise TypeError(f"Resize: expected a uint8 or floating batch, got {batch.dtype}. Put a Cast before it.")
+            raise TypeError(
+                f"Resize: expected a uint8 or floating batch, got {batch.dtype}. Put a Cast before it."
+            )
         images = to_chw(batch, at.channel).to(torch.promote_types(batch.dtype, torch.float32))
         if batch.dtype == torch.uint8:
             images = (
                 images + 0.5
             )  # the weights add up to 1: the cast back, which cuts, then rounds without another pass
         target = self._target(batch.shape[at.row], batch.shape[at.column])
-        out = F.interpolate(images, target, mode="bilinear", align_corners=False, antialias=self.antialias)
+        out = F.interpolate(
+            images, target, mode="bilinear", align_corners=False, antialias=self.antialias
+        )
         out = out.to(batch.dtype)
         return out.squeeze(1) if at.channel is None else out.movedim(1, at.channel)
 
@@ -164,7 +191,9 @@ class ToCHW:
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         images = to_chw(batch, axes("ToCHW", batch, self.layout).channel)
-        return images.contiguous(memory_format=torch.channels_last if self.channels_last else torch.contiguous_format)
+        return images.contiguous(
+            memory_format=torch.channels_last if self.channels_last else torch.contiguous_format
+        )
 
 
 def _span(word: Tensor, extent: int, length: int) -> Tensor:

@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.layout import Layout, axes, check_layout, plain
+from halfstep.data.transforms.axes import Layout, axes, check_layout, plain
 
 Value = int | float
 
 
-_KEPT: dict[tuple[tuple[Value, ...], torch.dtype, torch.device], Tensor] = {}  # for good: captured graphs read them
+_KEPT: dict[
+    tuple[tuple[Value, ...], torch.dtype, torch.device], Tensor
+] = {}  # for good: captured graphs read them
 
 
 def constant(values: tuple[Value, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -25,7 +27,9 @@ def constant(values: tuple[Value, ...], dtype: torch.dtype, device: torch.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return _filled(values, dtype, device)  # not kept: the memory is the graph's
         with torch.inference_mode(False):  # an inference tensor could never meet autograd later
-            return _KEPT.setdefault(key, torch.tensor(values, dtype=dtype, device=device))  # waits: any stream may read
+            return _KEPT.setdefault(
+                key, torch.tensor(values, dtype=dtype, device=device)
+            )  # waits: any stream may read
     return _KEPT[key]
 
 
@@ -47,7 +51,9 @@ class Rescale:
         object.__setattr__(self, "scale", plain(self.scale))
         object.__setattr__(self, "shift", plain(self.shift))
         if not (math.isfinite(self.scale) and math.isfinite(self.shift)):
-            raise ValueError(f"Rescale: expected finite scale and shift, got {self.scale!r} and {self.shift!r}")
+            raise ValueError(
+                f"Rescale: expected finite scale and shift, got {self.scale!r} and {self.shift!r}"
+            )
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         return _floating(batch) * self.scale + self.shift
@@ -76,7 +82,9 @@ class Normalize:
                 f"Normalize: expected every std above 0 in float32, got {self.std!r}. A constant channel: 1."
             )
         if len(mean) != len(std) and 1 not in (len(mean), len(std)):
-            raise ValueError(f"Normalize: expected as many means as stds, got {len(mean)} and {len(std)}")
+            raise ValueError(
+                f"Normalize: expected as many means as stds, got {len(mean)} and {len(std)}"
+            )
         object.__setattr__(self, "mean", mean)
         object.__setattr__(self, "std", std)
         check_layout("Normalize", self.layout)
@@ -84,7 +92,10 @@ class Normalize:
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         x, trailing = _floating(batch), self.trailing(batch)
         # tensors, one value or many: CUDA divides by a plain number as it multiplies by the reciprocal, other bits
-        mean, std = (constant(_vector("", v), x.dtype, x.device).view(-1, *trailing) for v in (self.mean, self.std))
+        mean, std = (
+            constant(_vector("", v), x.dtype, x.device).view(-1, *trailing)
+            for v in (self.mean, self.std)
+        )
         return (x - mean) / std
 
     @property
@@ -93,7 +104,10 @@ class Normalize:
 
     def terms(self, channels: int) -> list[tuple[float, float]]:
         """(a, b) of x · a + b, for each channel."""
-        mean, std = (_vector("", v) * (1 if len(_vector("", v)) > 1 else channels) for v in (self.mean, self.std))
+        mean, std = (
+            _vector("", v) * (1 if len(_vector("", v)) > 1 else channels)
+            for v in (self.mean, self.std)
+        )
         return [(1 / s, -m / s) for m, s in zip(mean, std, strict=True)]
 
     def trailing(self, batch: Tensor) -> list[int]:
@@ -147,11 +161,15 @@ class OneHot:
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-            raise TypeError(f"OneHot: expected integer labels, got {batch.dtype}. Put Cast('int64') before it.")
+            raise TypeError(
+                f"OneHot: expected integer labels, got {batch.dtype}. Put Cast('int64') before it."
+            )
         if batch.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_range(batch)
         hot = batch.unsqueeze(-1).long() == torch.arange(self.classes, device=batch.device)
-        cold = torch.full(hot.shape, self.off, dtype=_dtype("OneHot", self.dtype), device=batch.device)
+        cold = torch.full(
+            hot.shape, self.off, dtype=_dtype("OneHot", self.dtype), device=batch.device
+        )
         return cold.masked_fill(hot, self.on)
 
     def _check_range(self, labels: Tensor) -> None:
@@ -172,24 +190,32 @@ class Flatten:
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
         if batch.dim() < 2:
-            raise ValueError(f"Flatten: expected a batch of 2 dimensions or more, got shape {tuple(batch.shape)}")
+            raise ValueError(
+                f"Flatten: expected a batch of 2 dimensions or more, got shape {tuple(batch.shape)}"
+            )
         return batch.flatten(1)
 
 
 def _floating(batch: Tensor) -> Tensor:
-    return batch.to(torch.promote_types(batch.dtype, torch.float32))  # half sums of pixels would lose bits
+    return batch.to(
+        torch.promote_types(batch.dtype, torch.float32)
+    )  # half sums of pixels would lose bits
 
 
 def _vector(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
     value = plain(value)
     values = tuple(map(plain, value)) if isinstance(value, Sequence) else (value,)
     if not values or not all(isinstance(v, Value) and math.isfinite(v) for v in values):
-        raise ValueError(f"Normalize: expected {name} as a finite number or one per channel, got {value!r}")
+        raise ValueError(
+            f"Normalize: expected {name} as a finite number or one per channel, got {value!r}"
+        )
     return values
 
 
 def _dtype(name: str, dtype: Any) -> torch.dtype:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name}: expected a torch dtype or its name, for instance 'float32', got {dtype!r}")
+        raise ValueError(
+            f"{name}: expected a torch dtype or its name, for instance 'float32', got {dtype!r}"
+        )
     return found

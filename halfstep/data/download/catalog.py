@@ -1,0 +1,226 @@
+"""The data sets known by name: what their files are called, where they are published, and how to recognise them."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from halfstep.errors import meant
+
+_LENGTHS = {"md5": 32, "sha256": 64}
+_IDX = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """The digest a file must have: `Checksum("sha256", "<64 hex digits>")`."""
+
+    algorithm: Literal["md5", "sha256"]
+    hex: str
+
+    def __post_init__(self) -> None:
+        length = _LENGTHS.get(self.algorithm)
+        if length is None:
+            raise ValueError(
+                f"expected a checksum of {' or '.join(_LENGTHS)}, got {self.algorithm!r}"
+            )
+        if not re.fullmatch(f"[0-9a-f]{{{length}}}", self.hex):
+            raise ValueError(
+                f"expected {length} lower-case hex digits for {self.algorithm}, got {self.hex!r}"
+            )
+
+    @classmethod
+    def of(cls, path: Path, algorithm: Literal["md5", "sha256"] = "sha256") -> "Checksum":
+        """The one that a file on disk has."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(
+                file, lambda: hashlib.new(algorithm, usedforsecurity=False)
+            )
+        return cls(algorithm, digest.hexdigest())
+
+    def hasher(self) -> Any:
+        """A fresh hashlib object; md5 tells damage from a whole file, it does not guard a secret."""
+        return hashlib.new(self.algorithm, usedforsecurity=False)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One published file: its mirrors in the order to try, and the checksum its publisher gives."""
+
+    file: str
+    urls: tuple[str, ...]
+    checksum: Checksum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A known set: `files` are its names after unpacking, `contents` their sha256 where somebody had the files."""
+
+    name: str
+    title: str
+    kind: Literal["idx", "cifar"]
+    files: tuple[str, ...]
+    sources: tuple[Source, ...]
+    classes: tuple[str, ...]
+    licence: str
+    contents: tuple[Checksum, ...] = ()
+    folders: tuple[str, ...] = ()  # other names that its folder goes by, beside spellings of `name`
+    package: str = ""  # Debian's
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    def is_called(self, name: str) -> bool:
+        """Whether a folder or a user means this set: capitals, dashes and underscores do not matter."""
+        return _key(name) in {_key(each) for each in (self.name, *self.folders)}
+
+
+def known(name: str) -> Entry:
+    """The entry of that name in any spelling: "fashion-mnist", "FashionMNIST", "fashion_mnist"."""
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name of a data set, got {name!r}")
+    for entry in CATALOG.values():
+        if entry.is_called(name):
+            return entry
+    close = meant(name, CATALOG)
+    hint = f" Did you mean {close!r}?" if close else ""
+    raise ValueError(f"expected one of {', '.join(CATALOG)}, got {name!r}.{hint}")
+
+
+def _key(name: str) -> str:
+    return re.sub("[-_ ]", "", name).casefold()
+
+
+def _idx_sources(md5s: tuple[str, ...], *mirrors: str) -> tuple[Source, ...]:
+    files = [f"{name}.gz" for name in _IDX]
+    return tuple(
+        Source(file, tuple(mirror + file for mirror in mirrors), Checksum("md5", md5))
+        for file, md5 in zip(files, md5s, strict=True)
+    )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+def _sha256s(*hexes: str) -> tuple[Checksum, ...]:
+    return tuple(Checksum("sha256", each) for each in hexes)
+
+
+_MNIST = Entry(
+    name="mnist",
+    title="MNIST, handwritten digits",
+    kind="idx",
+    files=_IDX,
+    sources=_idx_sources(
+        (
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+        "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    ),
+    contents=_sha256s(
+        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    ),
+    classes=tuple("0123456789"),
+    licence="CC BY-SA 3.0, Yann LeCun and Corinna Cortes, http://yann.lecun.com/exdb/mnist/",
+)
+
+_FASHION = Entry(
+    name="fashion-mnist",
+    title="Fashion-MNIST, articles of clothing",
+    kind="idx",
+    files=_IDX,
+    sources=_idx_sources(
+        (
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    ),
+    contents=_sha256s(
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+    classes=(
+        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
+        "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+    ),
+    licence="MIT, Zalando SE, https://github.com/zalandoresearch/fashion-mnist",
+    package="dataset-fashion-mnist",
+)  # fmt: skip
+
+_TORONTO = "https://www.cs.toronto.edu/~kriz/"
+_KRIZHEVSKY = "no licence stated; cite Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
+
+_CIFAR10 = Entry(
+    name="cifar10",
+    title="CIFAR-10, small colour images",
+    kind="cifar",
+    files=(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
+    sources=(
+        Source(
+            "cifar-10-binary.tar.gz",
+            (f"{_TORONTO}cifar-10-binary.tar.gz",),
+            Checksum("md5", "c32a1d4ab5d03f1284b67883e8d87530"),
+        ),
+    ),
+    classes=(
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ),
+    licence=f"{_KRIZHEVSKY}, {_TORONTO}cifar.html",
+    folders=("cifar-10-batches-bin", "cifar-10-binary"),
+)
+
+_CIFAR100 = Entry(
+    name="cifar100",
+    title="CIFAR-100, small colour images, fine labels",
+    kind="cifar",
+    files=("train.bin", "test.bin"),
+    sources=(
+        Source(
+            "cifar-100-binary.tar.gz",
+            (f"{_TORONTO}cifar-100-binary.tar.gz",),
+            Checksum("md5", "03b5dce01913d631647c71ecec9e9cb8"),
+        ),
+    ),
+    classes=_words(
+        """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+        castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+        elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+        man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+        pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+        skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+        tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"""
+    ),
+    licence=f"{_KRIZHEVSKY}, {_TORONTO}cifar.html",
+    folders=("cifar-100-binary",),
+)
+
+CATALOG: dict[str, Entry] = {entry.name: entry for entry in (_MNIST, _FASHION, _CIFAR10, _CIFAR100)}

@@ -1,0 +1,162 @@
+"""A step over storage that stays where it is, so that a graph of it can be replayed."""
+
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.cuda_graphs.capture import generation
+from halfstep.cuda_graphs.guards import of_modules, of_optimizer, pointers
+from halfstep.precision.backend_flags import backend
+from halfstep.step.commit__select import foreach_copy
+from halfstep.step.fast.update_graph import allowed
+from halfstep.step.state import Cycle
+from halfstep.step.state__record import Record
+from halfstep.step.train_step import TrainStep
+
+
+class Unsettled(Exception):
+    """A parameter has a gradient and no optimizer state yet: its first update is decided by the host."""
+
+
+class Static:
+    """The device half of a TrainStep, and the host's bookkeeping of it, apart: a replay runs only the first.
+
+    A cycle of several batches lives in tensors of its own here. `adopt` takes in what eager steps left open, `settle`
+    gives it back, so that a checkpoint, a fingerprint or an eager step finds the state as it would be without graphs.
+    """
+
+    def __init__(self, step: TrainStep) -> None:
+        self.step, self.micro = step, step.state.cycle.micro
+        self.many = step.options.accumulate > 1
+        self._grads: list[Tensor | None] = []
+        self._sums: dict[str, Tensor] = {}  # weight, nominal, loss
+        self.live: frozenset[int] = frozenset()  # gradients that the open cycle has
+
+    @property
+    def place(self) -> tuple[bool, bool]:
+        """Whether the next batch opens its cycle, and whether it closes it."""
+        return self.micro == 0, self.micro + 1 == self.step.options.accumulate
+
+    def body(self, batch: tuple[Any, ...] | None, *, first: bool, last: bool) -> Record:
+        """The step as the device sees it: no host decision, no counter of the host's. Without a batch: the flush."""
+        step, cycle = self.step, self.step.state.cycle
+        before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
+        allow = allowed(step.update)
+        try:
+            with around(step), allow:
+                self._enter(first)
+                loss = step.accumulator.zero_loss
+                if batch is not None:
+                    loss = step.accumulator(step.state, step.layout.inputs(batch))
+                if not last:
+                    record = step.during(loss)
+                    self._keep()
+                    return record
+                live = [i for i, g in enumerate(cycle.grads) if g is not None]
+                self._check(live)
+                return step.ended(loss, step.update.on_device(step.state, live))
+        finally:
+            for name, value in before.items():
+                setattr(cycle, name, value)
+
+    def ran(self, *, last: bool, steps: int = 1) -> None:
+        """The host's side of a replay."""
+        self.step.state.steps += steps
+        self.micro += steps
+        if last:
+            self.step.tried()
+            self.micro = 0
+
+    def adopt(self) -> None:
+        """After eager steps: an open cycle moves into this storage."""
+        cycle = self.step.state.cycle
+        self.micro = cycle.micro
+        if self.many and cycle.micro:
+            self._keep()
+            self._fill()
+
+    def settle(self) -> None:
+        """Before anybody looks at the state: the cycle as the replays left it."""
+        if self.micro and self.many:
+            self._fill()
+        else:
+            self.step.state.cycle.drop()
+
+    def _check(self, live: list[int]) -> None:
+        grads, names = self.step.state.cycle.grads, self.step.names
+        sparse = [names[i] for i in live if (g := grads[i]) is not None and g.is_sparse]
+        if sparse:
+            raise RuntimeError(f"sparse gradient of {sparse[0]}: a graph holds dense ones only")
+        if not self.step.settled(grads, live):
+            raise Unsettled
+
+    def _enter(self, first: bool) -> None:
+        if first:
+            self.step.state.cycle.drop()
+        else:
+            self._fill()
+
+    def _fill(self) -> None:
+        cycle = self.step.state.cycle
+        cycle.micro = max(self.micro, 1)
+        cycle.grads = [g if i in self.live else None for i, g in enumerate(self._grads)]
+        for name, tensor in self._sums.items():
+            setattr(cycle, name, tensor)
+
+    def _keep(self) -> None:
+        """The cycle's tensors into this storage, where they are not it already."""
+        cycle = self.step.state.cycle
+        self.prepare()
+        for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)):
+            if g is not None and (g.is_sparse or (mine is not None and mine.is_sparse)):
+                self._grads[i] = (
+                    g  # as it is: a sparse one has no memory of its own to be copied into
+                )
+        pairs = [
+            (i, mine, g)
+            for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True))
+            if g is not None
+        ]
+        self.live = frozenset(i for i, _, _ in pairs)
+        moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
+        moved += [
+            (mine, now)
+            for name, mine in self._sums.items()
+            if (now := getattr(cycle, name)) is not mine
+        ]
+        foreach_copy([mine for mine, _ in moved], [g for _, g in moved])
+
+    def prepare(self) -> None:
+        """The storage, before a capture: what is allocated inside one belongs to its graph."""
+        if self._sums or not self.many:
+            return
+        acc = self.step.accumulator
+        wide = zip(acc.params, acc.sum_dtypes, strict=True)
+        self._grads = [torch.zeros_like(p, dtype=d, requires_grad=False) for p, d in wide]
+        sums = ("weight", "nominal", "loss")
+        self._sums = {name: torch.zeros_like(acc.zero_loss, dtype=torch.float64) for name in sums}
+
+
+def around(step: TrainStep) -> AbstractContextManager[None]:
+    """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
+    return backend(step.precision, step.device, **step.options.kernels)
+
+
+def baked(step: TrainStep) -> tuple[Any, ...]:
+    """Everything a graph of this step holds fast; when it differs, the graph is another step's."""
+    state, roots = step.state, (step.net, step.objective.loss)
+    own = (
+        state.updates,
+        state.skips,
+        state.streak,
+        state.scale,
+        state.growth,
+        state.halted,
+        state.bad,
+    )
+    held = (*own, *step.params, *state.ema, *state.residue)
+    objects = (step.applied, step.update, step.compiled.on, generation(step.device))
+    return (*objects, *pointers(held), *of_modules(*roots), *of_optimizer(step.optimizer))

@@ -47,9 +47,9 @@ test-full: test ## test, then the slow tests, more cases, a browser and the muta
 	@echo "test-full: a browser, and the report in it"
 	@$(PIP) install playwright
 	@$(PY) -m playwright install --with-deps chromium || apt-get install -qq -y chromium
-	@HALFSTEP_NEEDS_BROWSER=1 $(PY) -m pytest -q tests/test_report_browser.py
+	@HALFSTEP_NEEDS_BROWSER=1 $(PY) -m pytest -q tests/unit/report/test_browser.py
 	@echo "test-full: mutants"
-	@$(PY) tests/mutants.py
+	@$(PY) tests/rules/mutants.py
 
 bench: $(STAMP) ## measure the overhead of step and fit over a bare loop, and the data path
 	@$(PY) benchmarks/overhead.py

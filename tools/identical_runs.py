@@ -125,7 +125,7 @@ def parse_precision(word: str) -> hs.Precision:
     if word == "fp16+kahan":
         return hs.Precision("fp16", rounding="kahan")
     if word in ("O1", "O2"):
-        return hs.Precision(word, loss_scale=hs.DynamicScale(init=2.0**24, interval=8))
+        return hs.Precision(word, scale=hs.DynamicScale(init=2.0**24, interval=8))
     return hs.Precision(word)
 
 

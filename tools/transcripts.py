@@ -1,4 +1,4 @@
-"""Writes docs/transcripts.md: the help of every command, and what a new user's mistakes are told.
+"""Writes tests/golden/transcripts.md: the help of every command, and what a new user's mistakes are told.
 
 python tools/transcripts.py
 """
@@ -19,7 +19,7 @@ from unittest import mock
 
 import typer
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "transcripts.md"
+PAGE = Path(__file__).resolve().parent.parent / "tests" / "golden" / "transcripts.md"
 COMMANDS = ("", "compare", "report", "train", "eval", "predict", "info", "bench", "data", "data get", "data show",
             "data check", "diff", "replay")  # fmt: skip
 NOBODY = 65534

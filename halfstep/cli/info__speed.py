@@ -79,7 +79,7 @@ def _wait(device: torch.device) -> None:
 
 
 def recommend(device: str, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """What to begin with, by docs/choosing.md: bfloat16 or float16 under autocast where it is native and worth it."""
+    """What to begin with, by docs/guide/choosing.md: bfloat16 or float16 under autocast where it is native and worth it."""
     native = {row["dtype"]: row["gflops"] for row in rows if row["native"]}
     full = native["fp32"]
     for name, precision in (("bf16", "O1+bf16"), ("fp16", "O1")):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from own_module import work_beside
 
 from halfstep.compare import Settings, compare
 from halfstep.compare.progress import Lines
+from tests.support.user_module import work_beside
 
 # A network that ends its own process in the given training step of the given network that it builds.
 MINE = """

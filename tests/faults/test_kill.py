@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.endings import Case, differences, ending, undisturbed
-from faults.killed_run import forked
+
+from tests.support.killed_run import forked
+from tests.support.run_endings import Case, differences, ending, undisturbed
 
 KILLED = -signal.SIGKILL
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from faults.endings import Fails, fit
-from faults.killed_run import build, train_data
 from torch import nn
 
 import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint, JSONLLog, Lambda
 from halfstep.checkpoint.lock import LOCK, held
+from tests.support.killed_run import build, train_data
+from tests.support.run_endings import Fails, fit
 
 
 def in_use(pid: int) -> str:

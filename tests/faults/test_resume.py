@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults.endings import Fails, Snap, differences, fit, leaves, logged
-from faults.killed_run import build, seed, train_data
 from torch import Tensor, nn
 
 import halfstep as hs
@@ -21,6 +19,8 @@ from halfstep.callbacks.history import History, Lambda
 from halfstep.callbacks.plateau__stopping import EarlyStopping
 from halfstep.engine import Run
 from halfstep.model import Model
+from tests.support.killed_run import build, seed, train_data
+from tests.support.run_endings import Fails, Snap, differences, fit, leaves, logged
 
 # every leaf decides, or says why it does not
 

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from faults.endings import Fails, Snap, differences, fit, leaves, logged
-from faults.killed_run import build, seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -27,6 +25,8 @@ from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import Lambda
 from halfstep.engine import Callback, Run
 from halfstep.model import Model
+from tests.support.killed_run import build, seed
+from tests.support.run_endings import Fails, Snap, differences, fit, leaves, logged
 
 # folders and disks
 
@@ -87,7 +87,7 @@ DISK = """
 import os, subprocess, sys, warnings
 sys.path.insert(0, sys.argv[2])
 import torch
-from faults.killed_run import Checkpoint, build, train_data
+from tests.support.killed_run import Checkpoint, build, train_data
 from halfstep.callbacks.history import Lambda
 torch.set_num_threads(1)
 root = sys.argv[1]
@@ -111,7 +111,7 @@ def test_a_full_disk_in_the_middle_of_training(tmp_path: Path) -> None:
         ["unshare", "-rm", "mount", "-t", "tmpfs", "none", tmp_path], capture_output=True
     ).returncode:
         pytest.skip("this system lets no test mount a disk of its own")
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     command = ["unshare", "-rm", sys.executable, "-c", DISK, str(tmp_path), tests]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said, kept = done.stdout.split("] [")

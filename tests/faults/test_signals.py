@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from faults.endings import differences, ending, undisturbed
-from faults.killed_run import build, forked, train_data, valid_data
 from torch.utils.data import DataLoader, TensorDataset
 
 from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import Lambda
 from halfstep.engine import Callback, Row, Run
+from tests.support.killed_run import build, forked, train_data, valid_data
+from tests.support.run_endings import differences, ending, undisturbed
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 EXIT = {TERM: 143, INT: 130}  # the latter for a KeyboardInterrupt, as a shell shows it

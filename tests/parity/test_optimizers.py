@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parity.cases import (
+from torch import Tensor, nn, optim
+
+import halfstep as hs
+from halfstep.precision import TABLE
+from tests.support.parity_cases import (
     DEVICE,
     OPTIMIZERS,
     PRECISIONS,
@@ -27,11 +31,7 @@ from parity.cases import (
     same_records,
     same_state,
 )
-from parity.reference import BF16, F16, Loop, Spec
-from torch import Tensor, nn, optim
-
-import halfstep as hs
-from halfstep.precision import TABLE
+from tests.support.torch_loops import BF16, F16, Loop, Spec
 
 # Steps of each cycle length: whole cycles and a tail that flush() turns into an update of its own; 7, 7 and 6 updates.
 STEPS = {1: 7, 3: 20, 8: 43}

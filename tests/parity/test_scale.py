@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity.cases import (
+from torch import nn, optim
+
+import halfstep as hs
+from tests.support.parity_cases import (
     DEVICE,
     batches_for,
     has_fused,
@@ -18,10 +21,7 @@ from parity.cases import (
     same_records,
     same_state,
 )
-from parity.reference import F16, F32, Loop, Make, Spec
-from torch import nn, optim
-
-import halfstep as hs
+from tests.support.torch_loops import F16, F32, Loop, Make, Spec
 
 STEPS = 210
 # The very first update, runs of two, three and five, single ones, and the last.

@@ -21,7 +21,7 @@ SHAPES = 6  # of batches that are compiled: torch keeps 8 programs, two are left
 SEEN = 256  # shapes remembered: beyond, every batch has one of its own
 GAIN = 1.2  # assumed: compiled steps are this much faster
 COST_S = {"cpu": (20.0, 1.8), "cuda": (15.0, 0.5)}
-"""Seconds to compile: (at least, and per leaf module). CPU measured, see docs/step.md; CUDA assumed."""
+"""Seconds to compile: (at least, and per leaf module). CPU measured, see docs/reference/step.md; CUDA assumed."""
 
 
 def leaves(net: nn.Module) -> int:

@@ -1,11 +1,12 @@
-"""What halfstep raises and warns with, beside ValueError and TypeError, and the word that a misspelt one meant."""
+"""Errors and warnings of halfstep, beside ValueError and TypeError; and the closest known name."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class NonFiniteError(FloatingPointError):
-    """A gradient was inf or NaN and the step was told to raise; nothing of it was committed."""
+    """A gradient was inf or NaN and `nonfinite="raise"`: nothing of the step was committed."""
 
 
 class Notice(UserWarning):
@@ -13,25 +14,49 @@ class Notice(UserWarning):
 
 
 class UncapturableError(RuntimeError):
-    """A step that cannot become a CUDA graph: the message names the operation, its module and its source line."""
+    """A step that cannot become a CUDA graph.
+
+    The message names the operation, its module and its source line.
+    """
 
 
-def meant(word: object, known: Iterable[str]) -> str | None:
-    """The known word that is closest; capitals, dashes and O for 0 do not count. None when none is close."""
-    given, keys = (
-        _key(str(word)),
-        {_key(name): name for name in reversed(list(known))},
-    )  # of two the first
-    turned = (
-        key for key in reversed(keys) if sorted(key) == sorted(given)
-    )  # fp61: nearer to fp16 than to fp64
-    begun = (key for key in reversed(keys) if len(given) > 2 and key.startswith(given))
-    near = iter(get_close_matches(given, keys, 1))
-    found = given if given in keys else next(turned, None) or next(begun, None) or next(near, None)
-    return None if found is None else keys[found]
+class CheckpointError(ValueError):
+    """A checkpoint could not be written, or the files on the disk are not a complete one.
+
+    Nothing of it was used.
+    """
 
 
-def _key(name: str) -> str:
-    return name.casefold().translate(
-        {ord("-"): None, ord("_"): None, ord(" "): None, ord("0"): "o"}
-    )
+DAMAGED_ADVICE = "The file is damaged or was not written by halfstep: use another checkpoint."
+
+
+def checkpoint_error(path: Path | str, expected: str, found: str, advice: str) -> CheckpointError:
+    """The error that names the place, what was expected there, what was found and what to do."""
+    return CheckpointError(f"{path}: expected {expected}, found {found}. {advice}")
+
+
+def closest_name(word: object, known: Iterable[str]) -> str | None:
+    """The known name that is closest to a misspelt one; None when none is close.
+
+    Capitals, dashes and spaces do not count, and the letter O is the digit 0.
+    """
+    wanted = _spelling_key(str(word))
+    names: dict[str, str] = {}
+    for name in known:
+        names.setdefault(_spelling_key(name), name)
+
+    if wanted in names:
+        return names[wanted]
+    for key, name in names.items():
+        if sorted(key) == sorted(wanted):  # fp61 is nearer to fp16 than to fp64
+            return name
+    for key, name in names.items():
+        if len(wanted) > 2 and key.startswith(wanted):
+            return name
+    close = get_close_matches(wanted, names, 1)
+    return names[close[0]] if close else None
+
+
+def _spelling_key(name: str) -> str:
+    ignored = {ord("-"): None, ord("_"): None, ord(" "): None, ord("0"): "o"}
+    return name.casefold().translate(ignored)

@@ -4,7 +4,7 @@ from halfstep.checkpoint.manifest import Manifest
 from halfstep.checkpoint.runs import latest, listing, name_of, prune, step_of
 from halfstep.checkpoint.store import Loaded, load, save, verify
 from halfstep.checkpoint.tree import check, pack, unpack
-from halfstep.errors__errors import CheckpointError
+from halfstep.errors import CheckpointError
 
 __all__ = [
     "CheckpointError", "Loaded", "Manifest", "check", "latest", "listing", "load", "name_of", "pack", "prune", "save",

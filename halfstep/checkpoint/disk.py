@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from halfstep.checkpoint.disk__files import sync_folder
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.errors import CheckpointError, checkpoint_error
 
 _TEMPORARY, _TRASH = ".halfstep-tmp-", ".halfstep-trash-"
 _SILENT_S = 3600
@@ -57,7 +57,7 @@ def remove(folder: Path) -> None:
             error.strerror or str(error),
             "Check who owns the folder, or remove it by hand.",
         )
-        raise wrong(folder, "a folder that can be removed", came, advice) from error
+        raise checkpoint_error(folder, "a folder that can be removed", came, advice) from error
 
 
 def sweep(parent: Path) -> None:
@@ -83,28 +83,32 @@ def explained(error: OSError, folder: Path, need: int) -> CheckpointError:
         free = _free(folder)
         more = max(need - free, 1) if free < need else need
         advice = f"Free {more:,} bytes or more, or save to another disk."
-        return wrong(folder, f"room for {need:,} bytes", f"{free:,} free ({reason})", advice)
+        return checkpoint_error(
+            folder, f"room for {need:,} bytes", f"{free:,} free ({reason})", advice
+        )
     if error.errno == errno.EDQUOT:
-        return wrong(
+        return checkpoint_error(
             folder, f"room for {need:,} bytes", reason, f"Free {need:,} bytes of your quota."
         )
     if error.errno == errno.EFBIG:
         advice = f"Allow files of {need:,} bytes (ulimit -f), or save to another file system."
-        return wrong(folder, f"files of up to {need:,} bytes", reason, advice)
+        return checkpoint_error(folder, f"files of up to {need:,} bytes", reason, advice)
     if error.errno == errno.ENAMETOOLONG:
-        return wrong(folder, "a name that the file system takes", reason, "Choose a shorter one.")
+        return checkpoint_error(
+            folder, "a name that the file system takes", reason, "Choose a shorter one."
+        )
     if error.errno in _READ_ONLY:
-        return wrong(
+        return checkpoint_error(
             folder,
             "a folder that can be written",
             reason,
             "Save to a folder that you may write to.",
         )
     if error.errno in _NO_PLACE or error.errno == errno.ENOTEMPTY:
-        return wrong(
+        return checkpoint_error(
             folder, "a place for a new folder", reason, "Choose a path under an existing folder."
         )
-    return wrong(
+    return checkpoint_error(
         folder,
         "a disk that takes the checkpoint",
         reason,
@@ -118,7 +122,7 @@ def _check_free(folder: Path) -> None:
     except FileNotFoundError:
         return
     advice = "Choose another name, or remove it first: a checkpoint is never overwritten."
-    raise wrong(folder, "a name that is not taken", "a file or folder there", advice)
+    raise checkpoint_error(folder, "a name that is not taken", "a file or folder there", advice)
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from halfstep.checkpoint.manifest import File
-from halfstep.checkpoint.tree__skeleton import AGAIN
-from halfstep.errors__errors import wrong
+from halfstep.errors import DAMAGED_ADVICE, checkpoint_error
 
 
 def write(path: Path, content: Iterable[bytes | memoryview]) -> File:
@@ -53,8 +52,11 @@ class Reading:
         while at < len(view):
             read = os.readv(self._descriptor, [view[at:]])
             if not read:
-                raise wrong(
-                    self.path, f"{self.size} bytes", "fewer: it shrank while it was read", AGAIN
+                raise checkpoint_error(
+                    self.path,
+                    f"{self.size} bytes",
+                    "fewer: it shrank while it was read",
+                    DAMAGED_ADVICE,
                 )
             at += read
         self._digest.update(view)
@@ -62,11 +64,11 @@ class Reading:
     def check(self, entry: File) -> None:
         """All has been read; it must have been what the manifest says."""
         if self._digest.hexdigest() != entry.sha256:
-            raise wrong(
+            raise checkpoint_error(
                 self.path,
                 f"sha256 {entry.sha256[:16]}…",
                 f"{self._digest.hexdigest()[:16]}…",
-                AGAIN,
+                DAMAGED_ADVICE,
             )
 
 
@@ -78,21 +80,23 @@ def opened(path: Path, entry: File | None = None) -> Iterator[Reading]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         came = "a symbolic link" if path.is_symlink() else error.strerror or str(error)
-        raise wrong(path, "a file that can be read", came, AGAIN) from error
+        raise checkpoint_error(path, "a file that can be read", came, DAMAGED_ADVICE) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise wrong(path, "a regular file", "something else", AGAIN)
+            raise checkpoint_error(path, "a regular file", "something else", DAMAGED_ADVICE)
         file = Reading(path, descriptor)
         if entry is not None and file.size != entry.size:
-            raise wrong(
+            raise checkpoint_error(
                 path,
                 f"{entry.size} bytes, as {path.parent / 'manifest.json'} says",
                 f"{file.size}",
-                AGAIN,
+                DAMAGED_ADVICE,
             )
         yield file
     except OSError as error:
-        raise wrong(path, "a file that can be read", error.strerror or str(error), AGAIN) from error
+        raise checkpoint_error(
+            path, "a file that can be read", error.strerror or str(error), DAMAGED_ADVICE
+        ) from error
     finally:
         os.close(descriptor)
 

@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from halfstep.errors import Notice
-from halfstep.errors__errors import CheckpointError
+from halfstep.errors import CheckpointError, Notice
 
 LOCK = ".halfstep-lock"
 

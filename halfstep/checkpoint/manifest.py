@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from halfstep.checkpoint.tree__skeleton import AGAIN
-from halfstep.errors__errors import wrong
+from halfstep.errors import DAMAGED_ADVICE, checkpoint_error
 
 FORMAT, VERSION = "halfstep checkpoint", 1
 MANIFEST, TREE, TENSORS = "manifest.json", "tree.json", "tensors.safetensors"
@@ -56,7 +55,7 @@ def parse(path: Path, data: bytes) -> Manifest:
     """The manifest in these bytes: of this format and version, complete, and as its seal says."""
     content = as_json(path, data)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise wrong(
+        raise checkpoint_error(
             path,
             f'"format": "{FORMAT}"',
             "something else",
@@ -66,13 +65,18 @@ def parse(path: Path, data: bytes) -> Manifest:
     if set(content) != {*(field.name for field in fields(Manifest)), "seal"} or not _are_files(
         content["files"]
     ):
-        raise wrong(
-            path, "versions, files with size and sha256, and a seal", "other entries", AGAIN
+        raise checkpoint_error(
+            path,
+            "versions, files with size and sha256, and a seal",
+            "other entries",
+            DAMAGED_ADVICE,
         )
     listed = {name: File(**entry) for name, entry in content["files"].items()}
     manifest = Manifest(FORMAT, VERSION, str(content["halfstep"]), str(content["torch"]), listed)
     if manifest.encode() != data:
-        raise wrong(path, "a manifest that agrees with its seal", "an altered one", AGAIN)
+        raise checkpoint_error(
+            path, "a manifest that agrees with its seal", "an altered one", DAMAGED_ADVICE
+        )
     return manifest
 
 
@@ -84,7 +88,7 @@ def as_json(path: Path, data: bytes) -> Any:
         ValueError,
         RecursionError,
     ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise wrong(path, "JSON", f"something else ({error})", AGAIN) from error
+        raise checkpoint_error(path, "JSON", f"something else ({error})", DAMAGED_ADVICE) from error
 
 
 def check_extra(files: Mapping[str, object]) -> None:
@@ -118,10 +122,10 @@ def is_file_name(name: object) -> bool:
 
 def _check_version(path: Path, version: Any) -> None:
     if type(version) is not int or version < 1:
-        raise wrong(path, f"a version of 1 to {VERSION}", repr(version), AGAIN)
+        raise checkpoint_error(path, f"a version of 1 to {VERSION}", repr(version), DAMAGED_ADVICE)
     if version > VERSION:
         came = f"version {version}, from a newer halfstep"
-        raise wrong(
+        raise checkpoint_error(
             path,
             f"format version {VERSION} at most",
             came,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from halfstep.checkpoint import disk as atomic
 from halfstep.checkpoint.store import read_manifest, verify
-from halfstep.errors import Notice
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.errors import CheckpointError, Notice, checkpoint_error
 
 _STIR_S = 0.05  # file systems keep times in ticks of up to 10 ms
 _NAME = re.compile(r"step-([0-9]{9,})")
@@ -45,7 +44,7 @@ def listing(root: str | Path) -> list[Path]:
         return []
     except OSError as error:
         came, advice = error.strerror or str(error), "Name the folder of the run."
-        raise wrong(root, "a folder of checkpoints", came, advice) from error
+        raise checkpoint_error(root, "a folder of checkpoints", came, advice) from error
     return sorted(found, key=step_of)
 
 

@@ -33,8 +33,8 @@ from halfstep.checkpoint.manifest import (
 )
 from halfstep.checkpoint.manifest import parse as parse_manifest
 from halfstep.checkpoint.tree import pack
-from halfstep.checkpoint.tree__skeleton import AGAIN, Plan
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.checkpoint.tree__skeleton import Plan
+from halfstep.errors import DAMAGED_ADVICE, CheckpointError, checkpoint_error
 
 LARGEST_FILE = (
     1 << 28
@@ -114,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise foreign.stranger(folder)
     with opened(path) as file:
         if file.size > LARGEST:
-            raise wrong(path, f"at most {LARGEST} bytes", f"{file.size}", AGAIN)
+            raise checkpoint_error(path, f"at most {LARGEST} bytes", f"{file.size}", DAMAGED_ADVICE)
         manifest = parse_manifest(path, file.take(file.size))
     _check_list(folder, manifest)
     for name, entry in manifest.files.items():
@@ -127,15 +127,17 @@ def _check_list(folder: Path, manifest: Manifest) -> None:
     try:
         found = set(os.listdir(folder)) - {MANIFEST}
     except OSError as error:
-        raise wrong(
-            folder, "a folder that can be read", error.strerror or str(error), AGAIN
+        raise checkpoint_error(
+            folder, "a folder that can be read", error.strerror or str(error), DAMAGED_ADVICE
         ) from error
     missing, more = sorted(set(manifest.files) - found), sorted(found - set(manifest.files))
     if missing:
-        raise wrong(folder, f"the files of its {MANIFEST}", f"no {', '.join(missing)}", AGAIN)
+        raise checkpoint_error(
+            folder, f"the files of its {MANIFEST}", f"no {', '.join(missing)}", DAMAGED_ADVICE
+        )
     if more:
         advice = "Move what does not belong there out of the folder."
-        raise wrong(
+        raise checkpoint_error(
             folder,
             f"only the files of its {MANIFEST}",
             f"{', '.join(map(ascii, more[:5]))} too",
@@ -154,7 +156,9 @@ def _plan(folder: Path, entry: File) -> Plan:
 
 def _content(path: Path, entry: File) -> bytes:
     if entry.size > LARGEST_FILE:
-        raise wrong(path, f"at most {LARGEST_FILE} bytes", f"{entry.size}", AGAIN)
+        raise checkpoint_error(
+            path, f"at most {LARGEST_FILE} bytes", f"{entry.size}", DAMAGED_ADVICE
+        )
     with opened(path, entry) as file:
         content = file.take(file.size)
         file.check(entry)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from halfstep.checkpoint.manifest import MANIFEST, TENSORS, TREE
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.errors import CheckpointError, checkpoint_error
 
 _TORCH = (
     "Read it with torch.load(path, weights_only=True) and give its weights to net.load_state_dict."
@@ -25,7 +25,7 @@ def stranger(path: Path) -> CheckpointError:
         came, advice = _file(path) if path.is_file() else _folder(path)
     except OSError as error:
         came, advice = error.strerror or str(error), "Name a folder that can be read."
-    return wrong(path, f"a checkpoint, a folder with {MANIFEST}", came, advice)
+    return checkpoint_error(path, f"a checkpoint, a folder with {MANIFEST}", came, advice)
 
 
 def _file(path: Path) -> tuple[str, str]:

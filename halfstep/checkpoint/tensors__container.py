@@ -14,8 +14,7 @@ from torch import Tensor
 
 from halfstep.checkpoint.disk__files import Reading
 from halfstep.checkpoint.tensors import label
-from halfstep.checkpoint.tree__skeleton import AGAIN
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.errors import DAMAGED_ADVICE, CheckpointError, checkpoint_error
 
 _PIECE = 1 << 22  # bytes between two looks at the hash
 
@@ -47,10 +46,14 @@ def length(sizes: Sequence[int]) -> int:
 def check_header(path: Path, file: Reading, sizes: Sequence[int]) -> None:
     """The file has the length and the header that these sizes give; before this, nothing is allocated by them."""
     if file.size != length(sizes):
-        raise wrong(path, f"{length(sizes)} bytes, as tree.json has them", f"{file.size}", AGAIN)
+        raise checkpoint_error(
+            path, f"{length(sizes)} bytes, as tree.json has them", f"{file.size}", DAMAGED_ADVICE
+        )
     expected = header(sizes)
     if file.take(len(expected)) != expected:
-        raise wrong(path, "the safetensors header that tree.json asks for", "another one", AGAIN)
+        raise checkpoint_error(
+            path, "the safetensors header that tree.json asks for", "another one", DAMAGED_ADVICE
+        )
 
 
 def read(path: Path, file: Reading, sizes: Sequence[int]) -> list[Tensor]:

@@ -13,9 +13,8 @@ from torch import Tensor
 from halfstep.checkpoint import tensors as storages
 from halfstep.checkpoint import tree__scalars as scalars
 from halfstep.checkpoint.tensors import DTYPES, Window
-from halfstep.errors__errors import CheckpointError, wrong
+from halfstep.errors import DAMAGED_ADVICE, CheckpointError, checkpoint_error
 
-AGAIN = "The file is damaged or was not written by halfstep: use another checkpoint."
 DEPTH = 100  # levels; Python's own recursion, and json's, ends near 1,000
 _PARTS = {"tree", "tensors", "storages"}
 _FIELDS = {field.name for field in fields(Window)}
@@ -165,4 +164,4 @@ def _shown(value: Any) -> str:
 
 
 def _bad(at: str, expected: str, came: str) -> CheckpointError:
-    return wrong(at, expected, came, AGAIN)
+    return checkpoint_error(at, expected, came, DAMAGED_ADVICE)

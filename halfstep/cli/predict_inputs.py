@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep import data
 from halfstep.cli.predict_inputs__prepared import Form, Preparation, form_of, preparation
 from halfstep.data import Dataset
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 from halfstep.experiment.training_run import Asked
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _named(source: str, asked: Asked) -> Inputs:
 
     if source != "sample" and source not in CATALOG and ":" not in source:
         known = f"a file, a folder, or a data set of sample, {', '.join(CATALOG)}"
-        close = meant(source, ["sample", *CATALOG])
+        close = closest_name(source, ["sample", *CATALOG])
         hint = f". Did you mean {close!r}?" if close else ""
         raise FileNotFoundError(f"predict: expected {known}; found nothing at {source!r}{hint}")
     if asked.build is not None:

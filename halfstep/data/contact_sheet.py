@@ -10,7 +10,7 @@ from torch import Tensor
 from halfstep.data.pipeline.dataset import Dataset
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.transforms.axes import Layout, axes, check_layout
-from halfstep.utils.checks__whole import whole
+from halfstep.utils.checks import whole_number
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,7 +28,10 @@ def sheet(
     uint8 is shown as it is, and so are floats from 0 to 1; others are stretched from the smallest to the largest finite
     value of their image. `layout` says HWC or CHW where a shape leaves it open.
     """
-    if whole("sheet: samples", samples) < 1 or whole("sheet: epochs", epochs) < 0:
+    if (
+        whole_number("sheet: samples", samples, type_error=TypeError) < 1
+        or whole_number("sheet: epochs", epochs, type_error=TypeError) < 0
+    ):
         raise ValueError(
             f"sheet: expected at least 1 sample and 0 epochs, got {samples} and {epochs}"
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.utils.checks__whole import whole
+from halfstep.utils.checks import whole_number
 
 # Rounds of rows and columns. Pairs of positions pass a chi-square test from 4 rounds at 16 samples and from 3 at 100;
 # all permutations of 5 to 8 samples come out equally often only from 12.
@@ -36,7 +36,9 @@ class Order:
                 f"expected a size of 1 to 2^62 samples, got {self.size!r}. Name the data set's length."
             )
         object.__setattr__(self, "size", index(self.size))  # numpy's integers would wrap at 64 bits
-        object.__setattr__(self, "seed", whole("Order: seed", self.seed))
+        object.__setattr__(
+            self, "seed", whole_number("Order: seed", self.seed, type_error=TypeError)
+        )
 
     def indices(
         self, epoch: int, start: int, count: int, device: torch.device | str = "cpu"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.engine import Callback
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 from halfstep.model import Model
 from halfstep.model.validate__plan import checked
 
@@ -67,7 +67,7 @@ def builder(spec: str, what: str = "build") -> Builder:
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        close = meant(name, _functions(module))
+        close = closest_name(name, _functions(module))
         hint = f". Did you mean {module}:{close}?" if close else ""
         raise ValueError(
             f"{what}: {spec!r} cannot be imported from {os.getcwd()}: {error}{hint}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 from halfstep.precision import Precision
 from halfstep.precision.backend_flags import refuse
 
@@ -147,6 +147,6 @@ def _above_zero(name: str, value: Any) -> None:
 
 def _one_of(name: str, value: Any, table: Any) -> None:
     if value not in table:
-        close = meant(value, table)
+        close = closest_name(value, table)
         hint = f". Did you mean {close!r}?" if close else ""
         raise ValueError(f"{name}: expected one of {', '.join(table)}, got {value!r}{hint}")

@@ -9,7 +9,7 @@ from torch import nn
 
 from halfstep.nets.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
 from halfstep.nets.small import ffnn, lenet5, mlp
-from halfstep.utils.checks import hint
+from halfstep.utils.checks import did_you_mean
 
 Builder: TypeAlias = Callable[..., nn.Module]
 B = TypeVar("B", bound=Builder)
@@ -84,7 +84,7 @@ def _find(name: str) -> Builder:
     if name not in _TABLE:
         own = "or a function of your own as 'package.module:function'"
         raise ValueError(
-            f"nets.load: received {name!r}{hint(name, _TABLE)}\nExpected one of\n{_table()}\n{own}"
+            f"nets.load: received {name!r}{did_you_mean(name, _TABLE)}\nExpected one of\n{_table()}\n{own}"
         )
     return _TABLE[name]
 
@@ -120,7 +120,7 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
         signature.bind(**options)
     except TypeError as error:
         unknown = next((o for o in options if o not in signature.parameters), "")
-        close = hint(unknown, signature.parameters) if unknown else ""
+        close = did_you_mean(unknown, signature.parameters) if unknown else ""
         raise TypeError(
             f"nets.load: {name!r} {error}{close}\nIt accepts: {_accepted(builder)}"
         ) from None
@@ -135,7 +135,7 @@ def _import(path: str) -> Builder:
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ValueError(
-                f"nets.load: {path!r}: found no {part!r} in {_describe(found)}{hint(part, dir(found))}"
+                f"nets.load: {path!r}: found no {part!r} in {_describe(found)}{did_you_mean(part, dir(found))}"
             )
         found = getattr(found, part)
     if not _makes(found):

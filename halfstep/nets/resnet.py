@@ -8,7 +8,7 @@ from typing import TypeAlias
 from torch import Tensor, nn
 
 from halfstep.nets.small__same import SameConv2d, SameMaxPool2d
-from halfstep.utils.checks import check_size, expect
+from halfstep.utils.checks import expect, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,8 @@ def resnet(
     zero_init_residual: bool | None = None,
 ) -> ResNet:
     """`channels` is the input's. `zero_init_residual=None` follows the variant: False in "common", True in "seed"."""
-    check_size("classes", classes)
-    check_size("channels", channels)
+    whole_number("classes", classes, minimum=1)
+    whole_number("channels", channels, minimum=1)
     known = isinstance(variant, str) and variant in VARIANTS
     expect(known, "variant", " or ".join(map(repr, VARIANTS)), variant, VARIANTS)
     expect(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halfstep.utils.checks import check_size, expect
+from halfstep.utils.checks import expect, whole_number
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh,
@@ -17,7 +17,7 @@ def mlp(
     *, inputs: int = 784, hidden: Sequence[int] = (512, 512), classes: int = 10
 ) -> nn.Sequential:
     """Flatten, then Linear and ReLU by turns; torch's own initialisation. By default the 784-512-512-10 classifier."""
-    check_size("classes", classes)
+    whole_number("classes", classes, minimum=1)
     return nn.Sequential(nn.Flatten(), *_dense(inputs, hidden, classes, nn.ReLU, None))
 
 
@@ -34,7 +34,7 @@ def ffnn(
     `hidden=()` is one Linear. `dropout=None` adds no Dropout layers, so the keys of its state dict are other ones
     than those of `dropout=0.0`. `activation` is a name of the table or anything that makes a module.
     """
-    check_size("outputs", outputs)
+    whole_number("outputs", outputs, minimum=1)
     between = dropout is None or (isinstance(dropout, (int, float)) and 0 <= dropout < 1)
     expect(between, "dropout", "None or a probability from 0 to below 1", dropout)
     return nn.Sequential(*_dense(inputs, hidden, outputs, _activation(activation), dropout))
@@ -47,13 +47,13 @@ def _dense(
     activation: Callable[[], nn.Module],
     dropout: float | None,
 ) -> list[nn.Module]:
-    check_size("inputs", inputs)
+    whole_number("inputs", inputs, minimum=1)
     listed = isinstance(hidden, Sequence) and not isinstance(hidden, str)
     expect(listed, "hidden", "a sequence of layer widths, for instance (512, 512)", hidden)
     layers: list[nn.Module] = []
     width = inputs
     for i, after in enumerate(hidden):
-        check_size(f"hidden[{i}]", after)
+        whole_number(f"hidden[{i}]", after, minimum=1)
         layers += [nn.Linear(width, after), activation()]
         layers += [] if dropout is None else [nn.Dropout(dropout)]
         width = after
@@ -74,8 +74,8 @@ class LeNet5(nn.Module):
 
     def __init__(self, *, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
-        check_size("classes", classes)
-        check_size("channels", channels)
+        whole_number("classes", classes, minimum=1)
+        whole_number("channels", channels, minimum=1)
         self.conv1 = nn.Conv2d(channels, 6, 5, bias=False)
         self.conv2 = nn.Conv2d(6, 16, 5, bias=False)
         self.fc1 = nn.Linear(16 * 5 * 5, 120)

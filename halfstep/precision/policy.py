@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 from halfstep.precision.loss_scale import Scale, parse_scale
 
 Cast: TypeAlias = Literal["none", "autocast", "copies", "whole"]
@@ -266,7 +266,7 @@ def _hint(name: Any, words: list[str]) -> str:
     mixed = (
         ("O1+bf16" if "bf" in word else "O1") if "mixed" in word and word != "mixed" else None
     )  # 16-mixed: not fp16
-    close = _EXACT.get(word) or mixed or meant(word, [*TABLE, *ALIASES, *_ELSEWHERE])
+    close = _EXACT.get(word) or mixed or closest_name(word, [*TABLE, *ALIASES, *_ELSEWHERE])
     if close is None:
         return ""
     said = "+".join(dict.fromkeys([*_ELSEWHERE.get(close, close).split("+"), *words]))
@@ -274,7 +274,7 @@ def _hint(name: Any, words: list[str]) -> str:
 
 
 def _unknown_word(given: str, word: str) -> str:
-    close = meant(word, [*DTYPES, *ROUNDINGS])
+    close = closest_name(word, [*DTYPES, *ROUNDINGS])
     hint = f" Did you mean {given.replace(f'+{word}', f'+{close}')!r}?" if close else ""
     known = f"fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus"
     return f"precision: received {given!r}, expected {known}, as in O2+bf16 or fp16+kahan.{hint}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 
 _LENGTHS = {"md5": 32, "sha256": 64}
 _IDX = (
@@ -89,7 +89,7 @@ def known(name: str) -> Entry:
     for entry in CATALOG.values():
         if entry.is_called(name):
             return entry
-    close = meant(name, CATALOG)
+    close = closest_name(name, CATALOG)
     hint = f" Did you mean {close!r}?" if close else ""
     raise ValueError(f"expected one of {', '.join(CATALOG)}, got {name!r}.{hint}")
 

@@ -19,7 +19,7 @@ from halfstep.data.pipeline.residency__load import loaded
 from halfstep.data.pipeline.source__given import source_of
 from halfstep.data.pipeline.stages import Part, Repeat, Shard, Shuffle, Stage, Window
 from halfstep.errors import Notice
-from halfstep.utils.checks__whole import whole
+from halfstep.utils.checks import whole_number
 
 Budget = int | float | str | None
 
@@ -40,7 +40,7 @@ class Dataset:
         seed: int = 0,
         classes: Sequence[str] = (),
     ) -> None:
-        self.plan = Plan(source_of(data, columns), whole("seed", seed))
+        self.plan = Plan(source_of(data, columns), whole_number("seed", seed, type_error=TypeError))
         known = getattr(data, "classes", ())  # as torchvision's data sets and ImageFolder have them
         self.classes = tuple(classes or (known if isinstance(known, list | tuple) else ()))
         self.placement = found(self.plan)
@@ -78,10 +78,14 @@ class Dataset:
     def shuffle(self, buffer_size: int | None = None, *, seed: int | None = None) -> "Dataset":
         """A full shuffle, without a table and free to seek; with `buffer_size`, the sliding window of that size."""
         count = len(self.plan.stages) + len(self.plan.batch_stages)
-        key = hashing.key(self.plan.seed, count) if seed is None else whole("shuffle: seed", seed)
+        key = (
+            hashing.key(self.plan.seed, count)
+            if seed is None
+            else whole_number("shuffle: seed", seed, type_error=TypeError)
+        )
         if buffer_size is None:
             return self._staged(Shuffle(self.size, key))
-        if (buffer := whole("shuffle", buffer_size)) < 2:
+        if (buffer := whole_number("shuffle", buffer_size, type_error=TypeError)) < 2:
             raise ValueError(
                 f"shuffle: expected a buffer of at least 2 items, got {buffer}. None shuffles fully."
             )
@@ -93,13 +97,15 @@ class Dataset:
             raise ValueError(
                 f"batch: expected samples, got batches of {self.plan.batch}. Call batch once."
             )
-        if (count := whole("batch", size)) < 1 or (drop_remainder and count > self.size):
+        if (count := whole_number("batch", size, type_error=TypeError)) < 1 or (
+            drop_remainder and count > self.size
+        ):
             raise ValueError(f"batch: expected 1 to {self.size} samples, got {count}")
         return self._with(replace(self.plan, batch=count, drop_remainder=bool(drop_remainder)))
 
     def repeat(self, times: int) -> "Dataset":
         """`times` passes as one, each shuffled and augmented anew; before `batch`, batches reach across."""
-        if (count := whole("repeat", times)) < 1:
+        if (count := whole_number("repeat", times, type_error=TypeError)) < 1:
             raise ValueError(
                 f"repeat: expected 1 or more passes, got {count}. Loop over epochs to go on for ever."
             )
@@ -107,13 +113,13 @@ class Dataset:
 
     def take(self, count: int) -> "Dataset":
         """The first `count` items, all of them when there are fewer."""
-        if (first := whole("take", count)) < 1:
+        if (first := whole_number("take", count, type_error=TypeError)) < 1:
             raise ValueError(f"take: expected at least 1 item, got {first}")
         return self._staged(Part(min(first, self.size), 0))
 
     def skip(self, count: int) -> "Dataset":
         """All but the first `count` items."""
-        if not 0 <= (first := whole("skip", count)) < self.size:
+        if not 0 <= (first := whole_number("skip", count, type_error=TypeError)) < self.size:
             raise ValueError(
                 f"skip: expected 0 to {self.size - 1} of {self.size} items, got {first}"
             )
@@ -122,7 +128,10 @@ class Dataset:
     def shard(self, count: int, index: int, *, uneven: str = "keep") -> "Dataset":
         """Every `count`-th item from `index` on: one rank's part. `uneven`: "keep" visits each item once, so parts may
         differ by one; "drop" leaves the remainder out; "pad" repeats items from the start."""
-        count, index = whole("shard: count", count), whole("shard: index", index)
+        count, index = (
+            whole_number("shard: count", count, type_error=TypeError),
+            whole_number("shard: index", index, type_error=TypeError),
+        )
         if not 0 <= index < count <= self.size:
             raise ValueError(
                 f"shard: expected 0 <= index < count <= {self.size}, got index {index}, count {count}"
@@ -135,7 +144,10 @@ class Dataset:
 
     def workers(self, count: int, *, ahead: int = 2) -> "Dataset":
         """Fetch in `count` processes of torch's DataLoader, each `ahead` batches ahead; the stream stays the same."""
-        count, ahead = whole("workers", count), whole("workers: ahead", ahead)
+        count, ahead = (
+            whole_number("workers", count, type_error=TypeError),
+            whole_number("workers: ahead", ahead, type_error=TypeError),
+        )
         if count < 0 or ahead < 1:
             raise ValueError(
                 f"workers: expected count >= 0 and ahead >= 1, got {count} and {ahead}"
@@ -212,7 +224,10 @@ class Dataset:
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Let the next `for` begin at item `step` of pass `epoch`, at no cost."""
-        epoch, step = whole("seek: epoch", epoch), whole("seek: step", step)
+        epoch, step = (
+            whole_number("seek: epoch", epoch, type_error=TypeError),
+            whole_number("seek: step", step, type_error=TypeError),
+        )
         if epoch < 0 or not 0 <= step <= self.size:
             raise ValueError(
                 f"seek: expected an epoch from 0 and a step of 0 to {self.size}, got {epoch} and {step}"

@@ -8,7 +8,7 @@ from halfstep import data
 from halfstep.data import Dataset, ImageFolder
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.readers.idx import read_split
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 
 READ = "train/ and test/ (or val/) with one folder of images per class, or MNIST's or CIFAR-10's own files"
 _OTHERS = ("test", "val", "valid")
@@ -51,7 +51,7 @@ def found(name: str, *, own: bool = True) -> Folder:
     """The folder by that name; what it lacks is told. `own`: a function of the user's would do too."""
     root = Path(name).expanduser()
     if not root.is_dir():
-        close = meant(name.rstrip("/"), ["sample", *CATALOG])
+        close = closest_name(name.rstrip("/"), ["sample", *CATALOG])
         known = f"sample, {', '.join(CATALOG)}" + (
             ", a folder, or a function of yours as package.module:function"
             if own

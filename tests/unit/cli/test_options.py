@@ -1,4 +1,4 @@
-"""Words on the command line: what a misspelt one meant, precisions with a plus, values that do not parse, commands."""
+"""Words on the command line: what a misspelt one closest_name, precisions with a plus, values that do not parse, commands."""
 
 import sys
 
@@ -11,7 +11,7 @@ import halfstep as hs
 from halfstep.cli import options__words as words
 from halfstep.cli import output as text
 from halfstep.cli.main__app import app
-from halfstep.errors import meant
+from halfstep.errors import closest_name
 from halfstep.precision import TABLE
 
 MEANT = {
@@ -22,7 +22,7 @@ MEANT = {
 
 @pytest.mark.parametrize("word", MEANT)
 def test_the_precision_that_was_meant(word: str) -> None:
-    assert meant(word, TABLE) == MEANT[word]
+    assert closest_name(word, TABLE) == MEANT[word]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_precision_that_was_meant(word: str) -> None:
     ],
 )
 def test_the_network_that_was_meant(word: str, name: str | None) -> None:
-    assert meant(word, words.NETS) == name
+    assert closest_name(word, words.NETS) == name
     with pytest.raises(ValueError, match=f"received '{word}'") as told:
         hs.nets.load(word)
     assert (f"did you mean '{name}'?" in str(told.value)) == (name is not None)

@@ -1,0 +1,27 @@
+"""Pieces of messages that many places need."""
+
+from collections.abc import Sequence
+
+
+def list_some(names: Sequence[str], limit: int) -> str:
+    """The first names, and how many there are beyond them: "a, b, c and 4 more"."""
+    shown = ", ".join(names[:limit])
+    if len(names) <= limit:
+        return shown
+    return f"{shown} and {len(names) - limit} more"
+
+
+def plural(count: int, noun: str) -> str:
+    """The number with its noun: "1 step", "3 steps"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def dtype_name(dtype: object) -> str:
+    """A torch dtype without its prefix: "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; its class where it has none."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -63,7 +63,7 @@ def _measured(
     net: str, precisions: str, batch: int, shape: str | None, seconds: float, device: str
 ) -> dict[str, Any]:
     from halfstep.cli.bench__timing import measure
-    from halfstep.compare.comparison import environment
+    from halfstep.experiment.machine import environment
     from halfstep.experiment.settings import Settings
 
     names = tuple(name.strip() for name in precisions.split(",") if name.strip())

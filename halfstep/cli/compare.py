@@ -9,7 +9,7 @@ import typer
 
 from halfstep.cli import options__words as words
 from halfstep.cli import output as said
-from halfstep.experiment.training_run__going import quiet
+from halfstep.experiment.training_run import quiet
 
 HELP = """Train one network in several precisions and say which to use.
 

@@ -84,7 +84,8 @@ def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> 
 
 def _refuse_comparison(run: Any, what: str) -> None:
     """A comparison's runs leave results and no weights: the run to train is named with its settings."""
-    from halfstep.experiment.output_folder import SUMMARY, read_json
+    from halfstep.experiment.output_folder import SUMMARY
+    from halfstep.utils.files import read_json
 
     home = next((place for place in (run, run.parent.parent) if (place / SUMMARY).is_file()), None)
     found = read_json(home / SUMMARY) if home is not None else None

@@ -42,7 +42,7 @@ def info(
 
 def _found(device: str, seconds: float) -> dict[str, Any]:
     from halfstep.cli.info__speed import dtypes, recommend
-    from halfstep.compare.comparison import environment
+    from halfstep.experiment.machine import environment
     from halfstep.experiment.settings import chosen
 
     if not 0 <= seconds <= 60:

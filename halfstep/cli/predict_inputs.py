@@ -14,7 +14,7 @@ from halfstep.errors import closest_name
 from halfstep.experiment.training_run import Asked
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import Built
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 

@@ -9,11 +9,11 @@ import typer
 
 from halfstep.cli import options__words as words
 from halfstep.cli import output as text
+from halfstep.experiment import training_run as going
 from halfstep.experiment import training_run as runs
-from halfstep.experiment import training_run__going as going
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import Built
 
 _WITH_BUILD = ("build", "epochs", "seed")
 

@@ -115,17 +115,17 @@ def test_the_same_command_goes_on_after_a_kill_and_after_signals(
 
 def test_a_process_that_was_killed_between_the_last_save_and_its_result() -> None:
     """All steps are done: what is looked at afterwards is the same."""
-    from halfstep.compare.comparison__trial import _fit, _saver
-    from halfstep.compare.curves import Trace
-    from halfstep.experiment import build as recipe
-    from halfstep.experiment import output_folder as folder
+    from halfstep.compare.comparison import _checkpoints_in, _fit
+    from halfstep.compare.curves import RunCurves
+    from halfstep.experiment.build import build_model
     from halfstep.experiment.datasets import material
+    from halfstep.experiment.output_folder import run_folder
 
     asked = settings(precisions=("O2",))
     whole = numbers(compare(asked, "whole"))
     given = material(asked)
-    place = folder.run_folder(Path("out"), "O2", 0)
-    _fit(asked, given, recipe.model(asked, given, "O2", 0), 0, [Trace(15), _saver(place)])
+    place = run_folder(Path("out"), "O2", 0)
+    _fit(asked, given, build_model(asked, given, "O2", 0), 0, [RunCurves(15), _checkpoints_in(place)])
     assert numbers(compare(asked, "out")) == whole
 
 

@@ -23,6 +23,7 @@ from halfstep.cli.main__app import app as whole
 from halfstep.compare import Settings, compare, summary, table
 from halfstep.compare.progress import Lines
 from halfstep.experiment import output_folder as folder
+from halfstep.utils.files import write_json
 from tests.support.user_module import work_beside
 
 MINE = """
@@ -179,15 +180,15 @@ def test_finished_runs_are_not_repeated_and_more_may_be_asked_for(
 )
 def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], said: str) -> None:
     Path("out").mkdir()
-    spec = {**settings().asked(), "samples": 160, "test_samples": 100}
+    spec = {**settings().to_spec(), "samples": 160, "test_samples": 100}
     around = {"device": "x", "torch": "y", "threads": 1}
-    folder.write_json(
+    write_json(
         Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
     )
-    asked = {**settings(**change).asked(), "test_samples": 100}
-    folder.check(Path("out"), {**spec, "margin": 2.0}, around)
+    asked = {**settings(**change).to_spec(), "test_samples": 100}
+    folder.check_same_comparison(Path("out"), {**spec, "margin": 2.0}, around)
     with pytest.raises(ValueError, match=f"{said}.*--fresh"):
-        folder.check(Path("out"), asked, around)
+        folder.check_same_comparison(Path("out"), asked, around)
 
 
 @pytest.mark.parametrize(
@@ -204,25 +205,25 @@ def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], said:
     ],
 )
 def test_other_surroundings_are_refused_with_a_way_back(change: dict[str, Any], said: str) -> None:
-    spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": 1}
-    folder.write_json(
+    spec, around = settings().to_spec(), {"device": "x", "torch": "y", "threads": 1}
+    write_json(
         Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
     )
     with pytest.raises(ValueError, match=re.escape(said)):
-        folder.check(Path("out"), spec, {**around, **change})
+        folder.check_same_comparison(Path("out"), spec, {**around, **change})
     with pytest.raises(ValueError, match="holds another comparison: batch was 32 and is 16; "):
-        folder.check(Path("out"), {**spec, "batch": 16}, {**around, **change})
+        folder.check_same_comparison(Path("out"), {**spec, "batch": 16}, {**around, **change})
 
 
 def test_more_threads_than_cores_are_not_advised() -> None:
     """OMP_NUM_THREADS=8 gives two on two cores, so that the advice would not work."""
     many = 1 + (os.cpu_count() or 1)
-    spec, around = settings().asked(), {"device": "x", "torch": "y", "threads": many}
-    folder.write_json(
+    spec, around = settings().to_spec(), {"device": "x", "torch": "y", "threads": many}
+    write_json(
         Path("out/compare.json"), {"halfstep_compare": 1, "spec": spec, "environment": around}
     )
     with pytest.raises(ValueError, match=r"Repeat it where it was begun, .*--fresh"):
-        folder.check(Path("out"), spec, {**around, "threads": 1})
+        folder.check_same_comparison(Path("out"), spec, {**around, "threads": 1})
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_fresh_removes_a_comparison_and_nothing_else() -> None:
     compare(settings(precisions=("fp32",), seeds=(0,)), "out")
     Path("out/notes.txt").touch()
-    folder.clear(Path("out"))
+    folder.remove_comparison(Path("out"))
     assert sorted(p.name for p in Path("out").iterdir()) == ["notes.txt"]
 
 
@@ -275,16 +276,16 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on() -> None:
         ({"precisions": ("tf32",), "device": "cpu"}, ValueError, "needs a CUDA device"),
         ({"seeds": ()}, ValueError, "at least one"),
         ({"seeds": (-1,)}, ValueError, "0 or more"),
-        ({"epochs": 0}, ValueError, "epochs: expected a whole number of 1 or more, got 0"),
-        ({"lr": -1.0}, ValueError, "lr: expected a number above 0"),
+        ({"epochs": 0}, ValueError, "epochs: expected a whole number, 1 or more, received 0"),
+        ({"lr": -1.0}, ValueError, "lr: expected a finite number above 0"),
         ({"margin": float("nan")}, ValueError, "margin"),
         (
             {"optimizer": "lion"},
             ValueError,
-            "expected one of sgd, momentum, adam, adamw, got 'lion'$",
+            "expected one of 'sgd', 'momentum', 'adam', 'adamw', received 'lion'$",
         ),
-        ({"optimizer": "Adam"}, ValueError, "got 'Adam'. Did you mean 'adam'"),
-        ({"schedule": "sine"}, ValueError, "expected one of constant, linear"),
+        ({"optimizer": "Adam"}, ValueError, "received 'Adam'; did you mean 'adam'"),
+        ({"schedule": "sine"}, ValueError, "expected one of 'constant', 'linear'"),
         ({"device": "tpu"}, ValueError, "expected auto, cpu or cuda"),
         ({"device": "cuda:99"}, ValueError, "CUDA devices here"),
     ],
@@ -342,7 +343,7 @@ def result(name: str, seed: int, acc: float, ms: float, correct: str) -> dict[st
 
 def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     """4,000 images: "near" loses 2 of them, "far" 200, "slow" none; only a lead in every seed counts as faster."""
-    from halfstep.compare.verdict import pack
+    from halfstep.compare.verdict import pack_bits
 
     wrong = {"fp32": 0, "near": 2, "far": 200, "slow": 0}
     spec = {
@@ -356,7 +357,7 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     def advice(times: dict[str, tuple[float, ...]]) -> dict[str, Any]:
         runs = [
             result(
-                name, seed, 1 - count / 4000, times[name][seed], pack(torch.arange(4000) >= count)
+                name, seed, 1 - count / 4000, times[name][seed], pack_bits(torch.arange(4000) >= count)
             )
             for name, count in wrong.items()
             for seed in (0, 1, 2)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from halfstep.compare import verdict
-from halfstep.compare.verdict import Images, judge, quantile
+from halfstep.compare.verdict import ImageNoise, judge, student_quantile
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 4, 9, 30, 199])
 @pytest.mark.parametrize("p", [0.8, 0.975])
 def test_quantile_cuts_the_density_where_it_says(p: float, dof: int) -> None:
     """Simpson's rule over Student's density from 0 to the quantile gives p − 1/2; its error here is below 1e-9."""
-    t = np.linspace(0, quantile(p, dof), 4001)
+    t = np.linspace(0, student_quantile(p, dof), 4001)
     log_c = math.lgamma((dof + 1) / 2) - math.lgamma(dof / 2) - 0.5 * math.log(dof * math.pi)
     density = np.exp(log_c - (dof + 1) / 2 * np.log1p(t * t / dof))
     weights = np.where(np.arange(4001) % 2, 4, 2)
@@ -22,15 +22,15 @@ def test_quantile_cuts_the_density_where_it_says(p: float, dof: int) -> None:
 
 
 def test_quantile_is_the_one_in_tables() -> None:
-    assert [round(quantile(0.975, n - 1), 3) for n in (2, 3, 5, 10)] == [
+    assert [round(student_quantile(0.975, n - 1), 3) for n in (2, 3, 5, 10)] == [
         12.706,
         4.303,
         2.776,
         2.262,
     ]
-    assert quantile(0.5, 3) == pytest.approx(0, abs=1e-15)
+    assert student_quantile(0.5, 3) == pytest.approx(0, abs=1e-15)
     with pytest.raises(ValueError, match=r"p from 0\.5"):
-        quantile(0.3, 3)
+        student_quantile(0.3, 3)
 
 
 def test_same_needs_the_whole_interval_within_the_margin() -> None:
@@ -54,7 +54,7 @@ def test_worse_and_better_name_the_size_and_the_half_width() -> None:
 
 
 def test_one_seed_settles_nothing() -> None:
-    found = judge([0.0], margin=0.5, images=Images(10_000, 0.1))
+    found = judge([0.0], margin=0.5, images=ImageNoise(10_000, 0.1))
     assert (found.kind, found.interval) == ("unknown", None)
     assert (
         found.text
@@ -65,10 +65,10 @@ def test_one_seed_settles_nothing() -> None:
 
 def test_equal_scores_of_few_images_are_no_proof() -> None:
     """No disagreement among 200 images: the rate may be 1 − 0.025^(1/200) = 1.83 % still."""
-    found = judge([0.0, 0.0, 0.0], margin=0.5, images=Images(200, 0.0))
+    found = judge([0.0, 0.0, 0.0], margin=0.5, images=ImageNoise(200, 0.0))
     assert found.interval == pytest.approx(100 * (1 - 0.025 ** (1 / 200)), rel=0.01)  # 1 − e^-x ≈ x
     assert found.text == "cannot tell: 200 test images are too few, about 800 needed"
-    assert judge([0.0, 0.0, 0.0], margin=0.5, images=Images(2000, 0.0)).kind == "same"
+    assert judge([0.0, 0.0, 0.0], margin=0.5, images=ImageNoise(2000, 0.0)).kind == "same"
 
 
 NEEDED = 8  # seeds: by tables (2.365 + 0.896) · 0.4243 / √8 = 0.489, and with 7 (2.447 + 0.906) · 0.4243 / √7 = 0.538
@@ -78,37 +78,37 @@ def test_the_reason_is_the_one_that_applies() -> None:
     """Half-widths at a target of 0.5: seeds by Student's 12.7 · sd / √2, images by 1.96 · error and 369 / N."""
     wide = [0.3, -0.3]  # sd 0.42: 3.8
     assert (
-        judge(wide, margin=0.5, images=Images(10_000, 0.1)).text
+        judge(wide, margin=0.5, images=ImageNoise(10_000, 0.1)).text
         == f"cannot tell: more seeds needed, about {NEEDED}"
     )
-    both = judge(wide, margin=0.5, images=Images(500, 0.1)).text
+    both = judge(wide, margin=0.5, images=ImageNoise(500, 0.1)).text
     assert (
         both
         == f"cannot tell: 2 seeds and 500 test images are too few, about {NEEDED} seeds and 800 images needed"
     )
     alike = judge(
-        [0.0, 0.0], margin=0.5, images=Images(10_000, 0.5)
+        [0.0, 0.0], margin=0.5, images=ImageNoise(10_000, 0.5)
     ).text  # 0.98: (0.98 / 0.5)² times the images
     assert alike == "cannot tell: 10,000 test images are too few, about 38,500 needed"
     assert (
-        judge([9.0, -9.0], margin=0.5, images=Images(500, 0.1)).text
+        judge([9.0, -9.0], margin=0.5, images=ImageNoise(500, 0.1)).text
         == "cannot tell: more seeds needed, over 200"
     )
 
 
-def test_more_seeds_help_where_each_stumbles_over_images_of_its_own() -> None:
+def test_more_seeds_help_where_each_stumbles_over_measure_image_noise_its_own() -> None:
     """Two seeds that disagree with the reference on images of their own: with n of them the error is √(2 / n) of it."""
     rng = np.random.default_rng(0)
     right = np.ones(100_000, bool)
     draw = [rng.random(100_000) >= 0.04 for _ in range(16)]
-    two, many = verdict.images_of([right] * 2, draw[:2]), verdict.images_of([right] * 16, draw)
-    assert two.with_seeds(8) == pytest.approx(
-        many.error, rel=0.1
+    two, many = verdict.measure_image_noise([right] * 2, draw[:2]), verdict.measure_image_noise([right] * 16, draw)
+    assert two.error_with_seeds(8) == pytest.approx(
+        many.standard_error, rel=0.1
     )  # so many images leave the chance of some 3 %
-    same = verdict.images_of([right] * 2, [draw[0]] * 2)
-    assert (same.apart, same.with_seeds(100)) == (0, same.error)
+    same = verdict.measure_image_noise([right] * 2, [draw[0]] * 2)
+    assert (same.seed_part, same.error_with_seeds(100)) == (0, same.standard_error)
     # twice the seeds: 1.96 · √(0.35² − 0.34² / 2) = 0.4984, and with three instead of two 0.5673
-    assert judge([0.0, 0.0], margin=0.5, images=Images(2000, 0.35, 0.34)).text.endswith(
+    assert judge([0.0, 0.0], margin=0.5, images=ImageNoise(2000, 0.35, 0.34)).text.endswith(
         "more seeds needed, about 4"
     )
 
@@ -116,16 +116,16 @@ def test_more_seeds_help_where_each_stumbles_over_images_of_its_own() -> None:
 def test_images_are_judged_by_their_means_over_seeds() -> None:
     """Seeds that stumble over the same images: as large an error as one seed's, not a third of its square."""
     a, b = np.ones(100, bool), np.arange(100) >= 4
-    once, thrice = verdict.images_of([a], [b]), verdict.images_of([a] * 3, [b] * 3)
-    assert once.error == pytest.approx(100 * math.sqrt(0.04 * 0.96 / 100))
-    assert (thrice.count, thrice.error) == (once.count, once.error)
-    spread = verdict.images_of([a] * 3, [np.roll(b, 10 * i) for i in range(3)])
-    assert spread.error == pytest.approx(100 * math.sqrt((12 / 9 / 100 - 0.04**2) / 100))
+    once, thrice = verdict.measure_image_noise([a], [b]), verdict.measure_image_noise([a] * 3, [b] * 3)
+    assert once.standard_error == pytest.approx(100 * math.sqrt(0.04 * 0.96 / 100))
+    assert (thrice.count, thrice.standard_error) == (once.count, once.standard_error)
+    spread = verdict.measure_image_noise([a] * 3, [np.roll(b, 10 * i) for i in range(3)])
+    assert spread.standard_error == pytest.approx(100 * math.sqrt((12 / 9 / 100 - 0.04**2) / 100))
 
 
 def test_bits_survive_packing() -> None:
     bits = np.random.default_rng(0).random(1003) < 0.5
-    assert np.array_equal(verdict.unpack(verdict.pack(bits), 1003), bits)
+    assert np.array_equal(verdict.unpack_bits(verdict.pack_bits(bits), 1003), bits)
 
 
 def test_the_number_of_seeds_is_enough_four_times_in_five() -> None:
@@ -161,7 +161,7 @@ def rates(
         )
         differences = 100 * (counts[:, 1] - counts[:, 0]) / count
         error = 100 * math.sqrt(counts[:, :2].sum()) / n / count  # independent images for each seed
-        kinds[judge(differences.tolist(), margin=0.5, images=Images(count, error)).kind] += 1
+        kinds[judge(differences.tolist(), margin=0.5, images=ImageNoise(count, error)).kind] += 1
     return {kind: number / trials for kind, number in kinds.items()}
 
 

@@ -11,8 +11,8 @@ import torch
 from halfstep.compare import Settings, compare
 from halfstep.compare.progress import Lines
 from halfstep.engine import Run
-from halfstep.experiment import machine as load
-from halfstep.experiment.machine import Crowd, Load, said
+from halfstep.experiment import machine
+from halfstep.experiment.machine import BusyMachineWarning, CpuUsage, busy_machine_advice
 
 COMMAND = "halfstep compare --seeds 5"
 RUN = Run(None, 1, None)
@@ -37,7 +37,7 @@ linux = pytest.mark.skipif(
 def test_the_advice_is_as_many_threads_as_find_a_core(
     others: float | None, cores: int, threads: int, advised: int | None
 ) -> None:
-    found = said(others, cores, threads, COMMAND)
+    found = busy_machine_advice(others, cores, threads, COMMAND)
     if advised is None:
         assert found is None
     else:
@@ -46,8 +46,8 @@ def test_the_advice_is_as_many_threads_as_find_a_core(
 
 
 def test_the_advice_fits_the_caller() -> None:
-    assert str(said(1.0, 2, 2, f"{COMMAND} --fresh")).count("--fresh") == 1
-    python = said(1.0, 2, 2, "halfstep.compare.compare")
+    assert str(busy_machine_advice(1.0, 2, 2, f"{COMMAND} --fresh")).count("--fresh") == 1
+    python = busy_machine_advice(1.0, 2, 2, "halfstep.compare.compare")
     assert str(python).endswith("Quicker: torch.set_num_threads(1), and compare(…, fresh=True)")
 
 
@@ -58,9 +58,9 @@ def test_a_process_that_works_is_counted() -> None:
     with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        count = Load()
+        count = CpuUsage()
         child.wait()
-        busy = count.others()
+        busy = count.cores_of_others()
     assert busy is not None
     assert busy > 0.3  # of one core, which others may want too
 
@@ -69,9 +69,9 @@ def test_a_process_that_works_is_counted() -> None:
 def test_it_is_said_once_and_early(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + (os.cpu_count() or 1))
-    monkeypatch.setattr(Load, "others", lambda self: 1.0)
-    monkeypatch.setattr(load, "_FIRST_S", 0.0)
-    crowd = Crowd(torch.device("cpu"), COMMAND, told.append)
+    monkeypatch.setattr(CpuUsage, "cores_of_others", lambda self: 1.0)
+    monkeypatch.setattr(machine, "FIRST_CHECK_S", 0.0)
+    crowd = BusyMachineWarning(torch.device("cpu"), COMMAND, told.append)
     for _ in range(2):
         crowd.begin(RUN)
         crowd.visit(RUN)
@@ -84,8 +84,8 @@ def test_it_is_said_once_and_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_comparison_says_it_among_its_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Load, "others", lambda self: 1.0)
-    monkeypatch.setattr(load, "_FIRST_S", 0.0)
+    monkeypatch.setattr(CpuUsage, "cores_of_others", lambda self: 1.0)
+    monkeypatch.setattr(machine, "FIRST_CHECK_S", 0.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + (os.cpu_count() or 1))
     settings = Settings(
         precisions=("fp32", "O2"), seeds=(0,), epochs=1, samples=64, test_samples=10, device="cpu"
@@ -98,9 +98,9 @@ def test_a_comparison_says_it_among_its_lines(
 
 def test_a_device_with_units_of_its_own_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Load, "others", lambda self: 100.0)
-    monkeypatch.setattr(load, "_FIRST_S", 0.0)
-    crowd = Crowd(torch.device("cuda"), COMMAND, told.append)
+    monkeypatch.setattr(CpuUsage, "cores_of_others", lambda self: 100.0)
+    monkeypatch.setattr(machine, "FIRST_CHECK_S", 0.0)
+    crowd = BusyMachineWarning(torch.device("cuda"), COMMAND, told.append)
     crowd.begin(RUN)
     crowd.visit(RUN)
     assert told == []
@@ -113,5 +113,5 @@ def test_a_system_that_does_not_tell_is_no_error(
         path = tmp_path / "stat"
         if content is not None:
             path.write_text(content)
-        monkeypatch.setattr(load, "_STAT", path)
-        assert Load().others() is None
+        monkeypatch.setattr(machine, "CPU_COUNTERS", path)
+        assert CpuUsage().cores_of_others() is None

@@ -15,7 +15,7 @@ from halfstep.cli.main__app import app
 from halfstep.compare import Settings
 from halfstep.data.download.find__look import SAMPLE
 from halfstep.data.readers import split_folder as layout
-from halfstep.experiment import build as recipe
+from halfstep.experiment.build import build_network, check_one_batch
 from halfstep.experiment.datasets import material
 from tests.support.user_module import work_beside
 
@@ -127,7 +127,7 @@ def test_several_sizes_are_noted_and_refused_as_the_datas_fault() -> None:
     with pytest.raises(
         ValueError, match=r"^data: p: column 'image': expected samples of one shape"
     ):
-        recipe.check(settings, material(settings))
+        check_one_batch(settings, material(settings))
 
 
 def test_the_words_of_the_help_are_what_is_read() -> None:
@@ -152,7 +152,7 @@ def test_gray_images_get_their_channel_and_a_notice(name: str) -> None:
 @pytest.mark.parametrize("net", ["mlp", "lenet5", "resnet18"])
 def test_every_network_takes_them(net: str) -> None:
     settings = Settings(data="mine:gray", net=net)
-    recipe.check(settings, material(settings))
+    check_one_batch(settings, material(settings))
 
 
 def test_bytes_that_are_no_images_are_refused_with_the_line_to_write() -> None:
@@ -166,9 +166,9 @@ def test_floats_without_a_channel_are_refused_where_one_is_needed() -> None:
         ValueError,
         match=r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]",
     ):
-        recipe.check(settings, material(settings))
+        check_one_batch(settings, material(settings))
     settings = Settings(data="mine:floats")
-    recipe.check(settings, material(settings))  # an MLP flattens
+    check_one_batch(settings, material(settings))  # an MLP flattens
 
 
 def test_classes_are_counted_by_the_labels() -> None:
@@ -176,7 +176,7 @@ def test_classes_are_counted_by_the_labels() -> None:
     given = material(settings)
     train = hs.data.sample()[1][:40] + 13
     assert given.classes == int(train.max()) + 1
-    assert recipe.network(settings, given, 0)(torch.zeros(1, 1, 28, 28)).shape == (1, given.classes)
+    assert build_network(settings, given, 0)(torch.zeros(1, 1, 28, 28)).shape == (1, given.classes)
     assert (
         material(Settings(data="mine:channels")).classes
         == int(np.max(hs.data.sample()[1][:40].numpy())) + 1

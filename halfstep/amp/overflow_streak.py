@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.utils.device_values import Watch
+from halfstep.utils.device_values import AsyncHostRead
 
 ADVICE = ", do look for inf and NaN in the data and the loss, and lower the learning rate"
 OTHER_ADVICE = ", or go on in another dtype with on_skips='bf16' or on_skips='fp32'"
@@ -36,7 +36,7 @@ class Streak:
         self._count: Tensor | None = (
             None  # (skipped, in a row), int32, made where the first verdict lies
         )
-        self._watch = Watch()
+        self._watch = AsyncHostRead()
 
     def add(self, found: Tensor) -> None:
         """Count one update, skipped where found > 0, without a host sync."""
@@ -60,7 +60,7 @@ class Streak:
 
     def set(self, start: Tally) -> None:
         """Count on from `start`, in place, and forget what is under way to the host."""
-        self._start, self._watch = start, Watch()
+        self._start, self._watch = start, AsyncHostRead()
         if self._count is not None:
             self._count[0].fill_(start.skipped)  # a fill does not wait, a copy from a list does
             self._count[1].fill_(start.skips_in_a_row)
@@ -70,7 +70,7 @@ class Streak:
         count = self._count
         if count is None:
             return self._start.skips_in_a_row
-        news = self._watch.look(lambda: count, count.device)
+        news = self._watch.poll(lambda: count, count.device)
         return 0 if news is None else news[1]
 
     def fall(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels import foreach__spread as spread
-from halfstep.precision.low_params__rounding import Widened
+from halfstep.precision.low_params import Widened
 from halfstep.step import commit__ema as ema
 from halfstep.step.commit__select import Buffers, Snapshot
 from halfstep.step.optimizer import Kind, state_tensors

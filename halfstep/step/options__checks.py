@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import Notice
 from halfstep.precision import Precision
-from halfstep.precision.casting__plan import batch_coupled
+from halfstep.precision.casting import batch_coupled
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import Kind, named_parameters
 

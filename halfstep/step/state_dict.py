@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import Notice
-from halfstep.precision.casting__observe import Observed
+from halfstep.precision.casting import Observed
 from halfstep.step import overflow as trouble
 from halfstep.step.fingerprint import fingerprint
 from halfstep.step.state import load, save

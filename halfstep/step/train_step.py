@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.precision import Applied, NoScale, Precision
 from halfstep.precision.backend_flags import backend, check_deterministic
-from halfstep.precision.low_params__rounding import Widened
+from halfstep.precision.low_params import Widened
 from halfstep.step import (
     commit__ema as ema,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.low_params__rounding import key_for, stochastic
+from halfstep.precision.low_params import round_stochastically, rounding_key
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 LOWS = [F16, BF16]
@@ -20,7 +20,7 @@ EDGES = [  # dtype, its largest value, halfway to the next step, which nearest r
 
 
 def key(update: int, index: int, device: torch.device) -> Tensor:
-    return key_for(torch.tensor(update, device=device), index)
+    return rounding_key(torch.tensor(update, device=device), index)
 
 
 def neighbours(value: float, low: torch.dtype) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def test_it_goes_to_a_neighbour_with_the_probability_that_makes_the_mean_exact(
     x = torch.tensor(VALUES[name], dtype=F32)
     down, up = neighbours(x.item(), low)
     n = 1 << 15
-    out = stochastic(x.to(device).expand(n), low, key(3, 1, device)).double().cpu()
+    out = round_stochastically(x.to(device).expand(n), low, key(3, 1, device)).double().cpu()
     assert ((out == down) | (out == up)).all()
     p = (x.double().item() - down) / (up - down)
     ups = (out == up).sum().item()
@@ -68,7 +68,7 @@ def test_the_mean_over_random_values_is_exact_to_its_standard_error(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(5)).to(device)
-    errors = stochastic(x, low, key(0, 0, device)).double() - x.double()
+    errors = round_stochastically(x, low, key(0, 0, device)).double() - x.double()
     z = errors.mean() / (errors.std() / math.sqrt(len(x)))
     assert abs(z.item()) < 5  # one false alarm in 1.7 million
     towards_zero = (errors * x.sign()).mean() / (errors.std() / math.sqrt(len(x)))
@@ -82,7 +82,7 @@ def test_a_representable_value_never_moves(low: torch.dtype, device: torch.devic
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(low).to(device)
     )
     for update in range(3):
-        out = stochastic(patterns.float(), low, key(update, 0, device))
+        out = round_stochastically(patterns.float(), low, key(update, 0, device))
         real = ~patterns.isnan()
         assert torch.equal(
             out[real].view(torch.int16), patterns[real].view(torch.int16)
@@ -93,7 +93,7 @@ def test_a_representable_value_never_moves(low: torch.dtype, device: torch.devic
 @pytest.mark.parametrize("low", LOWS)
 def test_inf_and_nan_stay_and_signs_are_kept(low: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-30, -1e-30], device=device)
-    out = stochastic(x, low, key(0, 0, device))
+    out = round_stochastically(x, low, key(0, 0, device))
     assert out[0] == math.inf
     assert out[1] == -math.inf
     assert out[2].isnan()
@@ -107,8 +107,10 @@ def test_what_nearest_keeps_finite_stays_finite_and_what_it_overflows_overflows(
     inside = torch.linspace(top, halfway, 4096, dtype=torch.float64, device=device)[:-1].float()
     assert inside.to(low).isfinite().all()
     for sign in (1, -1):
-        assert (stochastic(sign * inside, low, key(0, 0, device)) == sign * top).all()
-        out = stochastic(torch.full((4096,), sign * beyond, device=device), low, key(0, 0, device))
+        assert (round_stochastically(sign * inside, low, key(0, 0, device)) == sign * top).all()
+        out = round_stochastically(
+            torch.full((4096,), sign * beyond, device=device), low, key(0, 0, device)
+        )
         assert (out == sign * math.inf).all()
 
 
@@ -117,17 +119,17 @@ def test_the_draws_are_a_function_of_update_parameter_and_element(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.full((4096,), 1.0 + 2.0**-12, device=device)
-    one = stochastic(x, low, key(7, 2, device))
-    assert torch.equal(one, stochastic(x, low, key(7, 2, device)))
+    one = round_stochastically(x, low, key(7, 2, device))
+    assert torch.equal(one, round_stochastically(x, low, key(7, 2, device)))
     assert torch.equal(
-        one, stochastic(x.view(64, 64), low, key(7, 2, device)).view(-1)
+        one, round_stochastically(x.view(64, 64), low, key(7, 2, device)).view(-1)
     )  # the shape does not matter
-    assert torch.equal(one[:100], stochastic(x[:100], low, key(7, 2, device)))
+    assert torch.equal(one[:100], round_stochastically(x[:100], low, key(7, 2, device)))
     assert torch.equal(
-        one, stochastic(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
+        one, round_stochastically(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
     )  # nor the device
     for other in (key(8, 2, device), key(7, 3, device)):
-        differs = (stochastic(x, low, other) != one).float().mean().item()
+        differs = (round_stochastically(x, low, other) != one).float().mean().item()
         p = (
             2.0**-2 if low == F16 else 2.0**-5
         )  # of rounding up, so two independent draws differ with 2 p (1 - p)
@@ -141,8 +143,8 @@ def test_a_key_far_into_training_is_a_key(device: torch.device) -> None:
 
 def test_torchs_generator_is_left_alone(device: torch.device) -> None:
     before = torch.get_rng_state()
-    stochastic(torch.randn(0, device=device), F16, key(0, 0, device))
-    stochastic(torch.ones(100, device=device), F16, key(1, 0, device))
+    round_stochastically(torch.randn(0, device=device), F16, key(0, 0, device))
+    round_stochastically(torch.ones(100, device=device), F16, key(1, 0, device))
     assert torch.equal(torch.get_rng_state(), before)
 
 

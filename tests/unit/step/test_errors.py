@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.backend_flags import check_deterministic, refuse
+from halfstep.precision.backend_flags import check_deterministic, check_supported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(hs.__file__).parent
@@ -258,12 +258,12 @@ PRECISIONS = {
         lambda: runs(step(nn.Sequential(linear()), precision=hs.Precision("O2", keep={"0": "fp32"}))),
     ),
     "tf32": Case(
-        lambda: refuse(hs.Precision("tf32"), CPU), ("CUDA", "cpu", "'fp32'", "'O1'"),
-        lambda: (refuse(hs.Precision("fp32"), CPU), refuse(hs.Precision("O1"), CPU)),
+        lambda: check_supported(hs.Precision("tf32"), CPU), ("CUDA", "cpu", "'fp32'", "'O1'"),
+        lambda: (check_supported(hs.Precision("fp32"), CPU), check_supported(hs.Precision("O1"), CPU)),
     ),
     "mps": Case(
-        lambda: refuse(hs.Precision("fp64"), MPS), ("float64", "'fp32'", "'cpu'"),
-        lambda: (refuse(hs.Precision("fp32"), MPS), refuse(hs.Precision("fp64"), CPU)),
+        lambda: check_supported(hs.Precision("fp64"), MPS), ("float64", "'fp32'", "'cpu'"),
+        lambda: (check_supported(hs.Precision("fp32"), MPS), check_supported(hs.Precision("fp64"), CPU)),
     ),
     "cublas": Case(lambda: cublas(None), ("expected CUBLAS", "received None", ":4096:8"), lambda: cublas(":4096:8")),
     "lazy": Case(lambda: lazy(forward=False), ("'weight'", "run one forward"), lambda: lazy(forward=True)),

@@ -464,7 +464,7 @@ def test_other_refusals() -> None:
         assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="expected True or False, received 1"):
         amp.enabled = 1
-    with pytest.raises(ValueError, match="kernels: expected one of auto, torch"):
+    with pytest.raises(ValueError, match="kernels: expected one of 'auto', 'torch'"):
         amp.autocast(kernels="fast")
     for kind in ("gpu", 0, "meta"):
         with pytest.raises(ValueError, match="device_type: expected 'cpu', 'cuda'"):

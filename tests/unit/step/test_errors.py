@@ -244,8 +244,8 @@ PRECISIONS = {
     "dtype": precision("expected one of;bfloat16;received 'half'", {**O1, "dtype": "half"}, {**O1, "dtype": "fp16"}),
     "low dtype": precision("'float16' or 'bfloat16';received 'fp32'", {**O2, "dtype": "fp32"}, {**O2, "dtype": "bf16"}),
     "no dtype": precision("'bf16';received 'fp16';O1, O2", {"name": "bf16", "dtype": "fp16"}, {**O1, "dtype": "fp16"}),
-    "rounding": precision("nearest, stochastic, kahan;received 'up'", {"rounding": "up"}, {"rounding": "nearest"}),
-    "kernels": precision("one of auto, torch;received 'fast'", {"kernels": "fast"}, {"kernels": "torch"}),
+    "rounding": precision("'nearest', 'stochastic', 'kahan';received 'up'", {"rounding": "up"}, {"rounding": "nearest"}),
+    "kernels": precision("one of 'auto', 'torch';received 'fast'", {"kernels": "fast"}, {"kernels": "torch"}),
     "wide": precision("'kahan';'O2';'fp16'", {**O2, "rounding": "kahan"}, {"name": "fp16", "rounding": "kahan"}),
     "norms": precision(
         "keep_batchnorm_fp32;None;'fp32';O2, O3", {"keep_batchnorm_fp32": True}, {}, {**O2, "keep_batchnorm_fp32": True}

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-PIECE_ELEMENTS = 4096  # lengths are multiples of it: a block of 512 threads takes 2,048 at a time
-BLOCK_ELEMENTS = 1 << 16  # what torch gives to one block
+MIN_PIECE = 4096  # lengths are multiples of it: a block of 512 threads takes 2,048 at a time
+TORCH_BLOCK = 1 << 16  # what torch gives to one block
 MAX_ELEMENTS = 8 << 20  # in all tensors together: beyond that, torch's own blocks fill the GPU
 TENSORS_PER_LAUNCH = {2: 64, 3: 48, 4: 36, 5: 30}  # torch's limit, by the number of lists
 
@@ -21,10 +21,10 @@ def piece_length(sizes: Sequence[int], list_count: int) -> int:
     tensors_per_launch = TENSORS_PER_LAUNCH[list_count]
     launches = _ceil_div(len(sizes), tensors_per_launch)
     capacity = launches * tensors_per_launch
-    for length in range(PIECE_ELEMENTS, BLOCK_ELEMENTS, PIECE_ELEMENTS):
+    for length in range(MIN_PIECE, TORCH_BLOCK, MIN_PIECE):
         if sum(_ceil_div(size, length) for size in sizes) <= capacity:
             return length
-    return max(*sizes, BLOCK_ELEMENTS)
+    return max(*sizes, TORCH_BLOCK)
 
 
 def split(tensor: Tensor, length: int) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.utils.device_values import Watch
+from halfstep.utils.device_values import AsyncHostRead
 
 ADVICE = ", do look for inf and NaN in the data and the loss, and lower the learning rate"
 FALLBACK_ADVICE = ", or go on in another dtype with on_skips='bf16' or on_skips='fp32'"
@@ -40,7 +40,7 @@ class SkipStreak:
         self._start = SkipCounts()
         # (skipped, in a row), int32, on the device of the first flag.
         self._counts: Tensor | None = None
-        self._watch = Watch()
+        self._host_read = AsyncHostRead()
 
     @property
     def fallen(self) -> bool:
@@ -68,13 +68,13 @@ class SkipStreak:
         counts = self._counts
         if counts is None:
             return self._start.skips_in_a_row
-        arrived = self._watch.look(lambda: counts, counts.device)
+        arrived = self._host_read.poll(lambda: counts, counts.device)
         return 0 if arrived is None else arrived[1]
 
     def set(self, start: SkipCounts) -> None:
         """Counts on from `start`, in place; a copy on its way to the host is forgotten."""
         self._start = start
-        self._watch = Watch()
+        self._host_read = AsyncHostRead()
         if self._counts is not None:
             # A fill does not wait for the device; a copy from a list does.
             self._counts[0].fill_(start.skipped)

@@ -15,13 +15,13 @@ FROM, AT = (
 LEAST = 2000  # steps of a run that is worth looking at
 
 
-class Compiling(Callback):
+class AutoCompile(Callback):
     """Stops at two steps to take the time. `whole`: on a CPU all of the step may become one program, which begins with
     a pass."""
 
     def __init__(self, step: TrainStep, steps: int, *, whole: bool = False) -> None:
         self.trained, self.steps = step, steps
-        self.whole = whole and step.device.type == "cpu" and step.kind != "host"
+        self.whole = whole and step.device.type == "cpu" and step.optimizer_kind != "host"
         self.later, self.why = False, ""
         self._began: float | None = None
 
@@ -61,7 +61,7 @@ def chooser(
         )
     long = steps is not None and steps >= LEAST
     return (
-        [Compiling(step, steps, whole=whole)]
+        [AutoCompile(step, steps, whole=whole)]
         if open_still and not saved and long and steps is not None
         else []
     )

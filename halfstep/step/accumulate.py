@@ -18,8 +18,8 @@ from halfstep.precision import Applied, NoScale
 from halfstep.precision.low_params import widen
 from halfstep.step.commit__select import Buffers
 from halfstep.step.gradients import add_gradients_
-from halfstep.step.loss_terms import Number
-from halfstep.step.objective import Batch, Objective, rows
+from halfstep.step.loss_terms import Count
+from halfstep.step.objective import Batch, Objective, batch_size
 from halfstep.step.options import StepOptions
 from halfstep.step.state import Cycle, StepState
 
@@ -58,7 +58,7 @@ class Accumulate:
         if cycle.micro == 0:
             self._open_cycle(cycle)
 
-        if rows(batch) == 0:
+        if batch_size(batch) == 0:
             loss_value = self._add_empty_batch(cycle)
         else:
             # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
@@ -91,7 +91,7 @@ class Accumulate:
             cycle.loss = self.zero_loss
         return self.zero_loss
 
-    def _add_only_batch(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+    def _add_only_batch(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
         """The only micro-batch of its cycle: weight 1, so G and the loss are taken as they are."""
         cycle = state.cycle
         cycle.loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
@@ -117,7 +117,7 @@ class Accumulate:
         cycle.loss = cycle.loss + loss_value
         return loss_value.to(loss.dtype)
 
-    def _add_mean(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+    def _add_mean(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
         """A loss that is a mean over n terms: weight n / nominal."""
         cycle = state.cycle
         assert count is not None

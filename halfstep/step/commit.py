@@ -14,8 +14,8 @@ from halfstep.kernels import foreach__spread as spread
 from halfstep.precision.low_params import Widened
 from halfstep.step import commit__ema as ema
 from halfstep.step.commit__select import Buffers, Snapshot
-from halfstep.step.optimizer import Kind, state_tensors
-from halfstep.step.optimizer__rates import Rates
+from halfstep.step.optimizer import OptimizerKind, state_tensors
+from halfstep.step.optimizer__rates import LearningRates
 from halfstep.step.state import StepState
 
 
@@ -25,10 +25,10 @@ class Commit:
     def __init__(
         self,
         optimizer: Optimizer,
-        optimizer_kind: Kind,
+        optimizer_kind: OptimizerKind,
         params: list[Tensor],
         buffers: Buffers,
-        rates: Rates,
+        rates: LearningRates,
         ema_decay: float | None,
         fp32_update: Widened | None,
     ) -> None:

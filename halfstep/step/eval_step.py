@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import backend
-from halfstep.step.loss_terms import Number
-from halfstep.step.objective import Objective, arguments, own_loss, rows, to_device, wide
+from halfstep.step.loss_terms import Count
+from halfstep.step.objective import (
+    Objective,
+    loss_arguments,
+    find_loss,
+    batch_size,
+    to_device,
+    at_least_fp32,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class EvalStep:
         *,
         precision: str | Precision = "fp32",
         forward: Callable[..., Any] | None = None,
-        count: Callable[[Any], Number] | None = None,
+        count: Callable[[Any], Count] | None = None,
         _applied: Callable[[], Applied] | None = None,
         _benchmark: bool = True,
     ) -> None:
@@ -72,7 +79,7 @@ class EvalStep:
         named = len(inputs) == 1 and isinstance(inputs[0], dict)
         with eval_mode(self.net), self._backend(applied), applied:
             out = self.net(**inputs[0]) if named else self.net(*inputs)
-        return wide(applied.unrounded(out), applied.precision.output)
+        return at_least_fp32(applied.unrounded(out), applied.precision.output)
 
     def _backend(self, applied: Applied) -> AbstractContextManager[None]:
         return backend(
@@ -84,15 +91,19 @@ class EvalStep:
         with applied:
             out = applied.unrounded(o.forward(self.net, *batch))
         if o.loss is None:
-            out = wide(out, least)
-            loss, n = own_loss(out), o.number(batch, ())
+            out = at_least_fp32(out, least)
+            loss, n = find_loss(out), o.count_terms(batch, ())
         else:
-            taken = arguments(out, least)
-            loss, n, out = wide(o.loss(*taken), least), o.number(batch, taken), taken[0]
+            taken = loss_arguments(out, least)
+            loss, n, out = (
+                at_least_fp32(o.loss(*taken), least),
+                o.count_terms(batch, taken),
+                taken[0],
+            )
         if (
             n is None
         ):  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
-            n = 1 if o.is_sum else rows(batch)
+            n = 1 if o.is_sum else batch_size(batch)
         count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)
         return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)
 

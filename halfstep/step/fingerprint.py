@@ -24,8 +24,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     for start in range(0, bits.numel(), _CHUNK):
         part = bits[start : start + _CHUNK].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device) * _GOLDEN
-        total = total + mix(part ^ place).sum()
-    return mix(total)
+        total = total + mix_bits(part ^ place).sum()
+    return mix_bits(total)
 
 
 def combine(prints: Iterable[Tensor]) -> Tensor:
@@ -33,7 +33,7 @@ def combine(prints: Iterable[Tensor]) -> Tensor:
     return fingerprint(torch.stack(list(prints)))
 
 
-def mix(h: Tensor) -> Tensor:
+def mix_bits(h: Tensor) -> Tensor:
     """splitmix64's finaliser; int64 multiplication wraps. Right shifts are made logical by masks."""
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         h = (h ^ (h >> shift & (1 << (64 - shift)) - 1)) * factor

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from halfstep.losses import CrossEntropy
 
-Number: TypeAlias = int | float | Tensor
-Counter: TypeAlias = Callable[..., Number]
+Count: TypeAlias = int | float | Tensor
+CountFn: TypeAlias = Callable[..., Count]
 
 
 def _elements(s: Any, x: Tensor, target: Tensor, *rest: Any) -> int:
@@ -37,7 +37,7 @@ def _sequences(s: Any, log_probs: Tensor, *rest: Any) -> int:
     return log_probs.shape[1] if log_probs.dim() == 3 else 1
 
 
-def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Number:
+def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Count:
     """Σ class weight over targets that are not ignored: a device value. Probability targets count every position."""
     if target.is_floating_point():
         return x.numel() // x.shape[1 if x.dim() > 1 else 0]
@@ -50,7 +50,7 @@ def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) ->
     return torch.sum(each.double() * kept.flatten())
 
 
-_MODULES: dict[type[nn.Module], Counter] = {
+_MODULES: dict[type[nn.Module], CountFn] = {
     nn.CrossEntropyLoss: _classes, nn.NLLLoss: _classes, nn.MSELoss: _elements, nn.L1Loss: _elements,
     nn.SmoothL1Loss: _elements, nn.HuberLoss: _elements, nn.BCELoss: _elements, nn.BCEWithLogitsLoss: _elements,
     nn.PoissonNLLLoss: _elements, nn.GaussianNLLLoss: _elements, nn.SoftMarginLoss: _elements,
@@ -58,7 +58,7 @@ _MODULES: dict[type[nn.Module], Counter] = {
     nn.MultiLabelMarginLoss: _rows, nn.MultiLabelSoftMarginLoss: _rows, nn.CosineEmbeddingLoss: _rows,
     nn.TripletMarginLoss: _rows, nn.CTCLoss: _sequences, CrossEntropy: _classes,
 }  # fmt: skip
-_FUNCTIONS: dict[Callable[..., Any], Counter] = {
+_FUNCTIONS: dict[Callable[..., Any], CountFn] = {
     F.cross_entropy: _classes, F.nll_loss: _classes, F.mse_loss: _elements, F.l1_loss: _elements,
     F.smooth_l1_loss: _elements, F.huber_loss: _elements, F.binary_cross_entropy: _elements,
     F.binary_cross_entropy_with_logits: _elements, F.poisson_nll_loss: _elements, F.gaussian_nll_loss: _elements,
@@ -69,39 +69,39 @@ _FUNCTIONS: dict[Callable[..., Any], Counter] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denominator:
+class LossTerms:
     """How many terms a loss averages over, and whether classes have weights (which may be 0).
 
     `count` gives n from the loss's arguments (None: the loss is a sum). `summed` is the same loss as a sum, for
     micro-batches whose targets are all ignored, where the mean would be 0/0.
     """
 
-    known: bool
-    weights: bool = False
-    count: Counter | None = None
-    summed: Callable[..., Tensor] | None = None
+    is_known: bool
+    has_class_weights: bool = False
+    count: CountFn | None = None
+    sum_loss: Callable[..., Tensor] | None = None
 
 
-def denominator(loss: Any) -> Denominator:
+def loss_terms(loss: Any) -> LossTerms:
     """What is known of `loss`, a module of torch.nn, a function of torch.nn.functional, or a partial of one."""
     settings, counter = _look_up(loss)
     if counter is None:
-        return Denominator(known=False)
+        return LossTerms(is_known=False)
     if settings["reduction"] in ("sum", "none"):
-        return Denominator(known=True)
+        return LossTerms(is_known=True)
     masked = _with_sum(loss) if counter is _classes else None
     live = isinstance(
         loss, nn.Module
     )  # a module's settings may change; a function's are read once: no tracer follows
-    return Denominator(
-        known=True,
-        weights=settings.get("weight") is not None,
+    return LossTerms(
+        is_known=True,
+        has_class_weights=settings.get("weight") is not None,
         count=lambda *args: counter(_settings(loss) if live else settings, *args),
-        summed=masked,
+        sum_loss=masked,
     )
 
 
-def _look_up(loss: Any) -> tuple[dict[str, Any], Counter | None]:
+def _look_up(loss: Any) -> tuple[dict[str, Any], CountFn | None]:
     if isinstance(loss, nn.Module):
         return _settings(loss), _MODULES.get(
             type(loss)
@@ -136,7 +136,7 @@ def _with_sum(loss: Any) -> Callable[..., Tensor]:
     return summed
 
 
-def hugging_face(net: nn.Module) -> Callable[[Any], Number] | None:
+def hugging_face_count(net: nn.Module) -> Callable[[Any], Count] | None:
     """The count of a Hugging Face model's own loss from the batch's labels, by the model's declared loss type."""
     kind, name = getattr(net, "loss_type", None), type(net).__name__
     whole = getattr(getattr(net, "config", None), "is_encoder_decoder", False)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
-from halfstep.step.loss_terms import Number, denominator, hugging_face
+from halfstep.step.loss_terms import Count, loss_terms, hugging_face_count
 
 Batch = tuple[Any, ...]
-Run = Callable[..., tuple[Tensor, Number | None]]
+Run = Callable[..., tuple[Tensor, Count | None]]
 
 
 class Objective:
@@ -22,90 +22,94 @@ class Objective:
         net: nn.Module,
         loss: Any,
         forward: Callable[..., Any] | None,
-        count: Callable[[Any], Number] | None,
+        count: Callable[[Any], Count] | None,
     ) -> None:
         if loss is not None and not callable(loss):
             expected = "a loss module, a function, or None when the network returns its loss"
             raise TypeError(f"loss: expected {expected}, received {loss!r}")
-        self.net, self.loss, self.given = net, loss, count
+        self.net, self.loss, self.count_fn = net, loss, count
         self.forward = forward or _by_convention(loss)
-        self.terms = denominator(loss)
-        self.labels = (
-            hugging_face(net) if loss is None and forward is None and count is None else None
+        self.terms = loss_terms(loss)
+        self.hf_count_fn = (
+            hugging_face_count(net) if loss is None and forward is None and count is None else None
         )
         self.run: Run = (
             self.__call__
         )  # what a training batch goes through: this, or its compiled form
 
     @property
-    def known(self) -> bool:
+    def can_weight(self) -> bool:
         """Whether micro-batches of different sizes can be weighted."""
-        return self.terms.known or self.given is not None or self.labels is not None
+        return self.terms.is_known or self.count_fn is not None or self.hf_count_fn is not None
 
     @property
     def is_sum(self) -> bool:
         """The loss is a sum, not a mean: micro-batches add up as they are."""
-        return self.given is None and self.terms.known and self.terms.count is None
+        return self.count_fn is None and self.terms.is_known and self.terms.count is None
 
     @property
     def ignores_targets(self) -> bool:
         """One of torch's losses that skip ignored targets: all ignored, its mean is 0/0 and its gradients are 0."""
-        return self.given is None and self.terms.summed is not None
+        return self.count_fn is None and self.terms.sum_loss is not None
 
     @property
-    def may_be_none(self) -> bool:
+    def count_may_be_zero(self) -> bool:
         """n may be 0 in a way that loss and gradients do not tell, so that even a cycle of one needs it."""
-        zero_weights = self.ignores_targets and self.terms.weights
-        return self.given is not None or self.labels is not None or zero_weights
+        zero_weights = self.ignores_targets and self.terms.has_class_weights
+        return self.count_fn is not None or self.hf_count_fn is not None or zero_weights
 
     @property
-    def whole(self) -> bool:
+    def is_known_loss(self) -> bool:
         """The loss is torch's, or the network's own: nothing of it may read weights outside their forward."""
-        return self.loss is None or self.terms.known
+        return self.loss is None or self.terms.is_known
 
     def __call__(
         self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Number | None]:
+    ) -> tuple[Tensor, Count | None]:
         """The loss in float32 or wider, and its n; n is None where it need not be known.
 
         `weighted` asks for n always, and for a loss that is 0, not 0/0, when n is 0 and torch knows the sum form.
         """
         with applied:
             out = applied.unrounded(self.forward(self.net, *batch))
-        loss, n = self.value(out, applied.precision.output, weighted=weighted)
-        return loss, self.told(batch, n, weighted=weighted)
+        loss, n = self.loss_and_count(out, applied.precision.output, weighted=weighted)
+        return loss, self.count_from_batch(batch, n, weighted=weighted)
 
-    def value(
+    def loss_and_count(
         self, out: Any, least: torch.dtype, *, weighted: bool
-    ) -> tuple[Tensor, Number | None]:
+    ) -> tuple[Tensor, Count | None]:
         """The loss of what forward returned, and its n where the loss's own arguments tell it."""
-        taken = () if self.loss is None else arguments(out, least)
+        taken = () if self.loss is None else loss_arguments(out, least)
         asked = (
-            (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
+            (weighted or self.count_may_be_zero)
+            and self.count_fn is None
+            and self.terms.count is not None
         )
         n = self.terms.count(*taken) if asked and self.terms.count is not None else None
         if weighted and self.ignores_targets:
-            assert self.terms.summed is not None
+            assert self.terms.sum_loss is not None
             above = torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
-            return wide(self.terms.summed(*taken), least) / above, n
-        return wide(own_loss(out) if self.loss is None else _tensor(self.loss(*taken)), least), n
+            return at_least_fp32(self.terms.sum_loss(*taken), least) / above, n
+        return at_least_fp32(
+            find_loss(out) if self.loss is None else _tensor(self.loss(*taken)), least
+        ), n
 
-    def told(self, batch: Batch, n: Number | None, *, weighted: bool) -> Number | None:
+    def count_from_batch(self, batch: Batch, n: Count | None, *, weighted: bool) -> Count | None:
         """n, from the batch where that is what tells it."""
-        asked = weighted or self.may_be_none
+        asked = weighted or self.count_may_be_zero
         return (
-            self.number(batch, ())
-            if asked and (self.given is not None or self.labels is not None)
+            self.count_terms(batch, ())
+            if asked and (self.count_fn is not None or self.hf_count_fn is not None)
             else n
         )
 
-    def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
+    def count_terms(self, batch: Batch, arguments: tuple[Any, ...]) -> Count | None:
         """How many terms the loss of this batch averages; None when nobody knows."""
         whole = batch[0] if len(batch) == 1 else batch
-        if self.given is not None:
-            return self.given(whole)
-        if self.labels is not None:
-            return self.labels(whole)
+        if self.count_fn is not None:
+            return self.count_fn(whole)
+        if self.hf_count_fn is not None:
+            return self.hf_count_fn(whole)
         return self.terms.count(*arguments) if self.terms.count is not None else None
 
 
@@ -127,17 +131,17 @@ def _by_convention(loss: Any) -> Callable[..., Any]:
     return own if loss is None else with_target
 
 
-def arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
+def loss_arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
     """What a forward returned, as the arguments of the loss, in float32 or wider."""
     if not isinstance(out, tuple):
         raise TypeError(
             f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "
             "return (outputs, target), or give loss=None and return the loss"
         )
-    return tuple(wide(a, least) for a in out)
+    return tuple(at_least_fp32(a, least) for a in out)
 
 
-def own_loss(out: Any) -> Tensor:
+def find_loss(out: Any) -> Tensor:
     """The loss inside what a network returned: a tensor, `.loss`, ["loss"], or the first of a tuple."""
     loss = out
     if isinstance(out, dict):
@@ -162,14 +166,16 @@ def _tensor(loss: Any) -> Tensor:
     return loss
 
 
-def wide(value: Any, least: torch.dtype) -> Any:
+def at_least_fp32(value: Any, least: torch.dtype) -> Any:
     """Floating tensors in `least` (float32, or float64) or wider: a loss in half loses what the network kept."""
     if isinstance(value, Tensor):
         narrow = (
             value.is_floating_point() and torch.finfo(value.dtype).bits < torch.finfo(least).bits
         )
         return value.to(least) if narrow else value
-    return tree_map(lambda leaf: wide(leaf, least) if isinstance(leaf, Tensor) else leaf, value)
+    return tree_map(
+        lambda leaf: at_least_fp32(leaf, least) if isinstance(leaf, Tensor) else leaf, value
+    )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -185,7 +191,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved
 
 
-def rows(batch: Batch) -> int:
+def batch_size(batch: Batch) -> int:
     """The samples of a batch: the rows of its first tensor, 1 when it has none."""
     first = batch[0] if batch and isinstance(batch[0], Tensor) else None
     if first is None:

@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Kind: TypeAlias = Literal["fused", "capturable", "host"]
+OptimizerKind: TypeAlias = Literal["fused", "capturable", "host"]
 _aten = torch.ops.aten
 _STATELESS = ("lr", "initial_lr", "capturable", "foreach", "fused", "differentiable", "maximize")
-READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
+HOST_READ_OPS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
 
-def check(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
     """Refuses what cannot be one transaction: LBFGS and other optimizers that call a closure."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -30,7 +30,7 @@ def check(optimizer: Any) -> None:
         )
 
 
-class Given:
+class OptimizerGuard:
     """An optimizer as a step was built around it."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -45,7 +45,7 @@ class Given:
                 f"{self._counted()}; after add_param_group build a new step (or Model) around it"
             )
 
-    def switched(self) -> bool:
+    def settings_switched(self) -> bool:
         """Whether something was switched on or off since the last time, a momentum that was 0: the next update makes
         state that does not exist yet, and must not be taken back by a flag."""
         before, self._on = self._on, self._switches()
@@ -62,7 +62,7 @@ class Given:
         ]
 
 
-def classify(optimizer: Optimizer, *, tensor_lr: bool) -> Kind:
+def classify_optimizer(optimizer: Optimizer, *, tensor_lr: bool) -> OptimizerKind:
     """By flags where torch has them, else by running a tiny twin and watching for host reads and host state."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         return "fused"
@@ -75,7 +75,7 @@ def classify(optimizer: Optimizer, *, tensor_lr: bool) -> Kind:
 def _reads(optimizer: Optimizer, tensor_lr: bool) -> bool:
     twin, p = _twin(optimizer, tensor_lr)
     before = _plain(twin)
-    with _Watcher() as watcher:
+    with HostReadCounter() as watcher:
         for _ in range(2):
             p.grad = torch.ones_like(p)
             twin.step()
@@ -108,7 +108,7 @@ def _twin(optimizer: Optimizer, tensor_lr: bool) -> tuple[Optimizer, Tensor]:
     return twin, p
 
 
-class _Watcher(TorchDispatchMode):
+class HostReadCounter(TorchDispatchMode):
     """Counts operations that make the host wait for a device value."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class _Watcher(TorchDispatchMode):
         crosses = isinstance(out, Tensor) and any(
             isinstance(a, Tensor) and a.device != out.device and a.dim() for a in args
         )
-        self.reads += func in READS or crosses
+        self.reads += func in HOST_READ_OPS or crosses
         return out
 
 

@@ -7,17 +7,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from halfstep.kernels.launch import is_capturing
-from halfstep.step.state__host import Host
+from halfstep.step.state__host import HostReads
 
 
-class Rates:
+class LearningRates:
     """The rates of each parameter group at each update. The position is the number of real updates.
 
     `tensors`: rates go to the optimizer as device tensors, so that the host need not know the position.
     """
 
     def __init__(
-        self, optimizer: Optimizer, table: Any, device: torch.device, host: Host, *, tensors: bool
+        self,
+        optimizer: Optimizer,
+        table: Any,
+        device: torch.device,
+        host: HostReads,
+        *,
+        tensors: bool,
     ) -> None:
         self.optimizer, self.device, self.host = optimizer, device, host
         self.table = None if table is None else _table(table, len(self.groups), device)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
-Auto: TypeAlias = bool | Literal["auto"]
+AutoFlag: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class StepOptions:
     """Record a 64-bit fingerprint of the whole state every n steps (0: never)."""
     decide: Literal["auto", "host", "device"] = "auto"
     """Where an update is committed or skipped; "auto" keeps it on the device whenever the optimizer allows."""
-    compile: Auto = "auto"
+    compile: AutoFlag = "auto"
     """Forward and loss compiled; "auto": once a long `fit` asks for it."""
-    channels_last: Auto = "auto"
+    channels_last: AutoFlag = "auto"
     """2-d convolutions in channels-last order; "auto": on CUDA, below float64."""
-    polish: Auto = "auto"
+    polish: AutoFlag = "auto"
     """Captured on CUDA: bookkeeping in few kernels by Triton, graphs of many steps; "auto": once a run is long."""
-    cudnn_benchmark: Auto = "auto"
+    cudnn_benchmark: AutoFlag = "auto"
     """cuDNN measures its algorithms for each new shape, inside the step; "auto": on CUDA, unless deterministic."""
 
     def __post_init__(self) -> None:
@@ -98,14 +98,14 @@ class StepOptions:
         )
 
     @property
-    def benchmark(self) -> bool:
+    def measures_algorithms(self) -> bool:
         """Whether cuDNN may choose its algorithms by measuring them."""
         return not self.deterministic if self.cudnn_benchmark == "auto" else self.cudnn_benchmark
 
     @property
-    def kernels(self) -> dict[str, bool]:
+    def backend_flags(self) -> dict[str, bool]:
         """The switches that a step hands to backend()."""
-        return {"deterministic": self.deterministic, "benchmark": self.benchmark}
+        return {"deterministic": self.deterministic, "benchmark": self.measures_algorithms}
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> "StepOptions":

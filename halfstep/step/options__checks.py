@@ -10,10 +10,10 @@ from halfstep.errors import Notice
 from halfstep.precision import Precision
 from halfstep.precision.casting import batch_coupled
 from halfstep.step.objective import Objective
-from halfstep.step.optimizer import Kind, named_parameters
+from halfstep.step.optimizer import OptimizerKind, named_parameters
 
 
-def parameters(
+def find_parameters(
     net: Any, loss: Any, optimizer: torch.optim.Optimizer
 ) -> tuple[list[str], list[Tensor]]:
     """Names and tensors of everything the optimizer trains, in the network's order."""
@@ -29,7 +29,7 @@ def parameters(
     return [name for name, _ in named], [p for _, p in named]
 
 
-def device_of(net: nn.Module, params: list[Tensor]) -> torch.device:
+def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
     """The one device of all parameters and buffers."""
     devices = {t.device for t in (*params, *net.parameters(), *net.buffers())}
     if len(devices) != 1:
@@ -40,11 +40,11 @@ def device_of(net: nn.Module, params: list[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
+def check_cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
     """Refuses a cycle whose weights nobody knows; returns what the user should know of a cycle that is not exact."""
     if accumulate == 1:
         return []
-    if not objective.known:
+    if not objective.can_weight:
         loss, example = objective.loss, "len(batch[1])"
         name = (
             type(loss).__name__
@@ -69,7 +69,9 @@ def cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
     return [notice]
 
 
-def kernel(optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device) -> None:
+def check_optimizer_precision(
+    optimizer: torch.optim.Optimizer, precision: Precision, device: torch.device
+) -> None:
     """torch's fused SGD leaves half parameters on a CPU where they were (pytorch#191763): refused where it does."""
     fused = isinstance(optimizer, torch.optim.SGD) and any(
         g["fused"] for g in optimizer.param_groups
@@ -103,7 +105,7 @@ def _eps(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
-def decide(wish: str, kind: Kind, device: torch.device) -> str:
+def where_to_decide(wish: str, kind: OptimizerKind, device: torch.device) -> str:
     """Where updates are decided: on the device when the optimizer allows it and waiting would cost something."""
     if wish == "device" and kind == "host":
         raise ValueError(
@@ -115,7 +117,7 @@ def decide(wish: str, kind: Kind, device: torch.device) -> str:
     return "device" if kind != "host" and device.type != "cpu" else "host"
 
 
-def storage(precision: Precision) -> tuple[Any, ...]:
+def parameter_storage(precision: Precision) -> tuple[Any, ...]:
     """How a precision stores parameters: what a switch must not change."""
     whole = precision.cast == "whole"
     return (
@@ -125,9 +127,9 @@ def storage(precision: Precision) -> tuple[Any, ...]:
     )
 
 
-def switch(old: Precision, new: Precision, micro: int) -> None:
+def check_switch(old: Precision, new: Precision, micro: int) -> None:
     """Refuses a change of precision in mid-run that could not go on from the same weights and gradients."""
-    if storage(new) != storage(old):
+    if parameter_storage(new) != parameter_storage(old):
         raise ValueError(
             f"switch: {new.name!r} stores parameters otherwise than {old.name!r}; build a new TrainStep"
         )

@@ -21,7 +21,7 @@ class Cycle:
     loss: Tensor | None = None
     buffers: list[Tensor] = field(default_factory=list)
 
-    def drop(self) -> None:
+    def close(self) -> None:
         """No open cycle; the buffers' storage is kept for the next."""
         self.micro, self.grads, self.weight, self.nominal, self.loss = 0, [], None, None, None
 
@@ -55,16 +55,16 @@ class StepState:
         return cls(0, updates, skips, streak, scale.scale, scale.growth, zero, bad, [], [])
 
 
-def save(state: Any) -> Any:
+def state_to_dict(state: Any) -> Any:
     """Plain dicts, lists, numbers and cloned tensors, field by field."""
     if is_dataclass(state) and not isinstance(state, type):
-        return {f.name: save(getattr(state, f.name)) for f in fields(state)}
+        return {f.name: state_to_dict(getattr(state, f.name)) for f in fields(state)}
     if isinstance(state, Tensor):
         return state.detach().clone()
-    return [save(v) for v in state] if isinstance(state, list) else state
+    return [state_to_dict(v) for v in state] if isinstance(state, list) else state
 
 
-def load(state: Any, saved: dict[str, Any], device: torch.device) -> None:
+def load_state(state: Any, saved: dict[str, Any], device: torch.device) -> None:
     """Puts every field of `saved` into `state`; a missing or unknown field is an error."""
     names = [f.name for f in fields(state)]
     if sorted(names) != sorted(saved):
@@ -74,7 +74,7 @@ def load(state: Any, saved: dict[str, Any], device: torch.device) -> None:
     for name in names:
         mine, value = getattr(state, name), saved[name]
         if is_dataclass(mine):
-            load(mine, value, device)
+            load_state(mine, value, device)
         else:
             setattr(state, name, _copy(value, device))
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-class Host:
+class HostReads:
     """Counts the reads of device values: each waits for the device."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from halfstep.errors import Notice
 from halfstep.precision.casting import Observed
 from halfstep.step import overflow as trouble
 from halfstep.step.fingerprint import fingerprint
-from halfstep.step.state import load, save
+from halfstep.step.state import load_state, state_to_dict
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -26,13 +26,13 @@ _SCHEDULERS = (
 )  # settings that torch's schedulers leave in groups
 
 
-def save_step(step: "TrainStep") -> dict[str, Any]:
+def step_to_dict(step: "TrainStep") -> dict[str, Any]:
     """What decides the next step: network, optimizer, counters, scale, averages, the open cycle; not torch's RNG."""
     return {
         "net": _cloned(step.net.state_dict()),
-        "beside": {k: v.detach().clone() for k, v in beside(step).items()},
+        "beside": {k: v.detach().clone() for k, v in extra_tensors(step).items()},
         "optimizer": _cloned(step.optimizer.state_dict()),
-        "state": save(step.state),
+        "state": state_to_dict(step.state),
         "precision": step.precision.state_dict(),
     }
 
@@ -44,21 +44,23 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         raise ValueError(
             f"TrainStep.load_state_dict: expected {', '.join(expected)}, received {', '.join(saved)}"
         )
-    _check_same(step, saved)
-    fallen = trouble.fallen(step.precision)
+    _check_same_tensors(step, saved)
+    fallen = trouble.fallback_precision(step.precision)
     if fallen is not None and saved["precision"] == fallen.state_dict():
         step.switch(
             fallen
         )  # skips had gone on too long in the saved run, and it went on in this one
-    _check_fit(step, saved)
+    _check_can_continue(step, saved)
     scale = step.state.scale, step.state.growth
     step.net.load_state_dict(saved["net"])
     with torch.no_grad():
-        for name, tensor in beside(step).items():
+        for name, tensor in extra_tensors(step).items():
             tensor.copy_(saved["beside"][name])
-    step.load_optimizer(copy.deepcopy(saved["optimizer"]))  # torch would keep the caller's tensors
-    load(step.state, saved["state"], step.device)
-    step.forget()
+    step.load_optimizer_state(
+        copy.deepcopy(saved["optimizer"])
+    )  # torch would keep the caller's tensors
+    load_state(step.state, saved["state"], step.device)
+    step.after_load()
     if saved["precision"] != step.precision.state_dict():
         was, now = saved["precision"]["name"], step.precision.name
         if saved["precision"]["scale"] != step.precision.state_dict()["scale"]:
@@ -70,7 +72,7 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         )
 
 
-def renew(step: "TrainStep") -> None:
+def reset_averages(step: "TrainStep") -> None:
     """After weights were put in from outside: the averages start at them, and no rounding of theirs is owed."""
     with torch.no_grad():
         for average, p in zip(step.state.ema, step.params, strict=False):
@@ -83,12 +85,15 @@ def _cloned(tree: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(tree))
 
 
-def _check_same(step: "TrainStep", saved: dict[str, Any]) -> None:
+def _check_same_tensors(step: "TrainStep", saved: dict[str, Any]) -> None:
     """Refuses, before anything is loaded, the tensors of another network and the groups of another optimizer."""
     renamed = any(
         module._load_state_dict_pre_hooks for module in step.net.modules()
     )  # by hooks, while it loads
-    for part, mine in (("net", {} if renamed else step.net.state_dict()), ("beside", beside(step))):
+    for part, mine in (
+        ("net", {} if renamed else step.net.state_dict()),
+        ("beside", extra_tensors(step)),
+    ):
         for name in [*mine, *(saved[part] if part == "net" and mine else ())]:
             expected, came = (_shape(tensors.get(name)) for tensors in (mine, saved[part]))
             if expected != came:
@@ -125,7 +130,7 @@ def _shape(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, Tensor) else "a value"
 
 
-def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:
+def _check_can_continue(step: "TrainStep", saved: dict[str, Any]) -> None:
     """Refuses, before anything is loaded, what could not continue."""
     if (
         saved["precision"]["scale"] != step.precision.state_dict()["scale"]
@@ -150,7 +155,7 @@ def _check_fit(step: "TrainStep", saved: dict[str, Any]) -> None:
             )
 
 
-def beside(step: "TrainStep") -> dict[str, Tensor]:
+def extra_tensors(step: "TrainStep") -> dict[str, Tensor]:
     """What decides the next step outside the network's state_dict: unsaved buffers, the loss's tensors, free ones."""
     known = {id(v) for v in step.net.state_dict(keep_vars=True).values()}
     parts = [*step.net.named_buffers(), *zip(step.names, step.params, strict=True)]
@@ -163,12 +168,12 @@ def beside(step: "TrainStep") -> dict[str, Tensor]:
 def named_state(step: "TrainStep") -> dict[str, Tensor]:
     """Every tensor that decides the next step, by name."""
     named = {f"net.{k}": v for k, v in step.net.state_dict().items() if isinstance(v, Tensor)}
-    named |= {f"beside.{k}": v for k, v in beside(step).items()}
+    named |= {f"beside.{k}": v for k, v in extra_tensors(step).items()}
     for name, p in zip(step.names, step.params, strict=True):
         for key, value in step.optimizer.state.get(p, {}).items():
             if isinstance(value, Tensor):
                 named[f"optimizer.{name}.{key}"] = value
-    return {**named, **_flatten("state", save(step.state), step.device)}
+    return {**named, **_flatten("state", state_to_dict(step.state), step.device)}
 
 
 def fingerprints(step: "TrainStep") -> dict[str, Tensor]:
@@ -227,12 +232,12 @@ def _speed(step: "TrainStep") -> dict[str, str]:
     """The choices that make a step fast, each with its reason."""
     o, order, cuda = (
         step.options,
-        "channels-last" if step.layout.on else "as given",
+        "channels-last" if step.channels_last.on else "as given",
         step.device.type == "cuda",
     )
     choices = {
         "compiled": f"{'yes' if step.compiled.on else 'no'}: {step.compiled.reason}",
-        "memory format": f"{order}: {step.layout.reason}",
+        "memory format": f"{order}: {step.channels_last.reason}",
         "cudnn benchmark": f"no: there is no cuDNN on this {step.device.type}",
     }
     if cuda:
@@ -243,7 +248,7 @@ def _speed(step: "TrainStep") -> dict[str, str]:
             else "the fastest algorithm is measured for each shape"
         )
         choices["cudnn benchmark"] = (
-            f"{'yes' if o.benchmark else 'no'}: {auto if 'auto' in named else named}"
+            f"{'yes' if o.measures_algorithms else 'no'}: {auto if 'auto' in named else named}"
         )
         on = step.precision.name == "tf32"
         choices["tf32"] = (
@@ -256,13 +261,13 @@ def _speed(step: "TrainStep") -> dict[str, str]:
 
 def report(step: "TrainStep") -> Report:
     """What was chosen and what was seen."""
-    p, where = step.precision, "device" if step.on_device else "host"
+    p, where = step.precision, "device" if step.decides_on_device else "host"
     kernels = "round(fp32 product) on this CPU" if step.applied.fast else "torch's own"
     choices = {
         "precision": f"{p.name}: parameters {p.params}, compute {p.compute}, norms {p.norms}, output {p.output}",
         "loss scale": repr(p.loss_scale),
         "half kernels": kernels,
-        "optimizer": f"{type(step.optimizer).__name__}, {step.kind}; updates decided on the {where}",
+        "optimizer": f"{type(step.optimizer).__name__}, {step.optimizer_kind}; updates decided on the {where}",
         "non-finite": step.options.nonfinite or "ignore",
         "cycle": f"{step.options.accumulate} batches per update",
         **_speed(step),

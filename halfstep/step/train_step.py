@@ -32,16 +32,16 @@ from halfstep.step.commit__select import Buffers
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fast import channels_last as layout
 from halfstep.step.fast import compiled_forward as compiled
-from halfstep.step.fast.update_graph import Replay
+from halfstep.step.fast.update_graph import UpdateGraph
 from halfstep.step.fingerprint import combine
 from halfstep.step.objective import Objective, to_device
-from halfstep.step.optimizer__rates import Rates
+from halfstep.step.optimizer__rates import LearningRates
 from halfstep.step.options import StepOptions
 from halfstep.step.state import StepState
-from halfstep.step.state__host import Host
+from halfstep.step.state__host import HostReads
 from halfstep.step.state__record import Record, UpdateResult
 from halfstep.step.update import Update
-from halfstep.utils.device_values import Watch
+from halfstep.utils.device_values import AsyncHostRead
 
 
 class TrainStep:
@@ -61,68 +61,93 @@ class TrainStep:
         **options: Any,
     ) -> None:
         self.options = StepOptions.parse(options)
-        optim.check(optimizer)
+        optim.check_optimizer(optimizer)
         self.net, self.optimizer = net, optimizer
-        self.names, self.params = checks.parameters(net, loss, optimizer)
-        self.device = checks.device_of(net, self.params)
+        self.names, self.params = checks.find_parameters(net, loss, optimizer)
+        self.device = checks.find_device(net, self.params)
         if self.options.deterministic:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
-        self.notices = checks.cycle(self.objective, net, self.options.accumulate)
-        self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
-        self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
-        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
-        self.rates = Rates(
-            optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host"
+        self.notices = checks.check_cycle(self.objective, net, self.options.accumulate)
+        self.host_reads, self.device_watch, self.buffers = (
+            HostReads(),
+            AsyncHostRead(every_calls=16),
+            Buffers(net, loss),
         )
-        self._moved: set[int] = (
+        self.optimizer_kind = optim.classify_optimizer(
+            optimizer, tensor_lr=self.options.lr is not None
+        )
+        self._decides_on_device = (
+            checks.where_to_decide(self.options.decide, self.optimizer_kind, self.device)
+            == "device"
+        )
+        self.learning_rates = LearningRates(
+            optimizer,
+            self.options.lr,
+            self.device,
+            self.host_reads,
+            tensors=self.optimizer_kind != "host",
+        )
+        self._params_with_state: set[int] = (
             set()
         )  # parameters that a committed update has moved, so that their state exists
-        self._given = optim.Given(optimizer)
-        self._wish, self._averaged, self._room = self.options.nonfinite, False, list[Tensor]()
-        trouble.check(Precision.parse(precision))
+        self._optimizer_guard = optim.OptimizerGuard(optimizer)
+        self._requested_nonfinite, self._holds_averages, self._ema_buffers = (
+            self.options.nonfinite,
+            False,
+            list[Tensor](),
+        )
+        trouble.check_fallback(Precision.parse(precision))
         wish, kept = self.options.compile, self.options.deterministic
-        self.compiled = compiled.Compiled(self.objective, wish, self.device, deterministic=kept)
-        self.layout = layout.Layout(
+        self.compiled = compiled.CompiledForward(
+            self.objective, wish, self.device, deterministic=kept
+        )
+        self.channels_last = layout.ChannelsLast(
             net, optimizer, self.options.channels_last, Precision.parse(precision), self.device
         )
-        self._apply(Precision.parse(precision))
+        self._set_precision(Precision.parse(precision))
         self.state = StepState.start(
             self.device, self.precision.loss_scale.start(self.device), len(self.params)
         )
         self.state.ema = ema.start(self.params) if self.options.ema is not None else []
-        self.state.residue = self._widened.residue() if self._widened is not None else []
+        self.state.residue = self._fp32_update.residue() if self._fp32_update is not None else []
         self._zero = torch.zeros((), device=self.device)
         self._no, self._no_print = self._zero.bool(), self._zero.long()
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
         self._check_weights()
-        with backend(self.precision, self.device, **self.options.kernels):
-            loss = self.accumulator(self.state, self.layout.inputs(to_device(batch, self.device)))
+        with backend(self.precision, self.device, **self.options.backend_flags):
+            loss = self.accumulator(
+                self.state, self.channels_last.convert_batch(to_device(batch, self.device))
+            )
             self.state.steps += 1
             open_still = self.state.cycle.micro < self.options.accumulate
-            return self._printed(self.during(loss) if open_still else self._end(loss))
+            return self._with_fingerprint(
+                self.record_open_cycle(loss) if open_still else self._end_cycle(loss)
+            )
 
     def flush(self) -> Record | None:
         """Ends the open cycle: a tail shorter than `accumulate` is an update of its own, weighted by what it holds."""
         self._check_weights()
         if self.state.cycle.micro == 0:
             return None
-        with backend(self.precision, self.device, **self.options.kernels):
-            return self._printed(self._end(self.accumulator.zero_loss))
+        with backend(self.precision, self.device, **self.options.backend_flags):
+            return self._with_fingerprint(self._end_cycle(self.accumulator.zero_loss))
 
     def check(self) -> None:
         """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
-        trouble.heed(
-            self, int(self.host.read(self.state.halted)), int(self.host.read(self.state.streak))
+        trouble.raise_or_fall_back(
+            self,
+            int(self.host_reads.read(self.state.halted)),
+            int(self.host_reads.read(self.state.streak)),
         )
 
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
         return EvalStep(
             self.net, self.objective.loss, precision=self.precision, forward=self.options.forward,
-            count=self.options.count, _applied=lambda: self.applied, _benchmark=self.options.benchmark,
+            count=self.options.count, _applied=lambda: self.applied, _benchmark=self.options.measures_algorithms,
         )  # fmt: skip
 
     @contextmanager
@@ -131,30 +156,37 @@ class TrainStep:
         self._check_weights()
         if not self.state.ema:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
-        self._averaged = True
+        self._holds_averages = True
         try:
-            with ema.averages_as_weights(self.params, self.state.ema, self._room):
+            with ema.averages_as_weights(self.params, self.state.ema, self._ema_buffers):
                 yield
         finally:
-            self._averaged = False
+            self._holds_averages = False
 
     def switch(self, precision: str | Precision) -> None:
         """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
         self._check_weights()
         new = Precision.parse(precision)
-        checks.switch(self.precision, new, self.state.cycle.micro)
-        self._apply(new)
+        checks.check_switch(self.precision, new, self.state.cycle.micro)
+        self._set_precision(new)
         self.state.scale, self.state.growth = new.loss_scale.start(self.device)
 
-    def set_rates(self, table: Tensor) -> None:
+    def set_learning_rates(self, table: Tensor) -> None:
         """Another table of learning rates, where the step was built with one or with none; positions stay."""
-        self.kind = optim.classify(self.optimizer, tensor_lr=True)
-        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
-        self.options = replace(self.options, lr=table)
-        self.rates = Rates(
-            self.optimizer, table, self.device, self.host, tensors=self.kind != "host"
+        self.optimizer_kind = optim.classify_optimizer(self.optimizer, tensor_lr=True)
+        self._decides_on_device = (
+            checks.where_to_decide(self.options.decide, self.optimizer_kind, self.device)
+            == "device"
         )
-        self._apply(self.precision)
+        self.options = replace(self.options, lr=table)
+        self.learning_rates = LearningRates(
+            self.optimizer,
+            table,
+            self.device,
+            self.host_reads,
+            tensors=self.optimizer_kind != "host",
+        )
+        self._set_precision(self.precision)
 
     def report(self) -> inspect.Report:
         """The dtypes really used, module by module, and every choice made for the user; print it."""
@@ -167,43 +199,43 @@ class TrainStep:
     def state_dict(self) -> dict[str, Any]:
         """What decides the next step, as plain dicts, numbers and tensors; torch's random state is the caller's."""
         self._check_weights()
-        return inspect.save_step(self)
+        return inspect.step_to_dict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continues exactly where `saved` was taken, inside a cycle too; restore torch's random state beside it."""
         self._check_weights()
         inspect.load_step(self, saved)
 
-    def load_optimizer(self, saved: dict[str, Any]) -> None:
+    def load_optimizer_state(self, saved: dict[str, Any]) -> None:
         """The optimizer's state, unrounded: torch would cast it to its parameter's dtype."""
-        with self._widened.as_wide() if self._widened is not None else nullcontext():
+        with self._fp32_update.as_wide() if self._fp32_update is not None else nullcontext():
             self.optimizer.load_state_dict(saved)
-        self.layout.follow(self.optimizer)
+        self.channels_last.match_optimizer_state(self.optimizer)
 
-    def _apply(self, precision: Precision) -> None:
+    def _set_precision(self, precision: Precision) -> None:
         """Puts the network under a precision and builds the two halves of the step for it."""
         scaled = not isinstance(precision.loss_scale, NoScale)
         self.precision = precision
         self.options = replace(
-            self.options, nonfinite=self._wish or ("skip" if scaled else "raise")
+            self.options, nonfinite=self._requested_nonfinite or ("skip" if scaled else "raise")
         )
-        checks.kernel(self.optimizer, precision, self.device)
+        checks.check_optimizer_precision(self.optimizer, precision, self.device)
         self.applied = Applied(self.net, precision, self.device)
-        self._widened = (
+        self._fp32_update = (
             Widened(self.params, precision.rounding) if precision.rounding != "nearest" else None
         )
-        if self.optimizer.state and (self.applied.converted or self._widened is not None):
-            self.load_optimizer(
+        if self.optimizer.state and (self.applied.converted or self._fp32_update is not None):
+            self.load_optimizer_state(
                 self.optimizer.state_dict()
             )  # torch casts state to its parameter's dtype
         commit = Commit(
             self.optimizer,
-            self.kind,
+            self.optimizer_kind,
             self.params,
             self.buffers,
-            self.rates,
+            self.learning_rates,
             self.options.ema,
-            self._widened,
+            self._fp32_update,
         )
         self.accumulator = Accumulate(
             self.objective, self.applied, self.params, self.options, self.buffers
@@ -214,17 +246,17 @@ class TrainStep:
             precision,
             self.options,
             commit,
-            self.host,
+            self.host_reads,
             is_sum=objective.is_sum,
             ignores_targets=objective.ignores_targets,
         )
-        self._replay = Replay(self.update)
-        self.tries = 0
-        self.ends: dict[
+        self._update_graph = UpdateGraph(self.update)
+        self.cycles_ended = 0
+        self.last_steps: dict[
             int, int
         ] = {}  # cycle → its last step, of late: the device tells where it stopped
 
-    def during(self, loss: Tensor) -> Record:
+    def record_open_cycle(self, loss: Tensor) -> Record:
         """The record of a batch that does not end its cycle."""
         cycle = self.state.cycle
         assert cycle.loss is not None
@@ -234,10 +266,17 @@ class TrainStep:
         )
         scale = self.state.scale.clone()
         return Record(
-            loss, mean, self.rates.current(), scale, self._no, self._zero, self._no, self._no_print
+            loss,
+            mean,
+            self.learning_rates.current(),
+            scale,
+            self._no,
+            self._zero,
+            self._no,
+            self._no_print,
         )
 
-    def ended(self, loss: Tensor, outcome: UpdateResult) -> Record:
+    def record_update(self, loss: Tensor, outcome: UpdateResult) -> Record:
         """The record of a batch that ends its cycle, by what became of the update."""
         own = loss if self.options.accumulate > 1 else outcome.loss
         rest = (
@@ -250,65 +289,65 @@ class TrainStep:
         )
         return Record(own, *rest, self._no_print)
 
-    def _end(self, loss: Tensor) -> Record:
+    def _end_cycle(self, loss: Tensor) -> Record:
         """The update that ends a cycle, by the device where it can, and its record."""
         cycle, state = self.state.cycle, self.state
         live = [i for i, g in enumerate(cycle.grads) if g is not None]
-        if self.on_device and self.settled(cycle.grads, live):
-            outcome = self._replay(state, live)
+        if self.decides_on_device and self.has_optimizer_state(cycle.grads, live):
+            outcome = self._update_graph(state, live)
         else:
             outcome = self.update.on_host(state, live)
             if outcome.updated is self.update.true:
-                self._moved.update(live)
-        self.tried()
-        cycle.drop()
-        trouble.look(self, outcome)
-        return self.ended(loss, outcome)
+                self._params_with_state.update(live)
+        self.count_cycle()
+        cycle.close()
+        trouble.check_after_update(self, outcome)
+        return self.record_update(loss, outcome)
 
-    def tried(self) -> None:
+    def count_cycle(self) -> None:
         """One more cycle is over: the device tells by this number where it stopped."""
-        self.tries += 1
-        self.ends[self.tries] = self.state.steps
-        self.ends.pop(self.tries - (1 << 14), None)
+        self.cycles_ended += 1
+        self.last_steps[self.cycles_ended] = self.state.steps
+        self.last_steps.pop(self.cycles_ended - (1 << 14), None)
 
-    def forget(self) -> None:
+    def after_load(self) -> None:
         """After a load: what was known of the state before it no longer holds."""
-        self._moved.clear()
-        self.layout.settle(self)
-        self.watch = Watch(every_calls=16)
+        self._params_with_state.clear()
+        self.channels_last.match_step_state(self)
+        self.device_watch = AsyncHostRead(every_calls=16)
 
     def _check_weights(self) -> None:
-        if self._averaged:
+        if self._holds_averages:
             raise ValueError(
                 "step: inside averaged() the network holds averages, to evaluate; leave the block first"
             )
-        self._given.check()
+        self._optimizer_guard.check()
 
     @property
-    def on_device(self) -> bool:
+    def decides_on_device(self) -> bool:
         """Whether the device decides updates: by code that can be replayed, or that is part of a program."""
-        return self._decides or self.compiled.inside
+        return self._decides_on_device or self.compiled.inside_whole_step
 
     @property
-    def ready(self) -> bool:
+    def ready_for_capture(self) -> bool:
         """Whether it may by now: an update has gone through, so that optimizer state exists."""
-        return self.on_device and bool(self._moved)
+        return self.decides_on_device and bool(self._params_with_state)
 
-    def settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
+    def has_optimizer_state(self, grads: list[Tensor | None], live: list[int]) -> bool:
         """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
-        if self._given.switched():
-            self._moved.clear()
+        if self._optimizer_guard.settings_switched():
+            self._params_with_state.clear()
         dense = not any(g is not None and g.is_sparse for g in grads)
-        return bool(live) and dense and self._moved.issuperset(live)
+        return bool(live) and dense and self._params_with_state.issuperset(live)
 
-    def _printed(self, record: Record) -> Record:
+    def _with_fingerprint(self, record: Record) -> Record:
         every = self.options.fingerprint_every
         return (
-            record._replace(fingerprint=self.print())
+            record._replace(fingerprint=self.state_fingerprint())
             if every and self.state.steps % every == 0
             else record
         )
 
-    def print(self) -> Tensor:
+    def state_fingerprint(self) -> Tensor:
         """One fingerprint of the whole state."""
         return combine(self.fingerprints().values())

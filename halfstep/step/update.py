@@ -21,7 +21,7 @@ from halfstep.step.commit import Commit
 from halfstep.step.fast.fused_update__quick_plan import UpdateSignature
 from halfstep.step.options import StepOptions
 from halfstep.step.state import Cycle, StepState
-from halfstep.step.state__host import Host
+from halfstep.step.state__host import HostReads
 from halfstep.step.state__record import RecordTarget, UpdateResult
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Update:
         precision: Precision,
         options: StepOptions,
         commit: Commit,
-        host: Host,
+        host: HostReads,
         *,
         is_sum: bool,
         ignores_targets: bool,

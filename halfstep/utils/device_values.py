@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Watch:
+class AsyncHostRead:
     """Learns of a device tensor some calls late: a copy to pinned memory and an event, looked at when it is done."""
 
     def __init__(self, every_calls: int = 1) -> None:
@@ -14,7 +14,7 @@ class Watch:
         self._landing: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
-    def look(self, value: Callable[[], Tensor], device: torch.device) -> list[int] | None:
+    def poll(self, value: Callable[[], Tensor], device: torch.device) -> list[int] | None:
         """The newest values that have arrived, or None when there is no news; on a CPU always the present ones."""
         if device.type != "cuda":
             return [int(v) for v in value().tolist()]

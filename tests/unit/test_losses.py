@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.losses import CrossEntropy
-from halfstep.step.loss_terms import denominator
+from halfstep.step.loss_terms import loss_terms
 
 C = 5
 EXACT = 1e-13  # float64: at most 60 terms summed in another order
@@ -228,7 +228,7 @@ def test_micro_batches_of_any_size_give_the_full_batch(weight: Tensor | None, ov
 
 
 def test_the_step_knows_what_it_averages() -> None:
-    assert denominator(CrossEntropy(weight=WEIGHT)).weights
+    assert loss_terms(CrossEntropy(weight=WEIGHT)).has_class_weights
     for reduction in ("sum", "none"):
-        terms = denominator(CrossEntropy(reduction=reduction))  # type: ignore[arg-type]
-        assert (terms.known, terms.count) == (True, None)
+        terms = loss_terms(CrossEntropy(reduction=reduction))  # type: ignore[arg-type]
+        assert (terms.is_known, terms.count) == (True, None)

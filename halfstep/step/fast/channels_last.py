@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.precision import Precision
 from halfstep.step.objective import Batch
-from halfstep.step.options import Auto
+from halfstep.step.options import AutoFlag
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-class Layout:
+class ChannelsLast:
     """Whether a network's 2-d convolutions run channels-last, why, and what has to follow when they do."""
 
     def __init__(
         self,
         net: nn.Module,
         optimizer: Optimizer,
-        wish: Auto,
+        wish: AutoFlag,
         precision: Precision,
         device: torch.device,
     ) -> None:
-        self.on, self.reason = choose(net, wish, precision.compute, device)
+        self.on, self.reason = choose_channels_last(net, wish, precision.compute, device)
         if self.on:
             for p in _weights(net):
                 p.data = p.data.contiguous(memory_format=torch.channels_last)
-            self.follow(optimizer)
+            self.match_optimizer_state(optimizer)
 
-    def inputs(self, batch: Batch) -> Batch:
+    def convert_batch(self, batch: Batch) -> Batch:
         """Images channels-last, which a convolution would otherwise do to them twice, forward and backward."""
         if not self.on:
             return batch
@@ -44,23 +44,23 @@ class Layout:
         moved: Batch = tree_map(_last, batch)
         return moved
 
-    def follow(self, optimizer: Optimizer) -> None:
+    def match_optimizer_state(self, optimizer: Optimizer) -> None:
         """Optimizer state in the strides of its parameter, whichever they are: fused kernels want them equal."""
         for p, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = _like(value, p)
 
-    def settle(self, step: "TrainStep") -> None:
+    def match_step_state(self, step: "TrainStep") -> None:
         """After a load: what was saved in the other order, in the strides of the parameters it belongs to."""
-        self.follow(step.optimizer)
+        self.match_optimizer_state(step.optimizer)
         state, low = step.state, [p for p in step.params if p.dtype.itemsize == 2]
         state.ema, state.residue = _all_like(state.ema, step.params), _all_like(state.residue, low)
         state.cycle.grads = _all_like(state.cycle.grads, step.params)
 
 
-def choose(
-    net: nn.Module, wish: Auto, compute: torch.dtype, device: torch.device
+def choose_channels_last(
+    net: nn.Module, wish: AutoFlag, compute: torch.dtype, device: torch.device
 ) -> tuple[bool, str]:
     """Channels-last or not, and the reason."""
     if wish != "auto":

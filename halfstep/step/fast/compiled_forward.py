@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from halfstep.compiler.backend import generate
 from halfstep.errors import Notice
 from halfstep.precision import Applied
-from halfstep.step.loss_terms import Number
+from halfstep.step.loss_terms import Count
 from halfstep.step.objective import Batch, Objective
-from halfstep.step.options import Auto
+from halfstep.step.options import AutoFlag
 
 SHAPES = 6  # of batches that are compiled: torch keeps 8 programs, two are left for a frozen layer or eval mode
 SEEN = 256  # shapes remembered: beyond, every batch has one of its own
@@ -40,7 +40,7 @@ def pays(seconds_left: float, modules: int, device: str = "cpu") -> tuple[bool, 
     )
 
 
-class Compiled:
+class CompiledForward:
     """`step.compiled(True)`: from here on forward and loss run compiled, where compile="auto" leaves that open.
 
     Only training is, and each shape from its second batch on: the first shows what is wrong with the batch, not with
@@ -48,7 +48,7 @@ class Compiled:
     """
 
     def __init__(
-        self, objective: Objective, wish: Auto, device: torch.device, *, deterministic: bool
+        self, objective: Objective, wish: AutoFlag, device: torch.device, *, deterministic: bool
     ) -> None:
         self.objective, self.wish, self.device = objective, wish, device
         self.on, self.reason = False, "'auto' compiles in a fit that is long enough to pay for it"
@@ -62,13 +62,13 @@ class Compiled:
         elif wish != "auto":
             self.reason = f"compile={wish!r}"
             self._set(wish)
-        cause = missing(device) if self.on else None
+        cause = missing_compiler(device) if self.on else None
         if cause is not None:
             self._fail(cause, "install one, or use compile=False", None)
 
     def __call__(self, on: bool, why: str = "asked for") -> bool:
         """Compiled or not from the next batch on; returns what holds, which only compile="auto" leaves open."""
-        cause = missing(self.device) if self._open and on else None
+        cause = missing_compiler(self.device) if self._open and on else None
         if cause is not None:
             self._fail(cause, "", None)
         elif self._open:
@@ -76,9 +76,7 @@ class Compiled:
             self._set(on)
         return self.on
 
-    def run(
-        self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Number | None]:
+    def run(self, applied: Applied, batch: Batch, *, weighted: bool) -> tuple[Tensor, Count | None]:
         """What the objective gives, rounded as compiled code rounds; batches of too many shapes run uncompiled."""
         if applied is not self._under:
             self._start(applied)
@@ -102,7 +100,7 @@ class Compiled:
 
     def _compile(
         self, applied: Applied, batch: Batch, weighted: bool, shape: Any
-    ) -> tuple[Tensor, Number | None]:
+    ) -> tuple[Tensor, Count | None]:
         """A new shape's first run. What fails here and works uncompiled is the compiler's failure."""
         old = _kept(self.objective.net, self.device)
         try:
@@ -126,22 +124,22 @@ class Compiled:
         self._shapes[shape] = True
         return result
 
-    def _run(self, applied: Applied, batch: Batch, weighted: bool) -> tuple[Tensor, Number | None]:
+    def _run(self, applied: Applied, batch: Batch, weighted: bool) -> tuple[Tensor, Count | None]:
         objective = self.objective
         with applied:  # the swap stays outside the traced code
             out = self._program(objective, applied, batch, weighted)
-        if not objective.whole:
-            out = objective.value(out, applied.precision.output, weighted=weighted)
+        if not objective.is_known_loss:
+            out = objective.loss_and_count(out, applied.precision.output, weighted=weighted)
         loss, n = out
-        return loss, objective.told(batch, n, weighted=weighted)
+        return loss, objective.count_from_batch(batch, n, weighted=weighted)
 
     @property
-    def inside(self) -> bool:
+    def inside_whole_step(self) -> bool:
         """Whether forward and loss are part of a program of the whole step, which an engine makes."""
         return self._inside
 
-    @inside.setter
-    def inside(self, inside: bool) -> None:
+    @inside_whole_step.setter
+    def inside_whole_step(self, inside: bool) -> None:
         if inside != self._inside:
             self._inside = inside
             self._set(self.on)
@@ -178,7 +176,7 @@ def _forward_and_loss(objective: Objective, applied: Applied, batch: Batch, weig
     """What is compiled: the network's outputs, and its loss too where that is torch's or the network's own."""
     out = applied.unrounded(objective.forward(objective.net, *batch))
     if (
-        not objective.whole
+        not objective.is_known_loss
     ):  # a loss of the user's own may read the network's weights, which are swapped here
         return out
     wide = (
@@ -187,7 +185,7 @@ def _forward_and_loss(objective: Objective, applied: Applied, batch: Batch, weig
         else nullcontext()
     )
     with wide:
-        return objective.value(out, applied.precision.output, weighted=weighted)
+        return objective.loss_and_count(out, applied.precision.output, weighted=weighted)
 
 
 def _program(applied: Applied) -> Any:
@@ -206,7 +204,7 @@ def _program(applied: Applied) -> Any:
         return torch.compile(own, dynamic=False, backend=partial(generate, low=low, chip=chip))
 
 
-def missing(device: torch.device) -> str | None:
+def missing_compiler(device: torch.device) -> str | None:
     """What torch.compile lacks on this machine, in words; None when it has what it needs."""
     with warnings.catch_warnings(action="ignore"):
         if device.type == "cuda":

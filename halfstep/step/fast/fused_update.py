@@ -17,12 +17,12 @@ from halfstep.step.fast.fused_update__quick_plan import (
     BLOCK,
     DTYPES,
     WARPS,
-    Plan,
+    LaunchPlan,
     UpdateSignature,
-    cut,
-    idle,
-    plan,
-    readable,
+    split_launches,
+    make_idle_plan,
+    make_launch_plan,
+    kernels_can_read,
 )
 from halfstep.step.state import StepState
 from halfstep.step.state__record import RecordTarget, UpdateResult
@@ -52,12 +52,12 @@ class FusedUpdate:
 
     def __init__(self, update: "Update") -> None:
         self.update = update
-        self._plans: dict[UpdateSignature, Plan | None] = {}  # None: Triton failed
+        self._plans: dict[UpdateSignature, LaunchPlan | None] = {}  # None: Triton failed
 
     def fits(self, state: StepState, live: list[int]) -> bool:
         """Whether the kernels can do this update; in a capture, only one that `prepare` has seen."""
         u, shape, grads = self.update, UpdateSignature.of(state.cycle, live), _grads(state, live)
-        ours = self.prepare(shape) and self._plain(shape) and readable(grads, u.device)
+        ours = self.prepare(shape) and self._plain(shape) and kernels_can_read(grads, u.device)
         return ours and all(
             g.dtype in (self._dtype(i), u.params[i].dtype) for i, g in zip(live, grads, strict=True)
         )
@@ -73,17 +73,17 @@ class FusedUpdate:
         ):
             state, made, rates = (
                 _rehearsal(u, shape),
-                idle(u.params, shape.live),
+                make_idle_plan(u.params, shape.grad_indices),
                 self._rates(keep=False),
             )
             grads = [
-                u.zero.to(self._dtype(i)) for i in shape.live
+                u.zero.to(self._dtype(i)) for i in shape.grad_indices
             ]  # an idle plan follows no pointer
             out = self._outputs(state)
             row = self._row(None, u.commit.rates.current() if out.lr is None else out.lr)
             try:
                 launch(u.device, self._launches(state, grads, made, out, rates, state.skips, row))
-                self._plans[shape] = plan(u.params, shape.live)
+                self._plans[shape] = make_launch_plan(u.params, shape.grad_indices)
             except (
                 Exception
             ) as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
@@ -101,8 +101,8 @@ class FusedUpdate:
         fused = commit.optimizer_can_skip and not hooked and u.options.clip_value is None
         held = [group["lr"].data_ptr() for group in rates.groups if isinstance(group["lr"], Tensor)]
         apart = rates.table is None or len(set(held)) == len(held)
-        few = 0 < len(shape.live) <= len(u.params) <= MOST
-        dtypes = {self._dtype(i) for i in shape.live}
+        few = 0 < len(shape.grad_indices) <= len(u.params) <= MOST
+        dtypes = {self._dtype(i) for i in shape.grad_indices}
         return fused and apart and few and len(dtypes) == 1 and dtypes.issubset(DTYPES)
 
     def _dtype(self, i: int) -> torch.dtype:
@@ -141,7 +141,7 @@ class FusedUpdate:
         self,
         state: StepState,
         grads: list[Tensor],
-        made: Plan,
+        made: LaunchPlan,
         out: Outputs,
         rates: Rated,
         tries: Tensor,
@@ -154,7 +154,7 @@ class FusedUpdate:
         sums = torch.empty(len(made.rows), device=u.device)
         flags = torch.empty_like(sums, dtype=torch.int32)
         factors = state.scale if u.scales_loss else None, state.cycle.weight if u.averages else None
-        for start, programs, some in cut(made, grads):
+        for start, programs, some in split_launches(made, grads):
             parts = made.rows[start:], sums[start:], flags[start:]
             yield (
                 found.measure,
@@ -169,12 +169,18 @@ class FusedUpdate:
             4,
         )
         if u.options.clip_norm is not None:
-            for start, programs, some in cut(made, grads):
+            for start, programs, some in split_launches(made, grads):
                 clip = made.rows[start:], out.floats[3]
                 yield found.shrink, programs, (some, *clip, len(some), BLOCK, made.turns), WARPS
 
     def _numbers(
-        self, state: StepState, made: Plan, out: Outputs, rates: Rated, tries: Tensor, line: Line
+        self,
+        state: StepState,
+        made: LaunchPlan,
+        out: Outputs,
+        rates: Rated,
+        tries: Tensor,
+        line: Line,
     ) -> tuple[Any, ...]:
         """The deciding kernel's arguments from `bad` on."""
         u, scale, table, cycle, size = (
@@ -261,8 +267,8 @@ def _rehearsal(update: "Update", shape: UpdateSignature) -> StepState:
     state = StepState.start(
         update.device, update.loss_scale.start(update.device), len(update.params)
     )
-    state.cycle.loss = torch.zeros((), dtype=shape.loss, device=update.device)
+    state.cycle.loss = torch.zeros((), dtype=shape.loss_dtype, device=update.device)
     state.cycle.weight = (
-        torch.zeros((), dtype=torch.float64, device=update.device) if shape.weighted else None
+        torch.zeros((), dtype=torch.float64, device=update.device) if shape.has_weight else None
     )
     return state

@@ -21,9 +21,9 @@ COUNTS = (8, 32, 128)  # gradients per launch, as many as the kernels are compil
 class UpdateSignature(NamedTuple):
     """What plans and kernels depend on, besides what an Update keeps for life."""
 
-    live: tuple[int, ...]
-    loss: torch.dtype
-    weighted: bool
+    grad_indices: tuple[int, ...]
+    loss_dtype: torch.dtype
+    has_weight: bool
 
     @classmethod
     def of(cls, cycle: Cycle, live: list[int]) -> "UpdateSignature":
@@ -31,7 +31,7 @@ class UpdateSignature(NamedTuple):
         return cls(tuple(live), cycle.loss.dtype, cycle.weight is not None)
 
 
-class Plan(NamedTuple):
+class LaunchPlan(NamedTuple):
     """On the device (owner, from, to) for each program and where each parameter's programs begin; where launches do."""
 
     rows: Tensor
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     longest: int
 
 
-def plan(params: Sequence[Tensor], live: Sequence[int]) -> Plan:
+def make_launch_plan(params: Sequence[Tensor], live: Sequence[int]) -> LaunchPlan:
     """A parameter without a gradient has no program."""
     order, device = {i: k for k, i in enumerate(live)}, params[0].device
     turns = _turns(params, live)
@@ -56,22 +56,24 @@ def plan(params: Sequence[Tensor], live: Sequence[int]) -> Plan:
         begins.append(len(rows))
     longest = max(b - a for a, b in pairwise(begins))
     on_device = _send(rows or [(0, 0, 0)], torch.int64, device), _send(begins, torch.int32, device)
-    return Plan(*on_device, [*starts, len(rows)], turns, longest)
+    return LaunchPlan(*on_device, [*starts, len(rows)], turns, longest)
 
 
 def _turns(params: Sequence[Tensor], live: Sequence[int]) -> int:
     return TURNS if sum(params[i].numel() for i in live) >= LARGE else 1
 
 
-def idle(params: Sequence[Tensor], live: Sequence[int]) -> Plan:
+def make_idle_plan(params: Sequence[Tensor], live: Sequence[int]) -> LaunchPlan:
     """As many launches, each of one program with nothing to do: to load the kernels."""
     launches, device = -(-len(live) // COUNTS[-1]), params[0].device
     rows = torch.zeros(launches, 3, dtype=torch.int64, device=device)
     begins = torch.zeros(len(params) + 1, dtype=torch.int32, device=device)
-    return Plan(rows, begins, list(range(launches + 1)), _turns(params, live), 0)
+    return LaunchPlan(rows, begins, list(range(launches + 1)), _turns(params, live), 0)
 
 
-def cut(made: Plan, grads: Sequence[Tensor]) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+def split_launches(
+    made: LaunchPlan, grads: Sequence[Tensor]
+) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
     """For each launch its first program, how many, and its gradients, the last repeated up to a number in COUNTS."""
     for k, (start, stop) in enumerate(pairwise(made.starts)):
         some = grads[k * COUNTS[-1] : (k + 1) * COUNTS[-1]]
@@ -80,7 +82,7 @@ def cut(made: Plan, grads: Sequence[Tensor]) -> Iterator[tuple[int, int, tuple[T
             yield start, stop - start, (*some, *[some[-1]] * (count - len(some)))
 
 
-def readable(grads: Sequence[Tensor], device: torch.device) -> bool:
+def kernels_can_read(grads: Sequence[Tensor], device: torch.device) -> bool:
     """Whether kernels may walk these in memory order, 16 bytes at a time, each gradient by itself."""
     plain = all(
         type(g) is Tensor and g.layout == torch.strided and g.dtype in DTYPES and g.device == device

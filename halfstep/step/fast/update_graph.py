@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from halfstep.cuda_graphs.capture import Lane, capturing
+from halfstep.cuda_graphs.capture import CaptureStream, capture_into
 from halfstep.step.optimizer import state_tensors
 from halfstep.step.state import StepState
 from halfstep.step.state__record import UpdateResult
@@ -26,7 +26,7 @@ MOST = 16  # captures in all: whatever changes more often than that is left to r
 ROWS = 64  # outcomes per allocation
 
 
-class Captured(NamedTuple):
+class CapturedUpdate(NamedTuple):
     """A graph, the tensors it reads gradients from (by dtype), and the outcome it leaves, packed into bytes."""
 
     graph: torch.cuda.CUDAGraph
@@ -35,18 +35,18 @@ class Captured(NamedTuple):
     like: UpdateResult
 
 
-class Replay:
+class UpdateGraph:
     """Runs `update.on_device`, replayed from a graph where one fits."""
 
     def __init__(self, update: Update) -> None:
         self.update, self.captures = update, 0
-        self._graphs: dict[Any, Captured] = {}
+        self._graphs: dict[Any, CapturedUpdate] = {}
         self._seen: tuple[Any, int] = (None, 0)
         self._rows: dict[
             Any, Iterator[tuple[Tensor, UpdateResult]]
         ] = {}  # by the dtypes that a row holds
         self._usable = update.device.type == "cuda"
-        self._lane: Lane | None = None
+        self._lane: CaptureStream | None = None
 
     def __call__(self, state: StepState, live: list[int]) -> UpdateResult:
         optimizer = self.update.commit.optimizer
@@ -58,14 +58,16 @@ class Replay:
         key = self._key(state, live)
         captured = self._graphs.get(key)
         if captured is None:
-            captured = self._settle(key, state, live)
+            captured = self._capture_if_stable(key, state, live)
         return (
             self.update.on_device(state, live)
             if captured is None
             else self._replay(captured, state)
         )
 
-    def _settle(self, key: Any, state: StepState, live: list[int]) -> Captured | None:
+    def _capture_if_stable(
+        self, key: Any, state: StepState, live: list[int]
+    ) -> CapturedUpdate | None:
         """A new graph once the same key has come three times running."""
         self._seen = (key, self._seen[1] + 1 if self._seen[0] == key else 1)
         large = sum(g.nbytes for g in state.cycle.grads if g is not None) > LIMIT_BYTES
@@ -81,15 +83,15 @@ class Replay:
         self.captures += 1
         return captured
 
-    def _capture(self, state: StepState, live: list[int]) -> Captured:
+    def _capture(self, state: StepState, live: list[int]) -> CapturedUpdate:
         graph, cycle = torch.cuda.CUDAGraph(), state.cycle
         before = cycle.grads, cycle.weight, cycle.loss
         cycle.grads = [None if g is None else torch.empty_like(g) for g in cycle.grads]
         cycle.weight = None if cycle.weight is None else torch.empty_like(cycle.weight)
         cycle.loss = None if cycle.loss is None else torch.empty_like(cycle.loss)
-        inputs, self._lane = _inputs(state), self._lane or Lane(self.update.device)
+        inputs, self._lane = _inputs(state), self._lane or CaptureStream(self.update.device)
         try:
-            with allowed(self.update), capturing(graph, self._lane):
+            with capturable_optimizer(self.update), capture_into(graph, self._lane):
                 outcome = self.update.on_device(state, live)
                 packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
         except BaseException:
@@ -98,9 +100,9 @@ class Replay:
             raise
         finally:
             cycle.grads, cycle.weight, cycle.loss = before
-        return Captured(graph, inputs, packed, outcome)
+        return CapturedUpdate(graph, inputs, packed, outcome)
 
-    def _replay(self, captured: Captured, state: StepState) -> UpdateResult:
+    def _replay(self, captured: CapturedUpdate, state: StepState) -> UpdateResult:
         for static, now in zip(captured.inputs, _inputs(state), strict=True):
             torch._foreach_copy_(static, now)
         captured.graph.replay()
@@ -160,7 +162,7 @@ def _rows(like: UpdateResult) -> Iterator[tuple[Tensor, UpdateResult]]:
 
 
 @contextmanager
-def allowed(update: Update) -> Iterator[None]:
+def capturable_optimizer(update: Update) -> Iterator[None]:
     """Fused optimizers keep their counters on the device and can be captured; Adam asks for the flag all the same."""
     is_fused = update.commit.optimizer_kind == "fused"
     groups = [g for g in update.commit.optimizer.param_groups if is_fused and "capturable" in g]

@@ -113,14 +113,15 @@ class CrossEntropy(nn.Module):
         smoothing = self.smoothing
         expect(0 <= smoothing < 1, name, "smoothing from 0 to below 1", smoothing)
 
-        over = self.smoothing_over
-        expect(over in ("all", "others"), name, "smoothing_over 'all' or 'others'", over)
+        smoothing_over = self.smoothing_over
+        is_known = smoothing_over in ("all", "others")
+        expect(is_known, name, "smoothing_over 'all' or 'others'", smoothing_over)
 
-        off = self.off_value
-        if off is not None and (over == "all" or not 0 <= off < 1):
+        off_value = self.off_value
+        if off_value is not None and (smoothing_over == "all" or not 0 <= off_value < 1):
             raise ValueError(
                 f"{name}: expected off_value from 0 to below 1 and smoothing_over='others', "
-                f"received {off!r} and {over!r}"
+                f"received {off_value!r} and {smoothing_over!r}"
             )
 
         classes = self.classes

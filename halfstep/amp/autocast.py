@@ -228,8 +228,8 @@ def _remove_mode(mode: TorchFunctionMode) -> None:
     modes_above = stack[stack.index(mode) + 1 :]
     for _ in (mode, *modes_above):
         _pop_mode()
-    for other in modes_above:
-        _push_mode(other)
+    for mode_above in modes_above:
+        _push_mode(mode_above)
 
 
 # Arguments
@@ -258,7 +258,7 @@ def _parse_dtype(
     dtype = DTYPES.get(value) if isinstance(value, str) else value
     if dtype in choices:
         return dtype
-    names = [name for name, known in DTYPES.items() if known in choices]
+    names = [name for name, dtype in DTYPES.items() if dtype in choices]
     raise ValueError(
         f"{argument}: expected one of {', '.join(names)} or the torch.dtype{reason}, "
         f"received {value!r}"

@@ -265,8 +265,8 @@ class GradScaler(torch.amp.GradScaler):
         """torch's five keys, and ours under "halfstep", which torch ignores; empty if disabled."""
         if not self._enabled:
             return {}
-        ours = {**asdict(self.settings), **asdict(self._streak.read())}
-        return {**super().state_dict(), "halfstep": ours}
+        extra = {**asdict(self.settings), **asdict(self._streak.read())}
+        return {**super().state_dict(), "halfstep": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads torch's state or ours.
@@ -274,9 +274,9 @@ class GradScaler(torch.amp.GradScaler):
         With torch's, the settings stay as constructed and the counts begin at 0.
         """
         defaults = {**asdict(self.settings), **asdict(SkipCounts())}
-        ours = {**defaults, **state_dict.get("halfstep", {})}
-        settings = ScalerSettings(**{f.name: ours[f.name] for f in fields(ScalerSettings)})
-        counts = SkipCounts(**{f.name: ours[f.name] for f in fields(SkipCounts)})
+        extra = {**defaults, **state_dict.get("halfstep", {})}
+        settings = ScalerSettings(**{f.name: extra[f.name] for f in fields(ScalerSettings)})
+        counts = SkipCounts(**{f.name: extra[f.name] for f in fields(SkipCounts)})
 
         super().load_state_dict(state_dict)
         if not self._enabled:

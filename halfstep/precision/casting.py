@@ -88,11 +88,12 @@ def _check_globs(net: nn.Module, precision: Precision) -> None:
     module_names = [name for name, _ in net.named_modules() if name]
     for glob, _ in precision.keep:
         if not any(fnmatchcase(name, glob) for name in module_names):
-            shown = ", ".join(module_names[:_MAX_NAMES_SHOWN])
+            listed_names = ", ".join(module_names[:_MAX_NAMES_SHOWN])
             if len(module_names) > _MAX_NAMES_SHOWN:
-                shown += ", …"
+                listed_names += ", …"
             raise ValueError(
-                f"keep={{{glob!r}: …}} matches no module of the network; its modules are: {shown}"
+                f"keep={{{glob!r}: …}} matches no module of the network; "
+                f"its modules are: {listed_names}"
             )
 
 

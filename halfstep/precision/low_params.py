@@ -1,8 +1,8 @@
 """16-bit weights: low copies of fp32 masters, and low parameters that are updated in fp32.
 
-O2 and O3 compute with low copies of float32 parameters: LowCopies. fp16 and bf16 store the
-parameters themselves low; there an update is often smaller than half a unit of the low dtype and
-would be lost. Fp32 arithmetic with stochastic rounding or a Kahan residue stores it: Widened.
+O2 and O3 compute with low copies of float32 parameters. fp16 and bf16 store the parameters
+themselves low; there an update is often smaller than half a unit of the low dtype and would be
+lost. float32 arithmetic with stochastic rounding, or with a Kahan residue, keeps it.
 """
 
 from collections.abc import Iterator, Sequence

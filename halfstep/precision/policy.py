@@ -367,9 +367,9 @@ def _unknown_word_message(received: str, word: str) -> str:
     if close:
         corrected = received.replace(f"+{word}", f"+{close}")
         suggestion = f" Did you mean {corrected!r}?"
-    known = f"fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus"
     return (
-        f"precision: received {received!r}, expected {known}, "
+        f"precision: received {received!r}, "
+        f"expected fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus, "
         f"as in O2+bf16 or fp16+kahan.{suggestion}"
     )
 

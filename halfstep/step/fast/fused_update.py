@@ -19,10 +19,10 @@ from halfstep.step.fast.fused_update__quick_plan import (
     WARPS,
     LaunchPlan,
     UpdateSignature,
-    split_launches,
+    kernels_can_read,
     make_idle_plan,
     make_launch_plan,
-    kernels_can_read,
+    split_launches,
 )
 from halfstep.step.state import StepState
 from halfstep.step.state__record import RecordTarget, UpdateResult

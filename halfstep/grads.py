@@ -89,7 +89,7 @@ class GradManagerGroup:
             manager._recording_with = ()
 
     def backward(self, y: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False) -> None:
-        """Adds d sum(dy·y) to `.grad` of the attached tensors that y depends on; dy is 1 by default.
+        """Adds d sum(dy·y) to `.grad` of the attached tensors that y depends on; dy defaults to 1.
 
         Ends the recording, also after an error.
         """

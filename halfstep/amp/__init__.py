@@ -34,7 +34,7 @@ class AmpModule(ModuleType):
 
     @property
     def enabled(self) -> bool:
-        """Whether autocast is on in this thread, by the switch or by a block. Setting it switches."""
+        """Whether autocast is on in this thread, by the switch or a block. Setting it switches."""
         return is_enabled()
 
     @enabled.setter

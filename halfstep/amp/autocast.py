@@ -266,7 +266,7 @@ def _parse_dtype(
 
 
 def _wrong_arguments_message(enabled: object, torch_arguments: dict[str, Any]) -> str:
-    """What to write instead of torch.autocast's arguments, or of a decorator without parentheses."""
+    """What to write instead of torch.autocast's arguments, or a decorator without parentheses."""
     if not torch_arguments and not isinstance(enabled, str | torch.dtype | torch.device):
         return (
             f"enabled: expected True or False, received {type(enabled).__name__}, "

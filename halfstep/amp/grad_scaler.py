@@ -338,7 +338,7 @@ class GradScaler(torch.amp.GradScaler):
         scale.clamp_(self.settings.floor, self.settings.cap)
 
     def _clamp_growth_tracker(self) -> None:
-        """torch grows the scale at interval - 1 only: a tracker beyond it would never grow again."""
+        """torch grows the scale at interval - 1 only: a tracker beyond that would never grow it."""
         if self._growth_interval == 0:
             return
         self._init_growth_tracker = min(self._init_growth_tracker, self._growth_interval - 1)

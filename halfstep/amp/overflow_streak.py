@@ -34,7 +34,7 @@ class SkipCounts:
 
 
 class SkipStreak:
-    """Skips in all and in a row, as one tensor on the device that the host reads without waiting."""
+    """Skips in all and in a row: one tensor on the device, read by the host without waiting."""
 
     def __init__(self) -> None:
         self._start = SkipCounts()

@@ -13,7 +13,7 @@ from halfstep.engine.events import Events
 from halfstep.engine.events__callback import Callback
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Run
-from halfstep.engine.run__rows import Row, StepPosition, read
+from halfstep.engine.run__rows import StepPosition, Row, read
 from halfstep.engine.run__rows import rows as make
 from halfstep.engine.run__timing import Timing
 from halfstep.engine.signals import Signals

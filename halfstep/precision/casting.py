@@ -113,7 +113,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
-    """`forward` with its inputs in `dtype`: low weights need low inputs, wherever they come from."""
+    """`forward` with its inputs in `dtype`: low weights need low inputs, whatever comes in."""
 
     @wraps(forward)
     def forward_with_cast_inputs(*args: Any, **kwargs: Any) -> Any:

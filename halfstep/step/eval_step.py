@@ -13,11 +13,11 @@ from halfstep.precision.backend_flags import backend
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import (
     Objective,
-    at_least_fp32,
-    batch_size,
-    find_loss,
     loss_arguments,
+    find_loss,
+    batch_size,
     to_device,
+    at_least_fp32,
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
-from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
+from halfstep.step.loss_terms import Count, loss_terms, hugging_face_count
 
 Batch = tuple[Any, ...]
 Run = Callable[..., tuple[Tensor, Count | None]]

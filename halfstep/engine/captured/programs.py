@@ -8,13 +8,13 @@ from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, CapturedGraph, Grap
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
-    module_attributes,
     restore_attributes,
+    module_attributes,
 )
 from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import UNCAPTURABLE
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.static_step import MissingOptimizerState, StaticStep, step_guards
+from halfstep.engine.captured.static_step import StaticStep, MissingOptimizerState, step_guards
 from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfstep.cuda_graphs.capture import rng_generation
-from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
+from halfstep.cuda_graphs.guards import module_guards, optimizer_guards, addresses
 from halfstep.precision.backend_flags import backend
 from halfstep.step.commit__select import foreach_copy
 from halfstep.step.fast.update_graph import capturable_optimizer

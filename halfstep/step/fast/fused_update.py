@@ -19,10 +19,10 @@ from halfstep.step.fast.fused_update__quick_plan import (
     WARPS,
     LaunchPlan,
     UpdateSignature,
-    kernels_can_read,
+    split_launches,
     make_idle_plan,
     make_launch_plan,
-    split_launches,
+    kernels_can_read,
 )
 from halfstep.step.state import StepState
 from halfstep.step.state__record import RecordTarget, UpdateResult

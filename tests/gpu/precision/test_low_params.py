@@ -27,7 +27,8 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
     grads: list[Tensor | None] = [torch.randn(s, device="cuda").to(low) for s in MLP]
     copies.cast_masters()
     widen(grads, [torch.float32] * len(grads))
-    there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    there = torch.cuda.CUDAGraph()
+    back = torch.cuda.CUDAGraph()
     with torch.cuda.graph(there):
         made = copies.cast_masters()
     with torch.cuda.graph(back):
@@ -48,10 +49,8 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
 def test_gradients_through_captured_copies() -> None:
     """Forward and backward in one graph: gradients arrive at the masters, in their dtype."""
     p = nn.Parameter(torch.randn(300, 300, device="cuda"))
-    copies, x = (
-        LowCopies([p], [torch.float16]),
-        torch.randn(8, 300, device="cuda", dtype=torch.float16),
-    )
+    copies = LowCopies([p], [torch.float16])
+    x = torch.randn(8, 300, device="cuda", dtype=torch.float16)
 
     def run() -> Tensor:
         (low,) = copies.cast_masters()

@@ -10,6 +10,7 @@ from halfstep.precision import split
 from halfstep.precision.low_params import LowCopies
 from halfstep.precision.split import split_alike
 
+# the third: channels last
 SHAPES = [
     (300, 101),
     (7,),
@@ -18,7 +19,7 @@ SHAPES = [
     (0, 3),
     (4096,),
     (4097,),
-]  # the third: channels last
+]
 
 
 def pair(low: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.precision.low_params import round_stochastically, rounding_key
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
 LOWS = [F16, BF16]
 EDGES = [  # dtype, its largest value, halfway to the next step, which nearest rounding overflows, and a value beyond
     (F16, 65504.0, 65520.0, 70000.0),
@@ -27,9 +29,11 @@ def neighbours(value: float, low: torch.dtype) -> tuple[float, float]:
     """The representable values just below and just above a value that is not representable, by magnitude."""
     near = torch.tensor(abs(value), dtype=torch.float64).to(low)
     if near.double().item() > abs(value):
-        up, down = near, torch.nextafter(near, torch.zeros_like(near))
+        up = near
+        down = torch.nextafter(near, torch.zeros_like(near))
     else:
-        up, down = torch.nextafter(near, torch.full_like(near, math.inf)), near
+        up = torch.nextafter(near, torch.full_like(near, math.inf))
+        down = near
     return math.copysign(down.double().item(), value), math.copysign(up.double().item(), value)
 
 
@@ -84,9 +88,8 @@ def test_a_representable_value_never_moves(low: torch.dtype, device: torch.devic
     for update in range(3):
         out = round_stochastically(patterns.float(), low, key(update, 0, device))
         real = ~patterns.isnan()
-        assert torch.equal(
-            out[real].view(torch.int16), patterns[real].view(torch.int16)
-        )  # signs of zero included
+        # signs of zero included
+        assert torch.equal(out[real].view(torch.int16), patterns[real].view(torch.int16))
         assert out[~real].isnan().all()
 
 
@@ -121,18 +124,17 @@ def test_the_draws_are_a_function_of_update_parameter_and_element(
     x = torch.full((4096,), 1.0 + 2.0**-12, device=device)
     one = round_stochastically(x, low, key(7, 2, device))
     assert torch.equal(one, round_stochastically(x, low, key(7, 2, device)))
-    assert torch.equal(
-        one, round_stochastically(x.view(64, 64), low, key(7, 2, device)).view(-1)
-    )  # the shape does not matter
+    # the shape does not matter
+    assert torch.equal(one, round_stochastically(x.view(64, 64), low, key(7, 2, device)).view(-1))
     assert torch.equal(one[:100], round_stochastically(x[:100], low, key(7, 2, device)))
+    # nor the device
     assert torch.equal(
         one, round_stochastically(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
-    )  # nor the device
+    )
     for other in (key(8, 2, device), key(7, 3, device)):
         differs = (round_stochastically(x, low, other) != one).float().mean().item()
-        p = (
-            2.0**-2 if low == F16 else 2.0**-5
-        )  # of rounding up, so two independent draws differ with 2 p (1 - p)
+        # of rounding up, so two independent draws differ with 2 p (1 - p)
+        p = 2.0**-2 if low == F16 else 2.0**-5
         assert differs == pytest.approx(2 * p * (1 - p), abs=5 * math.sqrt(0.25 / 4096))  # z = 5
 
 
@@ -170,10 +172,9 @@ def drift(
     return net.w.detach().double(), step
 
 
-UPDATES, LR = (
-    400,
-    6e-5,
-)  # 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
+# 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
+UPDATES = 400
+LR = 6e-5
 
 
 def test_nearest_loses_small_updates(device: torch.device) -> None:
@@ -192,12 +193,12 @@ def test_kahan_lands_on_the_exact_sum(device: torch.device) -> None:
 
 def test_stochastic_lands_near_the_exact_sum_and_on_it_in_the_mean(device: torch.device) -> None:
     w, _ = drift("stochastic", "fp16", device, LR, UPDATES)
-    exact, unit = 1.0 - UPDATES * LR, 2.0**-11
+    exact = 1.0 - UPDATES * LR
+    unit = 2.0**-11
     p = LR / unit
     sigma = unit * math.sqrt(UPDATES * p * (1 - p))  # a sum of independent roundings
-    assert (
-        w - exact
-    ).abs().max().item() <= 6 * sigma  # z = 6 for 256 elements: one false alarm in a million
+    # z = 6 for 256 elements: one false alarm in a million
+    assert (w - exact).abs().max().item() <= 6 * sigma
     assert abs(w.mean().item() - exact) <= 5 * sigma / math.sqrt(256)
 
 
@@ -206,9 +207,8 @@ def test_a_weight_of_one_moves_under_updates_of_6e_minus_4_in_float16_and_under_
     rounding: str, device: torch.device
 ) -> None:
     half, _ = drift(rounding, "fp16", device, 6e-4, 100)
-    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(
-        100 * 0.25
-    )  # z = 6 when stochastic
+    # z = 6 when stochastic
+    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(100 * 0.25)
     brain, _ = drift(rounding, "bf16", device, 1e-3, 100)
     assert (brain.mean() - 0.9).abs().item() <= 2.0**-9 + 6 * 2.0**-8 * math.sqrt(100 * 0.25 / 256)
     still, _ = drift("nearest", "bf16", device, 1e-3, 100)
@@ -271,9 +271,8 @@ def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(
         "exp_avg": F32,
         "exp_avg_sq": F32,
     }
-    assert not torch.equal(
-        moments["exp_avg"], moments["exp_avg"].half().float()
-    )  # not rounded on the way either
+    # not rounded on the way either
+    assert not torch.equal(moments["exp_avg"], moments["exp_avg"].half().float())
     saved = copy.deepcopy(step.state_dict())
     torch.manual_seed(0)
     twin, *_ = adam(rounding, device)

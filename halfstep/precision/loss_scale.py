@@ -109,7 +109,7 @@ class NoScale:
     """No loss scaling: the seed gradient is 1."""
 
     is_active: ClassVar[Literal[False]] = False
-    on_skips: ClassVar[OnSkips] = "raise"
+    on_skips: ClassVar[OnSkips] = "raise"  # nothing is skipped for want of a better scale
 
     def start(self, device: torch.device) -> ScaleState:
         """The state before the first update."""

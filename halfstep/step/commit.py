@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.precision.low_params__rounding import Widened
+from halfstep.precision.low_params import Widened
 from halfstep.step.optimizer import LearningRates, OptimizerKind, state_tensors
 from halfstep.step.rollback import Buffers, Snapshot
 from halfstep.step.state import StepState

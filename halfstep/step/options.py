@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import Notice
 from halfstep.precision import Precision
-from halfstep.precision.casting__plan import batch_coupled
+from halfstep.precision.casting import batch_coupled
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import OptimizerKind, named_parameters
 from halfstep.utils.checks import expect

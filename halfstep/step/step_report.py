@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from halfstep.precision.casting__observe import Observed
+from halfstep.precision.casting import Observed
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import backend, check_deterministic
-from halfstep.precision.low_params__rounding import Widened
+from halfstep.precision.low_params import Widened
 from halfstep.step import overflow
 from halfstep.step.accumulate import Accumulate
 from halfstep.step.commit import Commit, averages_as_weights, start_averages

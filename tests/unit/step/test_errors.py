@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.backend_flags import check_deterministic, refuse
+from halfstep.precision.backend_flags import check_deterministic, check_supported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROOT = Path(hs.__file__).parent
@@ -244,8 +244,8 @@ PRECISIONS = {
     "dtype": precision("expected one of;bfloat16;received 'half'", {**O1, "dtype": "half"}, {**O1, "dtype": "fp16"}),
     "low dtype": precision("'float16' or 'bfloat16';received 'fp32'", {**O2, "dtype": "fp32"}, {**O2, "dtype": "bf16"}),
     "no dtype": precision("'bf16';received 'fp16';O1, O2", {"name": "bf16", "dtype": "fp16"}, {**O1, "dtype": "fp16"}),
-    "rounding": precision("nearest, stochastic, kahan;received 'up'", {"rounding": "up"}, {"rounding": "nearest"}),
-    "kernels": precision("one of auto, torch;received 'fast'", {"kernels": "fast"}, {"kernels": "torch"}),
+    "rounding": precision("'nearest', 'stochastic', 'kahan';received 'up'", {"rounding": "up"}, {"rounding": "nearest"}),
+    "kernels": precision("one of 'auto', 'torch';received 'fast'", {"kernels": "fast"}, {"kernels": "torch"}),
     "wide": precision("'kahan';'O2';'fp16'", {**O2, "rounding": "kahan"}, {"name": "fp16", "rounding": "kahan"}),
     "norms": precision(
         "keep_batchnorm_fp32;None;'fp32';O2, O3", {"keep_batchnorm_fp32": True}, {}, {**O2, "keep_batchnorm_fp32": True}
@@ -258,12 +258,12 @@ PRECISIONS = {
         lambda: runs(step(nn.Sequential(linear()), precision=hs.Precision("O2", keep={"0": "fp32"}))),
     ),
     "tf32": Case(
-        lambda: refuse(hs.Precision("tf32"), CPU), ("CUDA", "cpu", "'fp32'", "'O1'"),
-        lambda: (refuse(hs.Precision("fp32"), CPU), refuse(hs.Precision("O1"), CPU)),
+        lambda: check_supported(hs.Precision("tf32"), CPU), ("CUDA", "cpu", "'fp32'", "'O1'"),
+        lambda: (check_supported(hs.Precision("fp32"), CPU), check_supported(hs.Precision("O1"), CPU)),
     ),
     "mps": Case(
-        lambda: refuse(hs.Precision("fp64"), MPS), ("float64", "'fp32'", "'cpu'"),
-        lambda: (refuse(hs.Precision("fp32"), MPS), refuse(hs.Precision("fp64"), CPU)),
+        lambda: check_supported(hs.Precision("fp64"), MPS), ("float64", "'fp32'", "'cpu'"),
+        lambda: (check_supported(hs.Precision("fp32"), MPS), check_supported(hs.Precision("fp64"), CPU)),
     ),
     "cublas": Case(lambda: cublas(None), ("expected CUBLAS", "received None", ":4096:8"), lambda: cublas(":4096:8")),
     "lazy": Case(lambda: lazy(forward=False), ("'weight'", "run one forward"), lambda: lazy(forward=True)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.precision import Precision
-from halfstep.precision.backend_flags import refuse
+from halfstep.precision.backend_flags import check_supported
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
 from halfstep.utils.text import plural
 
@@ -79,7 +79,7 @@ class Settings:
 
         device = chosen(self.device)
         for precision in self.precisions:
-            refuse(Precision.parse(precision), device)
+            check_supported(Precision.parse(precision), device)
         _refuse_synonyms(self.precisions)
 
     @property

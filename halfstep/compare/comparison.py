@@ -264,7 +264,7 @@ def _inspect_model(model: Model, data: TrainTestData, settings: Settings) -> Res
         for name, module_dtypes in report.modules.items()
     ]
     final_scale = None
-    if "NoScale" not in report.choices["loss scale"]:
+    if model.step.applied.precision.loss_scale.is_active:
         final_scale = float(model.step.state.scale)
     return {
         "correct": verdict.pack_bits(_correct_samples(outputs, labels)),

@@ -357,7 +357,11 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
     def advice(times: dict[str, tuple[float, ...]]) -> dict[str, Any]:
         runs = [
             result(
-                name, seed, 1 - count / 4000, times[name][seed], pack_bits(torch.arange(4000) >= count)
+                name,
+                seed,
+                1 - count / 4000,
+                times[name][seed],
+                pack_bits(torch.arange(4000) >= count),
             )
             for name, count in wrong.items()
             for seed in (0, 1, 2)

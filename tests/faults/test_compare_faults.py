@@ -104,7 +104,7 @@ def reproducible_results(summary: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_same_command_goes_on_after_a_kill_and_after_signals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second run of two ends in step 8 of 15. It has the third network: one was for checking."""
+    """The second run of two ends in step 8 of 15. It has the third network."""
     exit_codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
     children = {kind: start_process(kind.name, f"3 8 {int(kind)}") for kind in exit_codes}
     uninterrupted = reproducible_results(compare(settings(), "whole"))

@@ -62,24 +62,24 @@ class Asked:
         return Settings(precisions=(self.precision,), seeds=(self.seed,), **shared)
 
 
-def make(asked: Asked, *, training: bool = False) -> Built:
+def make(train_settings: Asked, *, training: bool = False) -> Built:
     """Builds the run: a new model, its training data and the other arguments of `fit`.
 
     `training`: also give the notices that concern training.
     """
     from halfstep.experiment.build import seed_everything
 
-    seed_everything(asked.seed)
-    if asked.build is not None:
-        return call_builder(builder_of(asked.build))
-    return _build_from_settings(asked, training=training)
+    seed_everything(train_settings.seed)
+    if train_settings.build is not None:
+        return call_builder(builder_of(train_settings.build))
+    return _build_from_settings(train_settings, training=training)
 
 
-def _build_from_settings(asked: Asked, *, training: bool) -> Built:
+def _build_from_settings(train_settings: Asked, *, training: bool) -> Built:
     from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
     from halfstep.experiment.datasets import material
 
-    settings = asked.settings()
+    settings = train_settings.settings()
     data = material(settings)
     check_one_batch(settings, data)
     if training:
@@ -87,14 +87,14 @@ def _build_from_settings(asked: Asked, *, training: bool) -> Built:
     model = build_model(
         settings,
         data,
-        asked.precision,
-        asked.seed,
-        accumulate=asked.accumulate,
-        clip_norm=asked.clip_norm,
-        ema=asked.ema,
+        train_settings.precision,
+        train_settings.seed,
+        accumulate=train_settings.accumulate,
+        clip_norm=train_settings.clip_norm,
+        ema=train_settings.ema,
     )
-    train_batches = data.train_batches(asked.seed, asked.batch)
-    return Built(model, train_batches, {"valid": data.test_batches(asked.batch)})
+    train_batches = data.train_batches(train_settings.seed, train_settings.batch)
+    return Built(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
 
 
 def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
@@ -104,29 +104,36 @@ def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
     """
     if build:
         return builder_of(build)
-    asked = read(run)
-    if asked is None:
+    train_settings = read(run)
+    if train_settings is None:
         raise ValueError(f"{what}: say how the run was built: --build package.module:function")
 
     def build_again() -> dict[str, Any]:
-        parts = make(asked)
+        parts = make(train_settings)
         arguments = dict(parts.arguments)
         arguments.pop("valid", None)
         arguments.pop("resume", None)
-        return {**arguments, "model": parts.model, "data": parts.data, "epochs": asked.epochs}
+        return {
+            **arguments,
+            "model": parts.model,
+            "data": parts.data,
+            "epochs": train_settings.epochs,
+        }
 
     return build_again
 
 
-def changed(asked: Asked, **overrides: Any) -> Asked:
+def changed(train_settings: Asked, **overrides: Any) -> Asked:
     """The settings with those of the command line instead; None means not set there."""
-    return replace(asked, **{name: value for name, value in overrides.items() if value is not None})
+    return replace(
+        train_settings, **{name: value for name, value in overrides.items() if value is not None}
+    )
 
 
 # The folder
 
 
-def write(folder: Path, asked: Asked, command: str) -> None:
+def write(folder: Path, train_settings: Asked, command: str) -> None:
     """Writes run.json."""
     from halfstep.experiment.machine import environment
     from halfstep.experiment.settings import chosen
@@ -135,8 +142,8 @@ def write(folder: Path, asked: Asked, command: str) -> None:
         "halfstep_train": FORMAT_VERSION,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
-        "environment": environment(chosen(asked.device)),
-        "asked": asdict(asked),
+        "environment": environment(chosen(train_settings.device)),
+        "asked": asdict(train_settings),
     }
     write_json(folder / RUN, content)
 
@@ -164,13 +171,13 @@ def read(run: Path) -> Asked | None:
     return Asked(**saved)
 
 
-def check(folder: Path, asked: Asked) -> None:
+def check(folder: Path, train_settings: Asked) -> None:
     """Refuses to go on with other settings than the run in the folder has; names the difference."""
     before = read(folder)
     if before is None:
         return
     old = asdict(before)
-    new = asdict(asked)
+    new = asdict(train_settings)
     forbidden: list[str] = []
     allowed: list[str] = []
     for name in old:

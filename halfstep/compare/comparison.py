@@ -313,7 +313,7 @@ def _counts_and_times(curves: RunCurves, steps_per_epoch: int, samples_per_epoch
 def _describe_error(error: Exception) -> str:
     """The error, its notes, and the sample of a user's data set that raised it."""
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    failing_sample = sample(error)
-    if failing_sample:
-        lines.append(failing_sample)
+    sample_note = sample(error)
+    if sample_note is not None:
+        lines.append(sample_note)
     return "\n".join(lines)

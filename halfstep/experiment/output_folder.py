@@ -69,7 +69,8 @@ def check_same_comparison(
         return
     if not isinstance(before, dict) or before.get("halfstep_compare") != FORMAT_VERSION:
         raise ValueError(
-            f"out: {out}/{SUMMARY} is not a comparison of this version. Name another folder: --out"
+            f"out: {out}/{SUMMARY} is not a comparison of this version. "
+            "Name another folder: --out"
         )
 
     spec_changes = _compare_specs(before["spec"], spec)

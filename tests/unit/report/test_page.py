@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep.cli.report import report as command
 from halfstep.report import charts, markdown, page, read, series, write
-from halfstep.report import series__axes as axes
-from halfstep.report import text as numbers
-from halfstep.report.load__values import parse
-from halfstep.report.page import embedded
+from halfstep.report import number_format as fmt
+from halfstep.report.axis import MAX_VALUE, linear_axis, log_axis
+from halfstep.report.html_page import embed_json
+from halfstep.report.report_data import parse_summary
 from tests.support.report_fixtures import HOSTILE, comparison, fail, hostile, result
 
 VOID = {"meta", "link", "input", "br", "path", "rect"}
@@ -225,7 +225,7 @@ def test_hostile_names_are_text_everywhere() -> None:
 )
 @example(["</script><!--<script>&\u2028\u2029"])
 def test_embedded_json_comes_back_and_cannot_end_its_element(value: Any) -> None:
-    made = embedded(value)
+    made = embed_json(value)
     assert json.loads(made) == value
     assert not set("<>&\u2028\u2029") & set(made)
 
@@ -259,17 +259,17 @@ def test_numbers_as_text() -> None:
         -2.5: "−2.50",
         1e12: "1.00e12",
     }
-    assert {value: numbers.short(value) for value in short} == short
+    assert {value: fmt.format_number(value) for value in short} == short
     sizes = {0: "0 B", 1023: "1,023 B", 1536: "1.50 KiB", 2**30: "1.00 GiB", 2**60: "1,048,576 TiB"}
-    assert {value: numbers.size(value) for value in sizes} == sizes
+    assert {value: fmt.format_bytes(value) for value in sizes} == sizes
     scales = {1.0: "1.00", 65536.0: "2¹⁶", 2.0**-14: "2⁻¹⁴", 49152.0: "49,152", 0.0: "0"}
-    assert {value: numbers.scale(value) for value in scales} == scales
-    assert numbers.points(0.125, None) == "+0.12"  # Python rounds halves to even
+    assert {value: fmt.format_loss_scale(value) for value in scales} == scales
+    assert fmt.format_points(0.125, None) == "+0.12"  # Python rounds halves to even
     assert (
-        numbers.short(None)
-        == numbers.size(None)
-        == numbers.scale(None)
-        == numbers.points(None)
+        fmt.format_number(None)
+        == fmt.format_bytes(None)
+        == fmt.format_loss_scale(None)
+        == fmt.format_points(None)
         == "–"
     )
 
@@ -278,41 +278,41 @@ def test_numbers_as_text() -> None:
 def test_axes_hold_their_values_and_mark_round_ones(
     values: list[float], log: bool, most: int
 ) -> None:
-    axis = axes.around(values, log=log)
-    kept = [min(axes.HUGE, max(-axes.HUGE, v)) for v in values if v > 0 or not log]
-    assert axis.lo < axis.hi
-    assert all(0 <= axis.at(v) <= 1 for v in kept)
+    axis = log_axis(values) if log else linear_axis(values)
+    kept = [min(MAX_VALUE, max(-MAX_VALUE, v)) for v in values if v > 0 or not log]
+    assert axis.low < axis.high
+    assert all(0 <= axis.fraction(v) <= 1 for v in kept)
     ticks = axis.ticks(most)
     assert len(ticks) <= most
-    air = 1e-9 * max(abs(axis.lo), abs(axis.hi))
-    assert all(axis.lo - air <= v <= axis.hi + air for v in ticks)
+    air = 1e-9 * max(abs(axis.low), abs(axis.high))
+    assert all(axis.low - air <= v <= axis.high + air for v in ticks)
 
 
 def test_short_curves_are_the_mean_and_the_range_of_the_seeds() -> None:
     made = comparison(("fp32", "O1"), 3, steps=90)
-    found = series.by_step(parse(made), "loss")
+    found = series.curves_by_step(parse_summary(made), "loss")
     table = np.array([run["curve"]["loss"] for run in made["runs"] if run["precision"] == "O1"])
     line = found.lines[1]
     assert found.x == list(range(1, 91))
     assert np.allclose(line.mid, table.mean(0), rtol=1e-15)  # sums of three in another order
-    assert line.lo == table.min(0).tolist()
-    assert line.hi == table.max(0).tolist()
+    assert line.low == table.min(0).tolist()
+    assert line.high == table.max(0).tolist()
 
 
 def test_long_curves_are_averaged_in_even_bins() -> None:
     made = comparison(("fp32",), 1, steps=5000)
     curve = made["runs"][0]["curve"]
-    found = series.by_step(parse(made), "loss")
-    edges = np.linspace(1, 5000, series.MOST + 1)
-    place = np.clip(np.digitize(curve["step"], edges) - 1, 0, series.MOST - 1)
-    means = [np.array(curve["loss"])[place == i].mean() for i in range(series.MOST)]
+    found = series.curves_by_step(parse_summary(made), "loss")
+    edges = np.linspace(1, 5000, series.MAX_BINS + 1)
+    place = np.clip(np.digitize(curve["step"], edges) - 1, 0, series.MAX_BINS - 1)
+    means = [np.array(curve["loss"])[place == i].mean() for i in range(series.MAX_BINS)]
     assert np.allclose(found.lines[0].mid, means, rtol=1e-12)  # sums in another order
     assert np.allclose(found.x, edges[1:])
 
 
 def test_the_loss_scale_keeps_every_jump_and_invents_no_value() -> None:
     made = comparison(("O1",), 3, steps=5000)
-    curves = charts.scaling(parse(made)).curves
+    curves = charts.loss_scale_chart(charts.loss_scale_curves(parse_summary(made))).curves
     seen = [run["curve"] for run in made["runs"]]
     jumps = {
         c["step"][i]
@@ -321,8 +321,8 @@ def test_the_loss_scale_keeps_every_jump_and_invents_no_value() -> None:
         if c["scale"][i] != c["scale"][i - 1]
     }
     assert jumps <= set(curves.x)
-    assert set(curves.lines[0].values()) <= {v for c in seen for v in c["scale"]}
-    assert curves.lines[0].hi[0] == 65536.0
+    assert set(curves.lines[0].known_values()) <= {v for c in seen for v in c["scale"]}
+    assert curves.lines[0].high[0] == 65536.0
 
 
 def test_a_loss_scale_that_never_moved_is_said_and_not_drawn() -> None:
@@ -338,11 +338,11 @@ def test_a_loss_scale_that_never_moved_is_said_and_not_drawn() -> None:
 def test_failed_runs_stay_out_of_means_unless_there_are_no_others() -> None:
     made = comparison(("fp32", "O1"), 2, steps=90)
     fail(made, "O1", 1, "out of memory", keep=10)
-    line = series.by_step(parse(made), "loss").lines[1]
+    line = series.curves_by_step(parse_summary(made), "loss").lines[1]
     assert line.mid == made["runs"][2]["curve"]["loss"]
     assert line.seeds == 1
     fail(made, "O1", 0, "out of memory", keep=20)
-    line = series.by_step(parse(made), "loss").lines[1]
+    line = series.curves_by_step(parse_summary(made), "loss").lines[1]
     assert [v is None for v in line.mid] == [False] * 20 + [True] * 70
     tree = Tree(page(made))
     assert "2 runs failed and are left out of the means" in tree.text
@@ -350,9 +350,9 @@ def test_failed_runs_stay_out_of_means_unless_there_are_no_others() -> None:
 
 
 def test_one_diverged_run_does_not_flatten_the_others() -> None:
-    loss = charts.training(parse(diverged()))[0]
+    loss = charts.training_charts(parse_summary(diverged()))[0]
     highest = max(max(run["curve"]["loss"]) for run in diverged()["runs"][:3])
-    assert loss.y_axis.hi < 2 * highest
+    assert loss.y_axis.high < 2 * highest
     assert "fp16 up to 1.00e38" in loss.note
 
 
@@ -549,7 +549,7 @@ def test_a_log_is_a_page_with_the_numbers_of_the_run(tmp_path: Path) -> None:
     )
     history = hs.History()
     model.fit(3, data, valid=data, callbacks=[hs.JSONLLog(tmp_path / "log.jsonl"), history])
-    report = parse(read(tmp_path))
+    report = parse_summary(read(tmp_path))
     curve = report.runs[0].curve
     assert list(curve["loss"]) == history.rows["loss"]
     assert list(curve["scale"]) == history.rows["scale"]
@@ -564,7 +564,7 @@ def test_a_log_that_is_still_written_and_one_that_is_damaged(tmp_path: Path) -> 
     log = tmp_path / "log.jsonl"
     line = '{"kind": "step", "epoch": 1, "global_step": %d, "loss": %s, "scale": 1.0, "lr": [0.1, 0.2], "skipped": false}'
     log.write_text(f"{line % (1, 0.5)}\n{line % (2, chr(34) + 'NaN' + chr(34))}\n" + '{"kind": "st')
-    run = parse(read(log)).runs[0]
+    run = parse_summary(read(log)).runs[0]
     assert run.curve == {"step": (1, 2), "loss": (0.5, None), "scale": (1, 1), "lr": (0.1, 0.1)}
     log.write_text(f"{line % (1, 0.5)}\nbroken\n{line % (2, 0.4)}\n")
     with pytest.raises(ValueError, match=r"line 2 of .*log.jsonl.*Cut that line out"):
@@ -572,7 +572,7 @@ def test_a_log_that_is_still_written_and_one_that_is_damaged(tmp_path: Path) -> 
     log.write_text(
         "".join(each for each in log.read_text().splitlines(keepends=True) if each != "broken\n")
     )
-    assert parse(read(tmp_path)).runs[0].curve["loss"] == (0.5, 0.4)
+    assert parse_summary(read(tmp_path)).runs[0].curve["loss"] == (0.5, 0.4)
     log.write_text(log.read_text() + "broken\n")  # a whole line: nobody is still writing it
     with pytest.raises(ValueError, match="line 3 of"):
         read(tmp_path)
@@ -587,7 +587,7 @@ def test_long_logs_are_taken_evenly(tmp_path: Path) -> None:
         for i in range(1, 10_001)
     ]
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
-    steps = parse(read(tmp_path)).runs[0].curve["step"]
+    steps = parse_summary(read(tmp_path)).runs[0].curve["step"]
     assert (len(steps), steps[0], steps[-1]) == (500, 1, 10_000)
     assert set(np.diff(steps)) <= {20, 21}
 

@@ -164,7 +164,7 @@ def test_outputs_without_logits_stay_as_they_are(outputs: Any) -> None:
 
 NINE = r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; give scores of every class, \[N, c"
 BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: Accuracy(0), ValueError, "top as 1 or more classes, received 0"),
+    (lambda: Accuracy(0), ValueError, "Accuracy: top: expected a whole number of classes, 1 or more, received 0"),
     (
         lambda: Accuracy(4).update(torch.ones(2, 3), torch.ones(2).long()),
         ValueError,
@@ -552,7 +552,7 @@ def test_a_group_is_its_metrics() -> None:
     other.load_state_dict(metrics.state_dict())
     assert other.compute() == metrics.compute()
     metrics.reset()
-    assert metrics.each["seen"].compute() == 0
+    assert metrics.by_name["seen"].compute() == 0
     assert metrics.compute()["loss"].isnan()
     assert len(Metrics()) == 0
 
@@ -633,7 +633,7 @@ def test_groups_merge_and_split() -> None:
     }
     inside, outside = metrics.split()
     assert (list(inside), list(outside)) == (["acc", "loss"], ["f"])
-    assert inside.each["acc"] is metrics.each["acc"]
+    assert inside.by_name["acc"] is metrics.by_name["acc"]
 
 
 @pytest.mark.gpu

@@ -217,11 +217,15 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: constant(math.nan), ValueError, "received nan"),
     (lambda: constant("0.1"), TypeError, "constant: lr: expected a number, received str '0.1'"),
     (lambda: constant(True), TypeError, "received bool"),
-    (lambda: cosine(0.1, 0), ValueError, "cosine: updates: expected 1 or more updates, received 0"),
+    (
+        lambda: cosine(0.1, 0),
+        ValueError,
+        "cosine: updates: expected a whole number of updates, 1 or more, received 0",
+    ),
     (
         lambda: cosine(0.1, 10.0),
         TypeError,
-        "expected a whole number of updates, received float 10.0",
+        "cosine: updates: expected a whole number of updates, 1 or more, received 10.0",
     ),
     (
         lambda: cosine(0.1, 10, warmup=11),
@@ -231,7 +235,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: cosine(0.1, 10, warmup=-1),
         ValueError,
-        "warmup: expected 0 or more updates, received -1",
+        "cosine: warmup: expected a whole number of updates, 0 or more, received -1",
     ),
     (lambda: cosine(0.1, 10, start=-0.1), ValueError, "cosine: start"),
     (lambda: cosine(0.1, 10, end=math.inf), ValueError, "cosine: end"),

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import nets
-from halfstep.nets.small__same import SameConv2d, SameMaxPool2d
+from halfstep.nets.padding import SameConv2d, SameMaxPool2d
 
 pytestmark = pytest.mark.gpu
 NAMES = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import nets
 from halfstep.nets.resnet import VARIANTS, Bottleneck
-from halfstep.nets.small__same import SameConv2d, SameMaxPool2d, pad_same, same_padding
+from halfstep.nets.padding import SameConv2d, SameMaxPool2d, pad_same, same_padding
 
 State = dict[str, Tensor]
 ZERO = {"zero_init_residual": True}

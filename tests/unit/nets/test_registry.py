@@ -43,7 +43,7 @@ BUILT_IN = ["mlp", "ffnn", "lenet5", "resnet18", "resnet34", "resnet50", "resnet
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test enters names into a table of its own, whatever the docs registered before."""
-    monkeypatch.setattr(registry, "_TABLE", dict(list(registry._TABLE.items())[: len(BUILT_IN)]))
+    monkeypatch.setattr(registry, "_BUILDERS", dict(list(registry._BUILDERS.items())[: len(BUILT_IN)]))
 
 
 @pytest.fixture
@@ -99,13 +99,13 @@ def test_register_as_decorator_and_call() -> None:
 
 
 def test_a_taken_name_is_replaced_only_when_asked() -> None:
-    before = registry._TABLE["mlp"]
+    before = registry._BUILDERS["mlp"]
     for provoke in (
         lambda: nets.register("mlp", nn.Identity),
         lambda: nets.register("mlp")(nn.Identity),
     ):
         says(ValueError, provoke, "'mlp' is taken", "another name", "replace=True")
-    assert registry._TABLE["mlp"] is before
+    assert registry._BUILDERS["mlp"] is before
     nets.register("mlp", nn.Identity, replace=True)
     assert isinstance(nets.load("mlp"), nn.Identity)
     nets.register("mlp", replace=True)(nn.Flatten)

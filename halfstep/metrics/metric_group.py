@@ -27,9 +27,9 @@ class Metrics:
                 f"received {type(metrics).__name__}"
             )
         self.by_name: dict[str, Metric] = {}
-        for name, given in (metrics or {}).items():
-            _check_name(name, given)
-            metric = as_metric(given)
+        for name, candidate in (metrics or {}).items():
+            _check_name(name, candidate)
+            metric = as_metric(candidate)
             for other_name, other in self.by_name.items():
                 if _unwrapped(other) is _unwrapped(metric):
                     raise ValueError(
@@ -121,13 +121,13 @@ class Metrics:
             raise ValueError(f"metrics: {method}: expected {expected}, received {received}")
 
 
-def _check_name(name: Any, given: Any) -> None:
+def _check_name(name: Any, candidate: Any) -> None:
     if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
         raise ValueError(
             "metrics: expected a name of letters, digits and _ . @ - (no spaces or slashes: it "
             f"names columns and files), received {name!r}. A metric is {ACCEPTED}"
         )
-    if name == "loss" and not isinstance(given, Loss):
+    if name == "loss" and not isinstance(candidate, Loss):
         raise ValueError(
             "metrics: 'loss' is the name of the loss itself; give this metric another one, "
             "or use Loss()"

@@ -22,17 +22,6 @@ KERNELS = ("auto", "torch")
 kernels = pytest.mark.parametrize("kernels", KERNELS)
 
 
-@pytest.fixture(autouse=True)
-def room() -> Iterator[None]:
-    """Every test leaves torch's state as it found it, and the next one finds the room's defaults."""
-    yield
-    amp.enabled = False
-    amp.low_prec_dtype = "float16"
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_autocast_cache_enabled()
-    assert torch.overrides._get_current_function_mode() is None
-
-
 @pytest.fixture
 def net() -> nn.Linear:
     return nn.Linear(8, 4)

@@ -289,7 +289,7 @@ def test_kernels_torch_is_torchs_own_bit_for_bit(low: torch.dtype) -> None:
     twin.load_state_dict(net.state_dict())
     twin.to(low)
     with Applied(net, hs.Precision("O2", dtype=low, kernels="torch"), CPU) as applied:
-        assert not applied.fast
+        assert not applied.rounds_fp32_products
         out = net(x)
         out.square().sum().backward()
     theirs = twin(x.to(low))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.precision import TABLE
-from halfstep.precision.loss_scale import ScaleState, inverse
+from halfstep.precision.loss_scale import ScaleState, inverse_scale
 
 F16 = torch.float16
 BF16 = torch.bfloat16
@@ -317,7 +317,7 @@ def test_a_fixed_scale_never_moves(scale: hs.FixedScale | hs.NoScale, device: to
 def test_inverse_is_torchs_inv_scale() -> None:
     """The float64 reciprocal, rounded once to float32."""
     scales = torch.tensor([3.0, 65536.0, 1e-3, 12345.678])
-    assert torch.equal(inverse(scales), (1 / scales.double()).float())
+    assert torch.equal(inverse_scale(scales), (1 / scales.double()).float())
 
 
 def test_an_eps_that_half_parameters_cannot_hold_is_told(device: torch.device) -> None:

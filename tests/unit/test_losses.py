@@ -40,14 +40,15 @@ def loss_by_definition(
     w = np.ones(C) if weight is None else weight.double().numpy()
     z = z - z.max(1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
-    kept = y != -100
+    has_target = y != -100
     t = np.where(np.arange(C) == y[:, None], on, off)
-    each = np.where(kept, -(t * w * log_p).sum(1), 0.0)
+    losses = np.where(has_target, -(t * w * log_p).sum(1), 0.0)
     if reduction == "none":
-        return each.reshape(target.shape)
-    return (
-        each.sum() / (w[np.where(kept, y, 0)] * kept).sum() if reduction == "mean" else each.sum()
-    )
+        return losses.reshape(target.shape)
+    if reduction == "sum":
+        return losses.sum()
+    target_weights = w[np.where(has_target, y, 0)] * has_target
+    return losses.sum() / target_weights.sum()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

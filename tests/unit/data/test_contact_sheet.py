@@ -85,7 +85,9 @@ def test_fewer_samples_than_asked_for_make_a_smaller_sheet() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ValueError, match="expected at least 1 sample and 0 epochs, got 0 and 1"):
+    with pytest.raises(
+        ValueError, match="sheet: samples: expected a whole number, 1 or more, received 0"
+    ):
         sheet(coloured(), samples=0, epochs=1)
     with pytest.raises(
         ValueError, match=r"expected a column of images .* got \['x', 'y'\]\. Name it"

@@ -18,7 +18,7 @@ def test_mix_is_splitmix() -> None:
 
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=50))
 def test_tensors_and_ints_mix_alike(values: list[int]) -> None:
-    mixed = hashing.mixed(torch.tensor([hashing.signed(v) for v in values]))
+    mixed = hashing.mix_tensor(torch.tensor([hashing.signed(v) for v in values]))
     assert mixed.tolist() == [hashing.signed(hashing.mix(v)) for v in values]
 
 

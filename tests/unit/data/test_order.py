@@ -191,7 +191,7 @@ def test_numpys_integers_do() -> None:
 
 
 def test_a_bad_seed_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"seed: expected a whole number, got 0\.5"):
+    with pytest.raises(TypeError, match=r"seed: expected a whole number, received 0\.5"):
         Order(3, seed=0.5)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.pipeline import iterate__stream as stream
+from halfstep.data.pipeline import stream
 from halfstep.errors import Notice
 
 
@@ -115,7 +115,9 @@ class Event:
 def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     for name in ("Event", "Stream", "stream", "current_stream"):
         monkeypatch.setattr(stream.torch.cuda, name, Event)
-    monkeypatch.setattr("halfstep.data.pipeline.iterate.staged", stream._ahead)
+    monkeypatch.setattr(
+        "halfstep.data.pipeline.iterate.prefetch_to_device", stream._prefetch_in_thread
+    )
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: None)
     return lambda: [
         thread.name for thread in threading.enumerate() if thread.name == "halfstep-stream"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.pipeline.residency import budget_bytes, readable
+from halfstep.data.pipeline.residency import budget_bytes, format_bytes
 from halfstep.errors import Notice
 
 
@@ -136,4 +136,4 @@ def test_sizes_are_readable() -> None:
         47_040_000: "44.86 MiB",
         3 << 40: "3 TiB",
     }
-    assert {n: readable(n) for n in sizes} == sizes
+    assert {n: format_bytes(n) for n in sizes} == sizes

@@ -121,7 +121,7 @@ def _gather(column: Tensor, samples: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowSource:
     """A map-style torch Dataset, read sample by sample.
 
     Its `__getitems__` is used where it has one. With `keys`, samples are mappings.
@@ -234,15 +234,15 @@ def as_source(data: Any, columns: str | Sequence[str] | None) -> Source:
     )
 
 
-def _as_rows(data: Any, names: Names | None) -> Rows:
+def _as_rows(data: Any, names: Names | None) -> RowSource:
     if not len(data):
         raise ValueError(f"expected at least one sample, got an empty {type(data).__name__}")
     with seeded_generators(0):  # looking at a sample must not move the user's generators
         first = data[0]
     if isinstance(first, Mapping):
         keys = _select_keys(first, names)
-        return Rows(data, tuple(keys), tuple(keys.values()))
-    return Rows(data, _column_names(len(split_sample(first)), names, first))
+        return RowSource(data, tuple(keys), tuple(keys.values()))
+    return RowSource(data, _column_names(len(split_sample(first)), names, first))
 
 
 def _select_keys(mapping: Mapping[Any, Any], names: Names | None) -> dict[str, Any]:

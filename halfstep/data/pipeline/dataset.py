@@ -314,7 +314,7 @@ class Dataset:
         return self._newest_pass
 
     def take_pass(self) -> dict[str, Any]:
-        """The state of the next pass, which is then iterated elsewhere; the one after it is next."""
+        """The state of the next pass, which another object iterates; the pass after it is next."""
         state = self._next_position.state_dict()
         self.begin()
         return state

@@ -256,7 +256,7 @@ def _attached_generators(batches: Any) -> dict[str, torch.Generator]:
 
 
 def _set_epoch(batches: Any, epoch: int) -> None:
-    """Calls `set_epoch` of every part that has it, as torch's DistributedSampler does; once each"""
+    """Calls `set_epoch` of each part that has it, such as torch's DistributedSampler."""
     seen: set[int] = set()
     for part in _loader_parts(batches).values():
         if callable(getattr(part, "set_epoch", None)) and id(part) not in seen:

@@ -161,7 +161,7 @@ class Plan:
     def with_maps(self, maps: Sequence[Map]) -> "Plan":
         """With more maps at the end."""
         plan = replace(self, maps=join_chains((*self.maps, *maps), self.seed))
-        plan.column_specs()  # a chain that does not fit its column fails now, not in the first batch
+        plan.column_specs()  # a chain that does not fit its column fails now, not in a batch
         return plan
 
     def with_source(self, source: Source, maps: tuple[Map, ...] | None = None) -> "Plan":
@@ -208,7 +208,7 @@ class Plan:
     def _batch_numbers(
         self, epoch: int, start: int, count: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The pass and the batch number of each item before the stages on batches, as [count, 1]"""
+        """The pass and the batch of each item, before the stages on batches, as [count, 1]."""
         batches = torch.arange(start, start + count, device=device).unsqueeze(1)
         epochs = torch.full_like(batches, epoch)
         for stage in reversed(self.batch_stages):

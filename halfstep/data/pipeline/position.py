@@ -133,7 +133,7 @@ def _check_state(state: dict[str, Any]) -> None:
 
 
 def _raise_unsharded(state: dict[str, Any], start: int) -> NoReturn:
-    """Raises the error for a shard's position in a pipeline without shards; says which call helps."""
+    """Raises the error for a shard's position in a pipeline without shards."""
     call = "shard(count, index)"
     for line in state["pipeline"]:
         if line.startswith(_OPEN_SHARD):

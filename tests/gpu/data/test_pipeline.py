@@ -173,7 +173,7 @@ def test_resident_data_can_be_loaded_and_has_no_use_for_workers() -> None:
     for (x, _), (u, _) in zip(resident, resident.load(), strict=True):
         assert torch.equal(x, u)
     with pytest.raises(
-        ValueError, match="workers: expected augmented_data on the host, got it resident on cuda:0"
+        ValueError, match="workers: expected data on the host, got it resident on cuda:0"
     ):
         resident.workers(2)
     for (x, _), (u, _) in zip(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.compiler.decompositions import PLAIN
-from halfstep.step.optimizer import HOST_READ_OPS
 from halfstep.utils import rng
+from halfstep.utils.device_values import HOST_READ_OPS
 
 _aten = torch.ops.aten
 _PAST_TORCH = (Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__)

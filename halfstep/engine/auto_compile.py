@@ -6,7 +6,8 @@ from typing import Any
 from halfstep.engine.events__callback import Callback
 from halfstep.engine.run import Run
 from halfstep.step import TrainStep
-from halfstep.step.fast.compiled_forward import leaves, pays
+from halfstep.step.fast.compiled_forward import compiling_pays as pays
+from halfstep.step.fast.compiled_forward import count_leaf_modules as leaves
 
 FROM, AT = (
     100,

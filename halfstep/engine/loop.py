@@ -13,7 +13,7 @@ from halfstep.engine.events import Events
 from halfstep.engine.events__callback import Callback
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Run
-from halfstep.engine.run__rows import StepPosition, Row, read
+from halfstep.engine.run__rows import Row, StepPosition, read
 from halfstep.engine.run__rows import rows as make
 from halfstep.engine.run__timing import Timing
 from halfstep.engine.signals import Signals
@@ -174,7 +174,7 @@ class Loop:
         if self.signals.caught:
             run.stop(self.signals.caught.name)
         self.events.rows(self._shown(rows))
-        if self.sunk is not None or getattr(self.step, "on_device", False):
+        if self.sunk is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step)
 
     def _shown(self, rows: list[Row]) -> Iterator[Row]:

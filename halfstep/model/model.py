@@ -158,7 +158,7 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         table = self._tables(self.schedule, self.step, timing, feed, saved, self._done)
         if table is not None:
-            self.step.set_rates(table)
+            self.step.set_learning_rates(table)
 
     def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
         parts.evaluation(self.net, self._eval is self._cell, self.step)

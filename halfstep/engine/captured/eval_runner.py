@@ -12,13 +12,13 @@ from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.capture__graph import GraphCache
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
-    module_guards,
     addresses,
-    restore_attributes,
     module_attributes,
+    module_guards,
+    restore_attributes,
 )
 from halfstep.engine.captured import uncapturable as blame
-from halfstep.engine.captured.inputs import UNCAPTURABLE, ROWS, Resident, Staged, resident_dataset
+from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.runner__pace import HostThrottle
 from halfstep.engine.evaluate import Labels, finished

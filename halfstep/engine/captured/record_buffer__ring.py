@@ -23,7 +23,6 @@ class RecordBuffer:
         )  # as wide as the first row
         self.prints = torch.zeros(rows, dtype=torch.int64, device=device)
         self.next_row = torch.zeros(1, dtype=torch.int64, device=device)
-        self.taken = False  # whether the update has written the row of the step under way
 
     def reset(self) -> None:
         self.next_row.zero_()

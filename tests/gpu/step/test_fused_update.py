@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import pack
-from halfstep.step.fast.fused_update__quick_plan import COUNTS, LARGE
+from halfstep.step.fast.fused_update import COUNTS, LARGE
 from halfstep.step.fast.update_graph import capturable_optimizer
-from halfstep.step.state__record import UpdateResult
+from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
     CASES,
     HALVES,

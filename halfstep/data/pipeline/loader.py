@@ -257,11 +257,11 @@ def _attached_generators(batches: Any) -> dict[str, torch.Generator]:
 
 def _set_epoch(batches: Any, epoch: int) -> None:
     """Calls `set_epoch` of each part that has it, such as torch's DistributedSampler."""
-    seen: set[int] = set()
+    updated_ids: set[int] = set()
     for part in _loader_parts(batches).values():
-        if callable(getattr(part, "set_epoch", None)) and id(part) not in seen:
+        if callable(getattr(part, "set_epoch", None)) and id(part) not in updated_ids:
             part.set_epoch(epoch)
-            seen.add(id(part))
+            updated_ids.add(id(part))
 
 
 def _loader_parts(batches: Any) -> dict[str, Any]:

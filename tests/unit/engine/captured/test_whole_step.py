@@ -207,7 +207,7 @@ def test_what_cannot_be_written_down_is_refused_by_name(name: str) -> None:
     right, mine = small(act, compile=False), small(act)
     expected = by_hand(right, data(CPU), passes=1)
     sink = compiled_sink(mine, data(CPU))
-    place = r"test_whole.py:\d+" if name != "mask" else ""
+    place = r"test_whole_step.py:\d+" if name != "mask" else ""
     with pytest.warns(
         hs.Notice, match=rf"cannot be one compiled program(.|\n)*{said}(.|\n)*{place}"
     ):

@@ -87,7 +87,7 @@ def _held(
 
     made = runs.make(asked, training=True)  # before the folder is touched: most mistakes show here
     asked = _with_epochs(asked, made)
-    _note_verify(made.model.graphs)
+    _note_verify(made.model.captures)
     with held(out):
         if fresh:
             runs.clear(out)
@@ -156,7 +156,7 @@ def _fit(
     file: Any,
 ) -> dict[str, Any]:
     from halfstep.callbacks import Checkpoint, JSONLLog
-    from halfstep.model.validate__plan import checked
+    from halfstep.model.fit_arguments import check_callbacks
 
     arguments: dict[str, Any] = {
         **made.arguments,
@@ -165,7 +165,7 @@ def _fit(
     }
     if sink is not None:
         arguments["sink"] = sink
-    mine = checked(arguments.pop("callbacks", ()))
+    mine = check_callbacks(arguments.pop("callbacks", ()))
     saver = (
         []
         if any(isinstance(each, Checkpoint) and each.folder == out for each in mine)

@@ -17,11 +17,9 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import nets
-from halfstep.cli import info__speed as speed
-from halfstep.cli import main
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.cli.main__app import app
+from halfstep.cli import info_speed, main, options
+from halfstep.cli.main import app
+from halfstep.cli.output import align_columns, format_scores, print_json
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.download.find__look import SAMPLE
 from halfstep.experiment.settings import OPTIMIZERS, SCHEDULES
@@ -54,11 +52,11 @@ def test_help_teaches_by_example(command: str) -> None:
 
 
 def test_the_words_of_completion_are_those_of_the_tables() -> None:
-    assert list(words.NETS) == nets.names()[: len(words.NETS)]
-    assert ("sample", *CATALOG) == words.DATA
-    assert tuple(TABLE) == words.PRECISIONS
-    assert (tuple(OPTIMIZERS), SCHEDULES) == (words.OPTIMIZERS, words.SCHEDULES)
-    assert words.several("fp32", "O1", "O2")("O1,O") == ["O1,O2"]
+    assert list(options.NETS) == nets.names()[: len(options.NETS)]
+    assert ("sample", *CATALOG) == options.DATASETS
+    assert tuple(TABLE) == options.PRECISIONS
+    assert (tuple(OPTIMIZERS), SCHEDULES) == (options.OPTIMIZERS, options.SCHEDULES)
+    assert options.complete_list("fp32", "O1", "O2")("O1,O") == ["O1,O2"]
 
 
 def process(*line: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -133,15 +131,15 @@ def test_an_interrupt_is_130(odd: None, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_text() -> None:
-    assert text.columns([("a", "b"), ("long", "1.5")]) == ["a       b", "long  1.5"]
+    assert align_columns([("a", "b"), ("long", "1.5")]) == ["a       b", "long  1.5"]
     assert (
-        text.scores({"loss": 0.5, "valid_acc": 0.25, "note": "x"})
+        format_scores({"loss": 0.5, "valid_acc": 0.25, "note": "x"})
         == "loss 0.5000  valid_acc 25.00 %"
     )
 
 
 def test_json_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
-    text.dump({"a": float("nan"), "b": [float("inf"), 1.5]})
+    print_json({"a": float("nan"), "b": [float("inf"), 1.5]})
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None,
         "b": [None, 1.5],
@@ -168,22 +166,22 @@ RECOMMENDED = {
 @pytest.mark.parametrize("name", RECOMMENDED)
 def test_the_recommendation_follows_the_units_and_their_speed(name: str) -> None:
     rows, expected = RECOMMENDED[name]
-    assert speed.recommend("cuda", rows)["precision"] == expected
+    assert info_speed.recommend_precision("cuda", rows)["precision"] == expected
 
 
 def test_info_shows_every_dtype_and_its_speed() -> None:
     found = json.loads(said("info", "--device", "cpu", "--seconds", "0.01", "--json"))
     assert {row["dtype"] for row in found["dtypes"]} == {"fp64", "fp32", "fp16", "bf16"}
     assert all(row["gflops"] > 0 for row in found["dtypes"])
-    assert found["recommendation"] == speed.recommend("cpu", found["dtypes"])
+    assert found["recommendation"] == info_speed.recommend_precision("cpu", found["dtypes"])
     lines = said("info", "--device", "cpu", "--seconds", "0").splitlines()
     assert any(line.split() == ["fp32", "yes", "torch"] for line in lines)
 
 
 def test_a_product_of_n_takes_two_n_cubed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a time of 1 s per product the first size, 256, is large enough."""
-    monkeypatch.setattr(speed, "_best", lambda *_: 1.0)
-    assert speed.gflops(torch.float32, torch.device("cpu"), 0.01) == 2 * 256**3 / 1e9
+    monkeypatch.setattr(info_speed, "_shortest_product", lambda *_: 1.0)
+    assert info_speed.measure_gflops(torch.float32, torch.device("cpu"), 0.01) == 2 * 256**3 / 1e9
 
 
 def test_bench_times_each_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
+from halfstep.cli.options import NETS
+from halfstep.cli.output import command_line
 from halfstep.errors import closest_name
 from halfstep.precision import TABLE
+from halfstep.utils.text import plural
 
 MEANT = {
     "02": "O2", "o1": "O1", "bf-16": "bf16", "BF16": "bf16", "fp61": "fp16", "FP32": "fp32", "fp_64": "fp64",
@@ -36,7 +37,7 @@ def test_the_precision_that_was_meant(word: str) -> None:
     ],
 )
 def test_the_network_that_was_meant(word: str, name: str | None) -> None:
-    assert closest_name(word, words.NETS) == name
+    assert closest_name(word, NETS) == name
     with pytest.raises(ValueError, match=f"received '{word}'") as told:
         hs.nets.load(word)
     assert (f"did you mean '{name}'?" in str(told.value)) == (name is not None)
@@ -154,12 +155,12 @@ def test_the_command_that_goes_on(given: str, again: str, monkeypatch: pytest.Mo
     import shlex
 
     monkeypatch.setattr(sys, "argv", ["halfstep", *shlex.split(given)])
-    assert text.command(without=("--fresh", "--resume"), add="--resume auto") == again
-    assert text.command() == f"halfstep {given}"
+    assert command_line(without=("--fresh", "--resume"), add="--resume auto") == again
+    assert command_line() == f"halfstep {given}"
 
 
 def test_numbers_of_things() -> None:
-    assert [text.plural(n, "epoch") for n in (0, 1, 2, 1000)] == [
+    assert [plural(n, "epoch") for n in (0, 1, 2, 1000)] == [
         "0 epochs",
         "1 epoch",
         "2 epochs",

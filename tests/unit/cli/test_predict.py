@@ -12,7 +12,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
 from tests.support.user_module import work_beside
 
 MINE = """

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
 from halfstep.experiment.output_folder import held
 from tests.support.user_module import work_beside
 

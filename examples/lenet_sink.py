@@ -3,7 +3,7 @@
 System: MindSpore (train, on-device execution: map, shuffle, batch, repeat; Model.train with
 dataset_sink_mode and sink_size=1000; LossMonitor).
 
-    python examples/lenet_sink.py                          # the sample, 3 epochs of 30 steps: seconds
+    python examples/lenet_sink.py                          # the sample, 3 × 30 steps: seconds
     HALFSTEP_DATA=… python examples/lenet_sink.py --full   # MNIST: 10 epochs of 1,000 steps of 32
 
 sink_size=N there is two things here: `steps_per_epoch=N`, where an epoch ends, and `sink=N`, how

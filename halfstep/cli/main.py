@@ -1,8 +1,8 @@
 """The command `halfstep`: its subcommands, and what an error looks like.
 
-Errors are shown without a traceback unless --debug is given. Exit codes are for scripts: 0 done, 1 a
-difference or a failed check, 2 a mistake in the command or an error on the way, 130 and 143 when
-stopped by SIGINT and SIGTERM.
+Errors are shown without a traceback unless --debug is given. Exit codes are for scripts: 0 done,
+1 a difference or a failed check, 2 a mistake in the command or an error on the way, 130 and 143
+when stopped by SIGINT and SIGTERM.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ COMMAND_LINE_HINTS = {
     "--net or --build.",
 }
 
-# Advice about a user's data. In Python, maps go behind .batch(…), for speed; a data function returns
-# samples and leaves the batches to the command.
+# Advice about a user's data. In Python, maps go behind .batch(…), for speed; a data function
+# returns samples and leaves the batches to the command.
 ADVICE_FOR_BATCHES = "In the data, behind .batch(…): .map("
 ADVICE_FOR_DATA_FUNCTION = (
     "In the data function, on both parts (hs.data.Dataset(…) where they are none): .map("

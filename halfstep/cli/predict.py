@@ -25,7 +25,7 @@ from halfstep.utils.text import dtype_name, plural
 if TYPE_CHECKING:
     from halfstep.experiment.builders__build import Built
 
-# The columns of CSV and JSON. Every row has all of them; class is empty where classes have no names.
+# The columns of CSV and JSON. Every row has all of them; class is empty where there are no names.
 COLUMNS = ("input", "label", "class", "probability")
 OUTPUT_SUFFIXES = (".csv", ".json", ".npy")
 PROBABILITY_DIGITS = 6

@@ -92,7 +92,7 @@ def measure_copy(count: int, device: torch.device) -> float:
 
 def measure_product(size: int, dtype: torch.dtype, precision: str, device: torch.device) -> float:
     """FLOP/s of a product of two n × n matrices of normal numbers."""
-    peers.set_backend_flags(precision, convolutions=False)
+    peers.set_torch_flags(precision, convolutions=False)
     a = torch.randn(size, size, device=device).to(dtype)
     b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
@@ -131,7 +131,7 @@ def measure_ceilings(device: torch.device, small: bool) -> tuple[Ceiling, dict[s
         "tf32": measure_product(size, torch.float32, "tf32", device),
         "fp32": measure_product(size, torch.float32, "fp32", device),
     }
-    peers.set_backend_flags("fp32", convolutions=False)
+    peers.set_torch_flags("fp32", convolutions=False)
     figures: dict[str, Any] = {"copy_tb_s": bytes_per_s / 1e12}
     for precision, rate in flop_per_s.items():
         figures[f"{precision}_tflop_s"] = rate / 1e12

@@ -155,7 +155,7 @@ def measure(way: str, precision: str, split: Split, args: argparse.Namespace) ->
     passes = 1 if way in SLOW_WAYS else args.epochs
     rounds = 1 if is_cold else args.rounds
     if way in peers.PEERS:
-        peers.set_backend_flags(precision, convolutions=False)
+        peers.set_torch_flags(precision, convolutions=False)
         clock = peers.PEERS[way](build_job(precision, split, device))
     else:
         data = build_data(split, precision, device, args.bytes)

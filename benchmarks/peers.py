@@ -105,7 +105,7 @@ class TrainingJob:
         return [*islice(full, self.warmup_steps), *tail * TAIL_WARMUP_STEPS]
 
 
-def set_backend_flags(precision: str, *, convolutions: bool) -> None:
+def set_torch_flags(precision: str, *, convolutions: bool) -> None:
     """TF32 only where it is asked for. With convolutions, cuDNN tries its algorithms."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"

@@ -171,7 +171,7 @@ def halfstep_clock(way: HalfstepWay, batch_size: int, args: argparse.Namespace) 
 
 
 def peer_clock(way: PeerWay, batch_size: int, args: argparse.Namespace) -> Clock:
-    peers.set_backend_flags(way.precision, convolutions=True)
+    peers.set_torch_flags(way.precision, convolutions=True)
     return peers.PEERS[way.peer](build_job(batch_size, way.precision, args))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.cli.bench_timing import wait_for_device
 from halfstep.precision import Precision
-from halfstep.precision.backend_flags import backend
+from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.precision.cpu_half import FastHalf, has_native
 
 # A 16-bit product must be this many times as fast as fp32: casts around it cost the rest.
@@ -70,7 +70,7 @@ def _row(
 
     precision = Precision("tf32" if name == "tf32" else "fp32")
     speed = None
-    with backend(precision, device, deterministic=False), kernels:
+    with set_backend_flags(precision, device, deterministic=False), kernels:
         if seconds:
             speed = measure_gflops(dtype, device, seconds)
     return {"dtype": name, "native": native, "by": provider, "gflops": speed}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from halfstep import data
 from halfstep.data import Dataset
+from halfstep.data.pipeline.collate import stack_column
 from halfstep.data.pipeline.maps import Chain, Function
-from halfstep.data.pipeline.maps__parts import stacked
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import Asked
 
@@ -165,7 +165,7 @@ class TrainingMaps:
                 maps.append(step)
 
         index = torch.zeros(1, dtype=torch.int64, device=source.device)
-        first_sample = stacked(column, source.fetch(index)[column])
+        first_sample = stack_column(column, source.fetch(index)[column])
         if not isinstance(first_sample, Tensor) or first_sample.dtype != torch.uint8:
             return None
         return cls(column, tuple(first_sample.shape[1:]), tuple(maps))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.data.pipeline.dataset import Dataset
 from halfstep.data.pipeline.plan import Plan
-from halfstep.data.transforms.axes import Layout, axes, check_layout
+from halfstep.data.transforms.axes import Layout, check_layout, image_axes
 from halfstep.utils.checks import whole_number
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ def _pixels(image: Any, layout: Layout | None) -> Tensor:
     tile: Tensor = torch.as_tensor(image).detach().cpu()
     tile = tile if tile.dtype == torch.uint8 else _stretched(tile.float())
     try:
-        channel = axes("sheet", tile[None], None).channel
+        channel = image_axes("sheet", tile[None], None).channel
     except ValueError:
         if layout is None or tile.dim() != 3:
             raise
-        channel = axes("sheet", tile[None], layout).channel
+        channel = image_axes("sheet", tile[None], layout).channel
     tile = tile.unsqueeze(-1) if channel is None else tile.movedim(channel - 1, -1)
     return tile[..., : 3 if tile.shape[-1] >= 3 else 1].expand(-1, -1, 3).contiguous()
 

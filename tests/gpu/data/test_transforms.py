@@ -24,7 +24,8 @@ from halfstep.data.transforms import (
     ToCHW,
     Transform,
     apply,
-    fused,
+    fused_augment,
+    fused_resize,
 )
 from halfstep.kernels import launch as launching
 from tests.support.no_sync import no_sync
@@ -199,11 +200,11 @@ def kernels(chain: list[Transform], given: tuple[Tensor, Tensor, Tensor]) -> lis
 @pytest.mark.parametrize("layout", SHAPES)
 def test_one_kernel_makes_them(layout: str) -> None:
     given = on_device(inputs(SHAPES[layout]))
-    assert kernels(AUGMENT, given) == ["_window"]
-    assert kernels(AUGMENT[:1], given) == ["_window"]
+    assert kernels(AUGMENT, given) == ["_crop_flip_cutout"]
+    assert kernels(AUGMENT[:1], given) == ["_crop_flip_cutout"]
     assert kernels([*AUGMENT, Resize(64), Rescale(1 / 255), ToCHW()], given) == [
-        "_window",
-        "_bilinear",
+        "_crop_flip_cutout",
+        "_resize_bilinear",
     ]
 
 
@@ -229,7 +230,7 @@ def test_a_window_first_met_in_a_capture_is_left_to_torch(monkeypatch: pytest.Mo
     given = on_device(inputs(SHAPES["HWC"]))
     expected = run(AUGMENT, given)
     works: dict[object, bool] = {}
-    monkeypatch.setattr(sys.modules["halfstep.data.transforms.fused__window"], "_WORKS", works)
+    monkeypatch.setattr(fused_augment, "_COMPILED", works)
     with monkeypatch.context() as without:
         without.setattr(launching, "usable", lambda device: False)
         run(AUGMENT, given)  # torch's kernels are loaded, and the draws' numbers are there
@@ -360,15 +361,15 @@ def test_a_sample_comes_out_the_same_in_any_batch() -> None:
 def test_a_kernel_first_met_in_a_capture_is_left_to_torch() -> None:
     given, chain = on_device(inputs(SHAPES["HWC"])), [Resize((101, 90)), Rescale(1 / 255)]
     passes = chain[0](given[0], given[1]) * (1 / 255) + 0.0  # torch's kernels are loaded
-    known = dict(fused._WORKS)
+    known = dict(fused_resize._COMPILED)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = run(chain, given)
-    assert known == fused._WORKS
+    assert known == fused_resize._COMPILED
     graph.replay()
     assert torch.equal(out, passes)
     eager = run(chain, given)
-    assert len(fused._WORKS) == len(known) + 1
+    assert len(fused_resize._COMPILED) == len(known) + 1
     assert (out - eager).abs().max() <= 1.001 / 255  # a level
 
 

@@ -589,9 +589,9 @@ def test_spec_of_the_cifar_chain() -> None:
     [
         ([Flip(), PadCrop(40, 3)], (2, 32, 32, 3), torch.uint8, r"transform 1, PadCrop\(.*\[2, 32, 32, 3\]: PadCrop: "
          r"expected an image that a window of 40×40 fits into, got 32×32, padded to 38×38\. Pad more or crop less"),
-        ([PadCrop(4, fill=0.5)], (2, 8, 8, 3), torch.uint8, r"fill a whole number in 0\.\.255 .*uint8 batch, got 0\.5"),
-        ([Cutout(4, 256)], (2, 8, 8, 3), torch.uint8, r"Cutout: expected fill .*got 256"),
-        ([Cutout(4, 1e6)], (2, 8, 8, 3), torch.float16, r"Cutout: expected fill within ±6\.55e\+04 .*got 1000000\.0"),
+        ([PadCrop(4, fill=0.5)], (2, 8, 8, 3), torch.uint8, r"fill a whole number in 0\.\.255 .*uint8 batch, received 0\.5"),
+        ([Cutout(4, 256)], (2, 8, 8, 3), torch.uint8, r"Cutout: expected fill .*received 256"),
+        ([Cutout(4, 1e6)], (2, 8, 8, 3), torch.float16, r"Cutout: expected fill within ±6\.55e\+04 .*received 1000000\.0"),
         ([Flatten(), Flip()], (2, 8, 8, 3), torch.uint8, r"transform 1, Flip.*uint8 \[2, 192\]: .*got shape \(2, 192"),
         ([Flip(layout="HWC")], (2, 8, 8), torch.uint8, r"a batch \[B, H, W, C\], .*leave layout= out for gray"),
         ([Flip()], (2, 8, 8, 2), torch.uint8, r"\(2, 8, 8, 2\), where neither would do\. State layout="),
@@ -627,7 +627,8 @@ def test_what_is_no_transform_is_refused() -> None:
         spec([Halve()], (4, 5), torch.uint8)
     for wrong in (torch.relu, Halve(draws=257), Halve(draws=-1), 3):
         with pytest.raises(
-            TypeError, match=r"transform 1: expected a transform: callable.* draws in 0\.\.256, got"
+            TypeError,
+            match=r"transform 1: expected a transform: callable.* draws in 0\.\.256, received",
         ):
             spec([Flatten(), wrong], (4, 5), torch.uint8)
         with pytest.raises(TypeError, match="transform 0: expected a transform"):
@@ -637,25 +638,25 @@ def test_what_is_no_transform_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: PadCrop(0), r"PadCrop: expected size as a positive integer or \(height, width\), got 0"),
-        (lambda: PadCrop((4, 4, 4)), r"got \(4, 4, 4\)"),
-        (lambda: PadCrop(2.5), r"got 2\.5"),
-        (lambda: PadCrop(4, -1), r"padding as an integer of at least 0 or \(left, top, right, bottom\), got -1"),
-        (lambda: PadCrop(4, (1, 1)), r"padding as .*got \(1, 1\)"),
-        (lambda: Flip(1.01), r"Flip: expected a probability p in 0\.\.1, got 1\.01"),
-        (lambda: Flip(math.nan), r"got nan"),
+        (lambda: PadCrop(0), r"PadCrop: expected size as a positive integer or \(height, width\), received 0"),
+        (lambda: PadCrop((4, 4, 4)), r"received \(4, 4, 4\)"),
+        (lambda: PadCrop(2.5), r"received 2\.5"),
+        (lambda: PadCrop(4, -1), r"padding as an integer of at least 0 or \(left, top, right, bottom\), received -1"),
+        (lambda: PadCrop(4, (1, 1)), r"padding as .*received \(1, 1\)"),
+        (lambda: Flip(1.01), r"Flip: expected a probability p in 0\.\.1, received 1\.01"),
+        (lambda: Flip(math.nan), r"received nan"),
         (lambda: Cutout(-3), r"Cutout: expected size"),
         (lambda: Resize((0, 4)), r"Resize: expected size"),
-        (lambda: Flip(layout="hwc"), r"Flip: expected layout 'HWC', 'CHW' or None, got 'hwc'"),
+        (lambda: Flip(layout="hwc"), r"Flip: expected layout 'HWC', 'CHW' or None, received 'hwc'"),
         (lambda: Rescale(math.inf), r"Rescale: expected finite"),
-        (lambda: Normalize(0, 0), r"Normalize: expected every std above 0 in float32, got 0\. A constant channel: 1"),
+        (lambda: Normalize(0, 0), r"Normalize: expected every std above 0 in float32, received 0\. A constant channel: 1"),
         (lambda: Normalize(0, [1, 1e-50]), r"every std above 0"),
-        (lambda: Normalize([0, 0], [1, 1, 1]), r"expected as many means as stds, got 2 and 3"),
-        (lambda: Normalize([], 1), r"mean as a finite number or one per channel, got \[\]"),
+        (lambda: Normalize([0, 0], [1, 1, 1]), r"expected as many means as stds, received 2 and 3"),
+        (lambda: Normalize([], 1), r"mean as a finite number or one per channel, received \[\]"),
         (lambda: Normalize(0, "1"), r"std as a finite number"),
-        (lambda: Cast("float33"), r"Cast: expected a torch dtype or its name, for instance 'float32', got 'float33'"),
-        (lambda: Cast("nn"), r"got 'nn'"),
-        (lambda: OneHot(0), r"OneHot: expected classes of at least 1, got 0"),
+        (lambda: Cast("float33"), r"Cast: expected a torch dtype or its name, for instance 'float32', received 'float33'"),
+        (lambda: Cast("nn"), r"received 'nn'"),
+        (lambda: OneHot(0), r"OneHot: expected classes of at least 1, received 0"),
         (lambda: OneHot(3)(torch.tensor([0, 3, -1]), NONE), r"labels in 0\.\.2, got 3 \(2 of 3 are outside\)"),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.download.archive__unpack import unpack
+from halfstep.data.download.archive import unpack
 
 FILES = {"set/a.bin": bytes(range(256)) * 100, "set/deep/b.txt": b"text", "empty": b""}
 
@@ -326,7 +326,7 @@ import sys, types
 for name in ("halfstep", "halfstep.data"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [name.replace(".", "/")]
-from halfstep.data.download.archive__unpack import unpack
+from halfstep.data.download.archive import unpack
 unpack(*sys.argv[1:])
 """
 

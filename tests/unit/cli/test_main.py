@@ -23,7 +23,7 @@ from halfstep.cli import options__words as words
 from halfstep.cli import output as text
 from halfstep.cli.main__app import app
 from halfstep.data.download.catalog import CATALOG
-from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.download.find import SAMPLE
 from halfstep.experiment.settings import OPTIMIZERS, SCHEDULES
 from halfstep.precision.policy import TABLE
 

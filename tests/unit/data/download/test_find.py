@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.download.catalog import CATALOG, Checksum, Source, known
+from halfstep.data.download.catalog import CATALOG, Checksum, PublishedFile, catalog_entry
 from halfstep.data.readers.idx import read_split
 from halfstep.errors import Notice
 
@@ -90,7 +90,7 @@ def test_fashions_contents_are_those_of_debians_package() -> None:
      ("CIFAR-10", "cifar10"), ("cifar_100", "cifar100"), ("CIFAR100", "cifar100")],
 )  # fmt: skip
 def test_names_in_any_spelling(spelling: str, name: str) -> None:
-    assert known(spelling).name == name
+    assert catalog_entry(spelling).name == name
 
 
 def test_unknown_names_list_the_table() -> None:
@@ -403,7 +403,7 @@ def published(monkeypatch: pytest.MonkeyPatch, folder: Path, base: str, name: st
     """The entry as if `base` were its second mirror, with these files' checksums."""
     entry = CATALOG[name]
     sources = tuple(
-        Source(
+        PublishedFile(
             source.file,
             (f"{base}/gone/{source.file}", f"{base}/{source.file}"),
             Checksum("md5", hashlib.md5((folder / source.file).read_bytes()).hexdigest()),

@@ -324,7 +324,10 @@ def search_folder(
         file_count = len(entry.files) - len(missing)
         if file_count > most_files:
             most_files = file_count
-            reason = f"{folder} {mix_up or 'lacks ' + ', '.join(missing)}"
+            if missing:
+                reason = f"{folder} lacks {', '.join(missing)}"
+            else:
+                reason = f"{folder} {mix_up}"
     return None, reason
 
 

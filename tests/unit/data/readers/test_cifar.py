@@ -146,14 +146,14 @@ def test_missing_files_are_named_with_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"classes": 20}, r"expected classes to be one of \[10, 100\], got 20"),
+        ({"classes": 20}, r"classes: expected one of \[10, 100\], received 20"),
         (
             {"labels": "coarse"},
-            r"expected labels to be one of \['fine'\] for CIFAR-10, got 'coarse'",
+            r"labels: expected one of \['fine'\] for CIFAR-10, received 'coarse'",
         ),
         (
             {"classes": 100, "labels": "both"},
-            r"one of \['coarse', 'fine'\] for CIFAR-100, got 'both'",
+            r"one of \['coarse', 'fine'\] for CIFAR-100, received 'both'",
         ),
     ],
 )

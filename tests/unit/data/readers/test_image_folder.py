@@ -240,7 +240,7 @@ def test_what_cannot_be_read_is_refused_at_construction(tmp_path: Path) -> None:
     (tmp_path / "b" / "gone.png").symlink_to(tmp_path / "gone.png")
     with pytest.raises(ValueError, match=r"gone\.png: expected an image file, found a broken link"):
         ImageFolder(tmp_path)
-    with pytest.raises(ValueError, match=r"expected mode to be one of \['RGB', 'L'\], got 'RGBA'"):
+    with pytest.raises(ValueError, match=r"mode: expected one of 'RGB', 'L', received 'RGBA'"):
         ImageFolder(tmp_path, mode="RGBA")  # type: ignore[arg-type]
 
 

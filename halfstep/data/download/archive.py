@@ -5,8 +5,8 @@ plain file or folder inside the folder, within the limits, and undamaged. Then t
 extracts it: tarfile with filter="data" (since Python 3.11.4), or zipfile.
 
 The scan is our own because the libraries accept too much: tarfile's filter lets links, duplicate
-names and cut-off archives pass and counts nothing, and zipfile cuts a member off at the size that it
-declares.
+names and cut-off archives pass and counts nothing, and zipfile cuts a member off at the size that
+it declares.
 """
 
 import bz2
@@ -29,8 +29,8 @@ from typing import IO, Any, Protocol
 
 from halfstep.data.download.fetch import temporary_path
 
-# What is read at once. Also the longest tar header: tarfile searches a header in quadratic time, and
-# holds it in memory.
+# What is read at once. Also the longest tar header: tarfile searches a header in quadratic time,
+# and holds it in memory.
 CHUNK_BYTES = 1 << 14
 XZ_DECODER_BYTES = 256 << 20  # xz -9 needs 65 MiB; a hostile header may ask for 4 GiB
 MAX_NAME_BYTES = 255  # of one part of a path: the limit of file systems

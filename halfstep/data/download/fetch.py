@@ -1,4 +1,7 @@
-"""Fetches one file over http(s): checked while it streams, under its final name only when complete."""
+"""Fetches one file over http(s).
+
+It is checked while it streams, and gets its final name only when it is complete.
+"""
 
 import glob
 import hashlib

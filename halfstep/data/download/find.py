@@ -332,7 +332,7 @@ def search_folder(
 
 
 def _candidate_folders(entry: CatalogEntry, root: Path, deep: bool) -> Iterator[Path]:
-    """Where to look. MNIST and Fashion-MNIST share file names, so folders of the name come first."""
+    """Where to look. Folders of the set's name come first: MNIST and Fashion-MNIST share files."""
     for child in _subfolders(root):
         if entry.is_called(child.name):
             yield child
@@ -392,7 +392,7 @@ def is_sample(folder: Path) -> bool:
 
 
 def _labels_digest(path: Path) -> str:
-    """The sha256 of the labels, unpacked; empty if the file is damaged, which its reader reports."""
+    """The sha256 of the unpacked labels; empty if they are damaged, which the reader reports."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             return hashlib.sha256(file.read(LABELS_BYTES)).hexdigest()

@@ -52,10 +52,10 @@ def open_binary(path: Path) -> Iterator[BufferedReader]:
 
 
 def damaged_file_error(
-    path: Path, expected: str, found: str, *, at: str, advice: str = FETCH_AGAIN
+    path: Path, expected: str, actual: str, *, at: str, advice: str = FETCH_AGAIN
 ) -> ValueError:
     """An error with the file, the position, what was expected there, what was found, and advice."""
-    return ValueError(f"{path}: expected {expected} at {at}, found {found}. {advice}")
+    return ValueError(f"{path}: expected {expected} at {at}, found {actual}. {advice}")
 
 
 def guess_file_kind(head: bytes) -> str | None:

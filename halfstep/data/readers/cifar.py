@@ -168,13 +168,13 @@ def _count_records(path: Path, cifar: CifarFormat) -> int:
 
     count, extra_bytes = divmod(size, cifar.record_bytes)
     if extra_bytes or count == 0:
-        found = "an empty file"
+        actual = "an empty file"
         if size > 0:
-            found = f"the end of the file {extra_bytes} bytes into record {count}"
+            actual = f"the end of the file {extra_bytes} bytes into record {count}"
         raise damaged_file_error(
             path,
             f"whole records of {cifar.record_bytes} bytes",
-            found,
+            actual,
             at=f"byte {count * cifar.record_bytes}",
             advice=cifar.advice,
         )
@@ -204,9 +204,9 @@ def _find_files(folder: Path, cifar: CifarFormat, train: bool) -> list[Path]:
 
     if not matches:
         names = sorted(path.name for path in folder.glob("*"))
-        found = ", ".join(names[:8]) or "nothing"
+        actual = ", ".join(names[:8]) or "nothing"
         raise FileNotFoundError(
-            f"{folder}: expected {pattern} of {cifar.name}, found {found}. {cifar.advice}"
+            f"{folder}: expected {pattern} of {cifar.name}, found {actual}. {cifar.advice}"
         )
     if len(matches) > 1:
         folders = " and ".join(str(paths[0].parent) for paths in matches)

@@ -96,9 +96,9 @@ def _read_shape(content: Content, dims: int) -> tuple[int, ...]:
     magic = bytes([0, 0, UINT8, dims])
     head = bytes(read_up_to(content, 4))
     if head != magic:
-        found = describe_head(head + content.read(258)) + _describe_magic(head)
+        actual = describe_head(head + content.read(258)) + _describe_magic(head)
         expected = f"magic {magic.hex(' ')} (uint8, {_describe_rank(dims)})"
-        raise _damaged(content, 0, expected, found)
+        raise _damaged(content, 0, expected, actual)
 
     sizes = read_up_to(content, 4 * dims)
     if len(sizes) != 4 * dims:
@@ -108,8 +108,8 @@ def _read_shape(content: Content, dims: int) -> tuple[int, ...]:
     if 0 in shape[1:]:
         raise _damaged(content, 4 + 4 * shape.index(0, 1), "a size of 1 or more", "0")
     if math.prod(shape[1:]) > MAX_SAMPLE_BYTES:
-        found = " × ".join(map(str, shape[1:]))
-        raise _damaged(content, 8, "sizes of a sample within 2^40 bytes", found)
+        actual = " × ".join(map(str, shape[1:]))
+        raise _damaged(content, 8, "sizes of a sample within 2^40 bytes", actual)
     return shape
 
 
@@ -119,12 +119,12 @@ def _read_values(content: Content, shape: tuple[int, ...], start: int) -> bytear
     expected = f"{count} data bytes for shape {shape}"
     max_size = content.max_size()
     if max_size is not None and start + count > max_size:
-        found = f"a gzip file too small for it: {max_size} bytes at the very best (truncated)"
-        raise _damaged(content, start, expected, found)
+        actual = f"a gzip file too small for it: {max_size} bytes at the very best (truncated)"
+        raise _damaged(content, start, expected, actual)
     values = read_up_to(content, count)
     if len(values) < count:
-        found = f"the end of the file after {len(values)} (truncated)"
-        raise _damaged(content, start + len(values), expected, found)
+        actual = f"the end of the file after {len(values)} (truncated)"
+        raise _damaged(content, start + len(values), expected, actual)
     if content.read(1):
         expected = f"the end of the file, after {expected},"
         raise _damaged(content, start + count, expected, "other bytes")
@@ -158,5 +158,5 @@ def _describe_rank(dims: int) -> str:
     return "1 dimension" if dims == 1 else f"{dims} dimensions"
 
 
-def _damaged(content: Content, offset: int, expected: str, found: str) -> ValueError:
-    return damaged_file_error(content.path, expected, found, at=f"{content.unit} {offset}")
+def _damaged(content: Content, offset: int, expected: str, actual: str) -> ValueError:
+    return damaged_file_error(content.path, expected, actual, at=f"{content.unit} {offset}")

@@ -130,8 +130,8 @@ def _read_image(path: Path, mode: str) -> Tensor:
             raise _image_error(path, str(error), advice) from error
         except Exception as error:
             # Pillow's parsers raise what they stumble over: SyntaxError, struct.error, ...
-            found = _explain_decode_error(file, error)
-            raise _image_error(path, found, "Replace the file or remove it.") from error
+            actual = _explain_decode_error(file, error)
+            raise _image_error(path, actual, "Replace the file or remove it.") from error
 
 
 def _decode(file: BufferedReader, mode: str) -> ByteArray:
@@ -187,5 +187,5 @@ def _explain_decode_error(file: BufferedReader, error: Exception) -> str:
     return f"bytes of none of {', '.join(FORMATS)}: {describe_head(head)}"
 
 
-def _image_error(path: Path, found: str, advice: str) -> ValueError:
-    return ValueError(f"{path}: expected an image that Pillow can decode, found {found}. {advice}")
+def _image_error(path: Path, actual: str, advice: str) -> ValueError:
+    return ValueError(f"{path}: expected an image that Pillow can decode, found {actual}. {advice}")

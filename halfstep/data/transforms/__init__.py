@@ -1,8 +1,8 @@
 """Transforms of whole batches on the device, also inside a captured step.
 
 The host sends uint8; floats first appear on the device. Every random number is a hash of (seed,
-epoch, sample, index in the chain, draw), so a sample comes out the same in whatever batch, worker or
-device.
+epoch, sample, index in the chain, draw), so a sample comes out the same in whatever batch, worker
+or device.
 """
 
 from collections.abc import Sequence

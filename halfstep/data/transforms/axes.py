@@ -12,7 +12,7 @@ Layout: TypeAlias = Literal["HWC", "CHW"]
 
 
 class Axes(NamedTuple):
-    """The dimensions of a batch that hold rows, columns and channels. Gray images have no channel."""
+    """The dimensions of a batch that hold rows, columns and channels (None in gray batches)."""
 
     row: int
     column: int

@@ -1,8 +1,8 @@
 """PadCrop, Flip and Cutout with their random numbers as one Triton kernel on CUDA, bit for bit.
 
-What it buys: one kernel and one pass over the pixels, where torch launches some thirty small kernels
-(benchmarks/data.py, row "pad-crop, flip, resize to 224, normalise, captured"). To switch it off:
-where Triton is not installed, the transforms run one after the other, with the same results.
+What it buys: one kernel and one pass over the pixels, where torch launches some thirty small
+kernels (benchmarks/data.py, row "pad-crop, flip, resize to 224, normalise, captured"). To switch it
+off: where Triton is not installed, the transforms run one after the other, with the same results.
 
 The kernel is in augment_triton.py; here is the decision whether it may run, and its plan.
 """
@@ -123,7 +123,7 @@ def _count_fusable(transforms: Sequence[Any]) -> int:
 
 
 def _draw_keys(transforms: Sequence[Any], words: RandomWords, first: int) -> list[int]:
-    """The key of the seed, then of each draw of each kind; 0 for a kind that is not in the chain."""
+    """The key of the seed, then of each draw of each kind; 0 for a kind that is not there."""
     keys_by_kind = {type(t): words.keys[first + i] for i, t in enumerate(transforms)}
     keys = [hashing.signed(hashing.key(words.seed))]
     for kind in FUSABLE_TRANSFORMS:

@@ -1,7 +1,7 @@
 """The random words of a chain of transforms, each a hash of what it is for.
 
-A word is an int64 in 0..2^32−1. It depends on the seed, the epoch, the sample, the transform's index
-in the chain, and which draw of that transform it is.
+A word is an int64 in 0..2^32−1. It depends on the seed, the epoch, the sample, the transform's
+index in the chain, and which draw of that transform it is.
 """
 
 from collections.abc import Sequence

@@ -58,8 +58,11 @@ def tarred(path: Path, folder: str, files: tuple[str, ...] = TEN) -> Path:
 
 def test_the_table_is_consistent() -> None:
     assert {name: entry.num_classes for name, entry in CATALOG.items()} == {
-        "mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100,
-    }  # fmt: skip
+        "mnist": 10,
+        "fashion-mnist": 10,
+        "cifar10": 10,
+        "cifar100": 100,
+    }
     for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.classes)) == entry.num_classes
@@ -86,9 +89,16 @@ def test_fashions_contents_are_those_of_debians_package() -> None:
 
 @pytest.mark.parametrize(
     ("spelling", "name"),
-    [("mnist", "mnist"), ("MNIST", "mnist"), ("FashionMNIST", "fashion-mnist"), ("fashion_mnist", "fashion-mnist"),
-     ("CIFAR-10", "cifar10"), ("cifar_100", "cifar100"), ("CIFAR100", "cifar100")],
-)  # fmt: skip
+    [
+        ("mnist", "mnist"),
+        ("MNIST", "mnist"),
+        ("FashionMNIST", "fashion-mnist"),
+        ("fashion_mnist", "fashion-mnist"),
+        ("CIFAR-10", "cifar10"),
+        ("cifar_100", "cifar100"),
+        ("CIFAR100", "cifar100"),
+    ],
+)
 def test_names_in_any_spelling(spelling: str, name: str) -> None:
     assert catalog_entry(spelling).name == name
 
@@ -162,14 +172,22 @@ def test_the_cache_is_where_the_environment_says(
 @pytest.mark.parametrize(
     ("name", "folder", "suffix"),
     [
-        ("mnist", "", ""), ("mnist", "", ".gz"), ("mnist", "mnist", ".gz"), ("mnist", "MNIST/raw", ""),
+        ("mnist", "", ""),
+        ("mnist", "", ".gz"),
+        ("mnist", "mnist", ".gz"),
+        ("mnist", "MNIST/raw", ""),
         ("mnist", "raw", ""),
-        ("fashion-mnist", "fashion_mnist", ".gz"), ("fashion-mnist", "FashionMNIST/raw", ""),
-        ("cifar10", "", ""), ("cifar10", "CIFAR10", ""), ("cifar10", "cifar-10", ""),
-        ("cifar10", "cifar-10-batches-bin", ""), ("cifar10", "cifar10/cifar-10-batches-bin", ""),
-        ("cifar100", "cifar-100-binary", ""), ("cifar100", "CIFAR_100", ""),
+        ("fashion-mnist", "fashion_mnist", ".gz"),
+        ("fashion-mnist", "FashionMNIST/raw", ""),
+        ("cifar10", "", ""),
+        ("cifar10", "CIFAR10", ""),
+        ("cifar10", "cifar-10", ""),
+        ("cifar10", "cifar-10-batches-bin", ""),
+        ("cifar10", "cifar10/cifar-10-batches-bin", ""),
+        ("cifar100", "cifar-100-binary", ""),
+        ("cifar100", "CIFAR_100", ""),
     ],
-)  # fmt: skip
+)
 def test_layouts(
     places: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, suffix: str
 ) -> None:

@@ -272,14 +272,21 @@ def test_flatten_follows_dimensions_not_strides() -> None:
 
 
 IMAGES: list[Callable[..., Transform]] = [
-    lambda **k: PadCrop((3, 2), (0, 1, 2, 1), 5, **k), lambda **k: Flip(**k), lambda **k: Cutout((2, 3), 7, **k),
-    lambda **k: Resize((5, 3), **k), lambda **k: Resize((2, 7), True, **k), lambda **k: Normalize(3.5, 2.0, **k),
-]  # fmt: skip
+    lambda **k: PadCrop((3, 2), (0, 1, 2, 1), 5, **k),
+    lambda **k: Flip(**k),
+    lambda **k: Cutout((2, 3), 7, **k),
+    lambda **k: Resize((5, 3), **k),
+    lambda **k: Resize((2, 7), True, **k),
+    lambda **k: Normalize(3.5, 2.0, **k),
+]
 
 
 @settings(max_examples=25)
-@given(make=st.sampled_from(IMAGES), size=st.tuples(*[st.integers(0, 4), st.integers(1, 9), st.integers(1, 9)]),
-       channels=st.integers(1, 5))  # fmt: skip
+@given(
+    make=st.sampled_from(IMAGES),
+    size=st.tuples(*[st.integers(0, 4), st.integers(1, 9), st.integers(1, 9)]),
+    channels=st.integers(1, 5),
+)
 def test_every_layout_gives_the_same_pixels(
     make: Callable[..., Transform], size: Any, channels: int
 ) -> None:
@@ -587,23 +594,83 @@ def test_spec_of_the_cifar_chain() -> None:
 @pytest.mark.parametrize(
     ("chain", "shape", "dtype", "match"),
     [
-        ([Flip(), PadCrop(40, 3)], (2, 32, 32, 3), torch.uint8, r"transform 1, PadCrop\(.*\[2, 32, 32, 3\]: PadCrop: "
-         r"expected an image that a window of 40×40 fits into, got 32×32, padded to 38×38\. Pad more or crop less"),
-        ([PadCrop(4, fill=0.5)], (2, 8, 8, 3), torch.uint8, r"fill a whole number in 0\.\.255 .*uint8 batch, received 0\.5"),
+        (
+            [Flip(), PadCrop(40, 3)],
+            (2, 32, 32, 3),
+            torch.uint8,
+            r"transform 1, PadCrop\(.*\[2, 32, 32, 3\]: PadCrop: "
+            r"expected an image that a window of 40×40 fits into, got 32×32, padded to 38×38\. Pad more or crop less",
+        ),
+        (
+            [PadCrop(4, fill=0.5)],
+            (2, 8, 8, 3),
+            torch.uint8,
+            r"fill a whole number in 0\.\.255 .*uint8 batch, received 0\.5",
+        ),
         ([Cutout(4, 256)], (2, 8, 8, 3), torch.uint8, r"Cutout: expected fill .*received 256"),
-        ([Cutout(4, 1e6)], (2, 8, 8, 3), torch.float16, r"Cutout: expected fill within ±6\.55e\+04 .*received 1000000\.0"),
-        ([Flatten(), Flip()], (2, 8, 8, 3), torch.uint8, r"transform 1, Flip.*uint8 \[2, 192\]: .*got shape \(2, 192"),
-        ([Flip(layout="HWC")], (2, 8, 8), torch.uint8, r"a batch \[B, H, W, C\], .*leave layout= out for gray"),
-        ([Flip()], (2, 8, 8, 2), torch.uint8, r"\(2, 8, 8, 2\), where neither would do\. State layout="),
-        ([Flip()], (2, 3, 8, 3), torch.uint8, r"\(2, 3, 8, 3\), where both would do\. State layout="),
-        ([Resize(4)], (2, 8, 8, 3), torch.int64, r"Resize: expected a uint8 or floating batch, got torch\.int64.*Cast"),
-        ([Normalize([0, 0], [1, 1])], (2, 8, 8, 3), torch.uint8, r"Normalize: expected 1 mean and std or 3, .*got 2"),
-        ([Normalize([0, 0, 0], 1)], (2, 8, 8), torch.uint8, r"expected 1 mean and std or 1, .*got 3"),
+        (
+            [Cutout(4, 1e6)],
+            (2, 8, 8, 3),
+            torch.float16,
+            r"Cutout: expected fill within ±6\.55e\+04 .*received 1000000\.0",
+        ),
+        (
+            [Flatten(), Flip()],
+            (2, 8, 8, 3),
+            torch.uint8,
+            r"transform 1, Flip.*uint8 \[2, 192\]: .*got shape \(2, 192",
+        ),
+        (
+            [Flip(layout="HWC")],
+            (2, 8, 8),
+            torch.uint8,
+            r"a batch \[B, H, W, C\], .*leave layout= out for gray",
+        ),
+        (
+            [Flip()],
+            (2, 8, 8, 2),
+            torch.uint8,
+            r"\(2, 8, 8, 2\), where neither would do\. State layout=",
+        ),
+        (
+            [Flip()],
+            (2, 3, 8, 3),
+            torch.uint8,
+            r"\(2, 3, 8, 3\), where both would do\. State layout=",
+        ),
+        (
+            [Resize(4)],
+            (2, 8, 8, 3),
+            torch.int64,
+            r"Resize: expected a uint8 or floating batch, got torch\.int64.*Cast",
+        ),
+        (
+            [Normalize([0, 0], [1, 1])],
+            (2, 8, 8, 3),
+            torch.uint8,
+            r"Normalize: expected 1 mean and std or 3, .*got 2",
+        ),
+        (
+            [Normalize([0, 0, 0], 1)],
+            (2, 8, 8),
+            torch.uint8,
+            r"expected 1 mean and std or 1, .*got 3",
+        ),
         ([OneHot(3)], (2,), torch.float32, r"OneHot: expected integer labels, got torch\.float32"),
-        ([Flatten()], (2,), torch.float32, r"Flatten: expected a batch of 2 dimensions or more, got shape \(2,\)"),
-        ([Flip()], (), torch.uint8, r"spec: expected the shape of a batch, samples first, got \(\)"),
+        (
+            [Flatten()],
+            (2,),
+            torch.float32,
+            r"Flatten: expected a batch of 2 dimensions or more, got shape \(2,\)",
+        ),
+        (
+            [Flip()],
+            (),
+            torch.uint8,
+            r"spec: expected the shape of a batch, samples first, got \(\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_chain_that_cannot_work_is_refused(
     chain: Any, shape: Any, dtype: torch.dtype, match: str
 ) -> None:
@@ -638,10 +705,16 @@ def test_what_is_no_transform_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: PadCrop(0), r"PadCrop: expected size as a positive integer or \(height, width\), received 0"),
+        (
+            lambda: PadCrop(0),
+            r"PadCrop: expected size as a positive integer or \(height, width\), received 0",
+        ),
         (lambda: PadCrop((4, 4, 4)), r"received \(4, 4, 4\)"),
         (lambda: PadCrop(2.5), r"received 2\.5"),
-        (lambda: PadCrop(4, -1), r"padding as an integer of at least 0 or \(left, top, right, bottom\), received -1"),
+        (
+            lambda: PadCrop(4, -1),
+            r"padding as an integer of at least 0 or \(left, top, right, bottom\), received -1",
+        ),
         (lambda: PadCrop(4, (1, 1)), r"padding as .*received \(1, 1\)"),
         (lambda: Flip(1.01), r"Flip: expected a probability p in 0\.\.1, received 1\.01"),
         (lambda: Flip(math.nan), r"received nan"),
@@ -649,17 +722,26 @@ def test_what_is_no_transform_is_refused() -> None:
         (lambda: Resize((0, 4)), r"Resize: expected size"),
         (lambda: Flip(layout="hwc"), r"Flip: expected layout 'HWC', 'CHW' or None, received 'hwc'"),
         (lambda: Rescale(math.inf), r"Rescale: expected finite"),
-        (lambda: Normalize(0, 0), r"Normalize: expected every std above 0 in float32, received 0\. A constant channel: 1"),
+        (
+            lambda: Normalize(0, 0),
+            r"Normalize: expected every std above 0 in float32, received 0\. A constant channel: 1",
+        ),
         (lambda: Normalize(0, [1, 1e-50]), r"every std above 0"),
         (lambda: Normalize([0, 0], [1, 1, 1]), r"expected as many means as stds, received 2 and 3"),
         (lambda: Normalize([], 1), r"mean as a finite number or one per channel, received \[\]"),
         (lambda: Normalize(0, "1"), r"std as a finite number"),
-        (lambda: Cast("float33"), r"Cast: expected a torch dtype or its name, for instance 'float32', received 'float33'"),
+        (
+            lambda: Cast("float33"),
+            r"Cast: expected a torch dtype or its name, for instance 'float32', received 'float33'",
+        ),
         (lambda: Cast("nn"), r"received 'nn'"),
         (lambda: OneHot(0), r"OneHot: expected classes of at least 1, received 0"),
-        (lambda: OneHot(3)(torch.tensor([0, 3, -1]), NONE), r"labels in 0\.\.2, got 3 \(2 of 3 are outside\)"),
+        (
+            lambda: OneHot(3)(torch.tensor([0, 3, -1]), NONE),
+            r"labels in 0\.\.2, got 3 \(2 of 3 are outside\)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_refused(make: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make()
@@ -687,8 +769,13 @@ def test_transforms_are_values() -> None:
         Resize([2, 3]),
         OneHot(3),
     ]
-    again = [PadCrop((3, 4), (0, 1, 2, 3)), Normalize((1, 2, 3), (4, 5, 6)), Cast(torch.float16), Resize((2, 3)),
-             OneHot(3, dtype="float32")]  # fmt: skip
+    again = [
+        PadCrop((3, 4), (0, 1, 2, 3)),
+        Normalize((1, 2, 3), (4, 5, 6)),
+        Cast(torch.float16),
+        Resize((2, 3)),
+        OneHot(3, dtype="float32"),
+    ]
     assert made == again
     assert len({*made, *again}) == 5
     assert all(a != b for a, b in pairwise(made))

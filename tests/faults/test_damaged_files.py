@@ -176,7 +176,8 @@ PLAIN_CASES = [
         ("within 2^40 bytes", f"found {MAX_UINT32} × {MAX_UINT32}."),
     ),
 ]
-# the same content in a gzip file is found out at the same byte, counted unpacked; sizes beyond it need no unpacking
+# The same content in a gzip file is noticed at the same byte, counted unpacked. Sizes beyond the
+# file need no unpacking.
 GZIPPED_CASES = [
     Case(f"gz {case.name}", gzipped(case.content), f"unpacked {case.at}", case.words)
     for case in PLAIN_CASES
@@ -213,12 +214,13 @@ GZIP_CASES = [
         for n in (2, 3, 9, 10, 11, 20, *range(len(GZ_FILE) - 9, len(GZ_FILE)))
     ),
     Case("gz cut 1", GZ_FILE[:1], "byte 0", (MAGIC, "found 1f.")),
+    # zlib takes two
     Case(
         "gz method",
         GZ_FILE[:2] + b"\x07" + GZ_FILE[3:],
         "byte 3",
         (SOUND_STREAM, "unknown compression method"),
-    ),  # zlib takes two
+    ),
     Case(
         "gz flags",
         GZ_FILE[:3] + b"\xe0" + GZ_FILE[4:],
@@ -303,10 +305,8 @@ UNPACK_CIFAR10 = "Unpack it (tar -xf) and name the folder cifar-10-batches-bin t
 NEVER_UNPICKLED = (
     f"This is the Python version of CIFAR-10, a pickle, which is never loaded. {FETCH_CIFAR10}"
 )
-WHOLE_RECORDS, BINARY_VERSION = (
-    "whole records of 3073 bytes",
-    "records of CIFAR-10's binary version",
-)
+WHOLE_RECORDS = "whole records of 3073 bytes"
+BINARY_VERSION = "records of CIFAR-10's binary version"
 CIFAR10_CASES = [
     Case("empty", b"", "byte 0", (WHOLE_RECORDS, "an empty file"), FETCH_CIFAR10),
     *(
@@ -555,19 +555,19 @@ IDX_FILES = [IDX_FILE, idx_header(0, 28, 28), idx_header(5) + bytes(5), idx_head
 def test_any_byte_of_a_header(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, pack: Any, at: int, value: int
 ) -> None:
-    """One byte changed: a refusal that names the file, or a tensor of exactly the shape that is now declared."""
+    """One byte changed: a refusal that names the file, or a tensor of the shape now declared."""
     dims = content[3]
     at %= 4 + 4 * dims
     content = content[:at] + bytes([value]) + content[at + 1 :]
     path = tmp_path_factory.getbasetemp() / "header"
     path.write_bytes(pack(content))
-    got = read_or_message(path, dims)
-    if isinstance(got, str):
-        assert got.startswith(f"{path}: expected ")
+    result = read_or_message(path, dims)
+    if isinstance(result, str):
+        assert result.startswith(f"{path}: expected ")
     else:
         assert content[:4] == bytes([0, 0, 8, dims])
-        assert tuple(got.shape) == struct.unpack_from(f">{dims}I", content, 4)
-        assert got.numpy().tobytes() == content[4 + 4 * dims :]
+        assert tuple(result.shape) == struct.unpack_from(f">{dims}I", content, 4)
+        assert result.numpy().tobytes() == content[4 + 4 * dims :]
 
 
 @given(at=st.integers(0, len(GZ_FILE) - 1), value=st.integers(0, 255))
@@ -577,11 +577,11 @@ def test_any_byte_of_a_gzip_file(
     """One byte changed: a refusal that names the file, or the original values."""
     path = tmp_path_factory.getbasetemp() / "packed"
     path.write_bytes(GZ_FILE[:at] + bytes([value]) + GZ_FILE[at + 1 :])
-    got = read_or_message(path, 3)
-    if isinstance(got, str):
-        assert got.startswith(f"{path}: expected ")
+    result = read_or_message(path, 3)
+    if isinstance(result, str):
+        assert result.startswith(f"{path}: expected ")
     else:
-        assert got.numpy().tobytes() == IDX_FILE[16:]
+        assert result.numpy().tobytes() == IDX_FILE[16:]
 
 
 @given(record=st.integers(0, 2), value=st.integers(0, 255))
@@ -674,28 +674,28 @@ def damaged_pictures() -> dict[str, tuple[bytes, str]]:
         "bad header": (flip_bit(encode_noise("PNG"), 20), unknown),
         "bad pixels": (flip_bit(encode_noise("PNG"), 700), "OSError"),
         "bomb": (png_file(100_000, 100_000), limit),
+        # Pillow's limit is 89,478,485: here it would only warn
         "over the limit": (
             png_file(10_000, 9_000),
             limit,
-        ),  # Pillow's limit is 89,478,485: here it would only warn
+        ),
         "endless": (png_file(2**31 - 1, 2**31 - 1), limit),
     }
     for format in ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM", "TIFF"):
-        whole = encode_noise(format)
+        complete = encode_noise(format)
         for part in (0.02, 0.6, 0.97):
-            cases[f"{format} cut at {part}"] = (whole[: int(part * len(whole))], "found ")
+            cases[f"{format} cut at {part}"] = (complete[: int(part * len(complete))], "found ")
     return cases
 
 
 @needs_pillow
 @pytest.mark.parametrize("strict", [False, True])
 def test_damaged_pictures(tmp_path: Path, strict: bool) -> None:
-    """Pillow warns of some damage first: the refusal is the same, whether or not warnings are errors."""
+    """Pillow warns of some damage first; the refusal is the same if warnings are errors."""
     path = tmp_path / "class" / "x.png"
     path.parent.mkdir()
-    warnings.simplefilter(
-        "error" if strict else "ignore"
-    )  # pytest puts the filters back after each test
+    # pytest puts the filters back after each test
+    warnings.simplefilter("error" if strict else "ignore")
     for name, (content, words) in damaged_pictures().items():
         path.write_bytes(content)
         with pytest.raises(
@@ -714,7 +714,8 @@ from halfstep.data.readers.image_folder import ImageFolder
 from halfstep.data.readers.idx import read_idx
 
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 def grown(read, item):
     with open("/proc/self/clear_refs", "w") as file:

@@ -121,10 +121,8 @@ def test_classes_that_differ_would_be_other_labels() -> None:
 def test_several_sizes_are_noted_and_refused_as_the_datas_fault() -> None:
     name = photos("p", "train/cat", "test/cat")
     photos(name, "train/cat", size=(9, 6))
-    assert checked(name)["notes"] == [
-        "images of different sizes: halfstep train and compare take one size. "
-        "Resize the files first."
-    ]
+    assert checked(name)["notes"] == ["images of different sizes: halfstep train and compare take one size. "
+                                      "Resize the files first."]  # fmt: skip
     settings = Settings(data=name)
     with pytest.raises(
         ValueError, match=r"^data: p: column 'image': expected samples of one shape"
@@ -158,9 +156,8 @@ def test_every_network_takes_them(net: str) -> None:
 
 
 def test_bytes_that_are_no_images_are_refused_with_the_line_to_write() -> None:
-    assert refused("mine:flat").endswith(
-        "got uint8 [784] from mine:flat. Return x / 255, or the images before they were flattened."
-    )
+    assert refused("mine:flat").endswith("got uint8 [784] from mine:flat. Return x / 255, or the images before they "
+                                         "were flattened.")  # fmt: skip
 
 
 def test_floats_without_a_channel_are_refused_where_one_is_needed() -> None:

@@ -129,8 +129,8 @@ def test_a_whole_file_arrives(
     server: str, tmp_path: Path, page: str, checksum: Checksum | None
 ) -> None:
     target = tmp_path / "new" / "folder" / "file"
-    got = fetch_file(f"{server}/{page}", target, checksum=checksum)
-    assert got == FetchedFile(target, f"{server}/{page}", SHA256.hex, len(BODY))
+    fetched = fetch_file(f"{server}/{page}", target, checksum=checksum)
+    assert fetched == FetchedFile(target, f"{server}/{page}", SHA256.hex, len(BODY))
     assert target.read_bytes() == BODY
     assert os.listdir(target.parent) == ["file"]
 
@@ -231,7 +231,7 @@ def test_a_folder_under_the_final_name_is_an_error(server: str, target: Path) ->
 
 
 # The modules alone, without the package around them, which would load torch for seconds.
-ALONE = """
+FETCH_ALONE = """
 import sys, types
 for name in ("halfstep", "halfstep.data"):
     sys.modules[name] = types.ModuleType(name)
@@ -241,35 +241,36 @@ assert "rich" not in sys.modules and "torch" not in sys.modules
 """
 
 
-def child(
+def start_python(
     code: str, *args: object, before: Callable[[], object] | None = None, **pipes
 ) -> subprocess.Popen:
-    command, root = [sys.executable, "-c", ALONE + code, *map(str, args)], Path(__file__).parents[4]
+    command = [sys.executable, "-c", FETCH_ALONE + code, *map(str, args)]
+    root = Path(__file__).parents[4]
     return subprocess.Popen(
         command, cwd=root, preexec_fn=before, text=True, **{"stderr": subprocess.PIPE} | pipes
     )
 
 
-GET = "fetch_file(sys.argv[1], sys.argv[2])"
+FETCH_ONE = "fetch_file(sys.argv[1], sys.argv[2])"
 
 
 def test_a_read_only_folder_is_named(server: str, target: Path) -> None:
     """By a process that is not root, whom permissions would not stop."""
     target.parent.chmod(0o500)
     drop = "import os, encodings.idna; os.getuid() or os.setuid(65534); "
-    error = child(drop + GET, f"{server}/good", target).communicate()[1]
+    error = start_python(drop + FETCH_ONE, f"{server}/good", target).communicate()[1]
     assert (
-        f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. Free space there, make"
-        in error
-    )
+        f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. "
+        "Free space there, make"
+    ) in error
     assert os.listdir(target.parent) == []
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(server: str, target: Path) -> None:
-    """The kernel's own refusal to write on: a limit on the file size stands in for a disk that is full."""
+    """The kernel's own refusal to write on: a limit on the file size stands in for a full disk."""
     limit = (100_000, 100_000)
-    process = child(
-        GET,
+    process = start_python(
+        FETCH_ONE,
         f"{server}/good",
         target,
         before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
@@ -282,7 +283,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(server: str, target: Path) -> N
 
 
 def test_a_killed_download_leaves_nothing_under_the_name(server: str, target: Path) -> None:
-    process = child(GET, f"{server}/stalled", target)
+    process = start_python(FETCH_ONE, f"{server}/stalled", target)
     while not (
         parts := [part for part in target.parent.glob(".file.*.part") if part.stat().st_size]
     ):
@@ -301,7 +302,7 @@ def test_a_killed_download_leaves_nothing_under_the_name(server: str, target: Pa
 
 def test_processes_at_once_end_with_one_good_file(server: str, target: Path) -> None:
     many = "for _ in range(20): fetch_file(*sys.argv[1:])"
-    processes = [child(many, f"{server}/{page}", target) for page in ("good", "chunked")]
+    processes = [start_python(many, f"{server}/{page}", target) for page in ("good", "chunked")]
     seen = set()
     while any(process.poll() is None for process in processes):
         if target.exists():
@@ -312,10 +313,10 @@ def test_processes_at_once_end_with_one_good_file(server: str, target: Path) -> 
     assert os.listdir(target.parent) == ["file"]
 
 
-def drawn(server: str, target: Path, progress: str) -> str:
+def draw_on_terminal(server: str, target: Path, progress: str) -> str:
     """What a terminal would show."""
     ours, theirs = pty.openpty()
-    process = child(
+    process = start_python(
         f"fetch_file(*sys.argv[1:], progress={progress})", f"{server}/good", target, stderr=theirs
     )
     process.wait()
@@ -329,9 +330,9 @@ def drawn(server: str, target: Path, progress: str) -> str:
 
 
 def test_progress_is_drawn_on_a_terminal_only(server: str, tmp_path: Path) -> None:
-    shown = drawn(server, tmp_path / "[red]file", "None")
+    shown = draw_on_terminal(server, tmp_path / "[red]file", "None")
     assert "[red]file" in shown
     assert "256.0/256.0 kB" in shown
-    assert drawn(server, tmp_path / "file", "False") == ""
+    assert draw_on_terminal(server, tmp_path / "file", "False") == ""
     silent = "fetch_file(*sys.argv[1:], progress=True); assert 'rich' not in sys.modules"
-    assert child(silent, f"{server}/good", tmp_path / "file").communicate()[1] == ""
+    assert start_python(silent, f"{server}/good", tmp_path / "file").communicate()[1] == ""

@@ -280,7 +280,7 @@ def test_fills_are_pythons_numbers(number_type: Any) -> None:
 
 
 def test_a_plan_by_the_transforms_themselves() -> None:
-    """A crop of 8 × 9 from 14 × 16 padded: 7 positions down and 8 across; half of the words flip."""
+    """A crop of 8 × 9 from 14 × 16 padded: 7 positions down and 8 across; half the words flip."""
     plan = fused_augment._plan(
         (PadCrop((8, 9), (4, 1, 2, 1)), Flip(), Cutout((2, 3))),
         (5, 3, 12, 10),

@@ -13,10 +13,10 @@ from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import locked
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
-from halfstep.engine.auto_compile import chooser
-from halfstep.engine.batch_errors import tell
-from halfstep.engine.captured.cache import Captures
-from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
+from halfstep.engine.auto_compile import auto_compile_callbacks
+from halfstep.engine.batch_errors import explain_batch_error
+from halfstep.engine.captured.cache import ModelCaptures
+from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -28,7 +28,7 @@ from halfstep.model.learning_rates import Tables
 from halfstep.model.model__outputs import batches, joined
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
-from halfstep.step.state_dict import renew
+from halfstep.step.state_dict import reset_averages
 
 
 class Model:
@@ -58,7 +58,7 @@ class Model:
             schedule,
             False,
         )
-        self.metrics, self.labels = Metrics(metrics), labels or label_of
+        self.metrics, self.labels = Metrics(metrics), labels or find_labels
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
             self._fused = parts.fused(net, optimizer, precision, schedule, options)
@@ -69,7 +69,7 @@ class Model:
         self._whole = options.get("forward") is not None
         self._by_name = loss is None and step is None and eval_step is None and not self._whole
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
-        self.graphs, self._tables = Captures(self._cell, capture, verify), Tables()
+        self.graphs, self._tables = ModelCaptures(self._cell, capture, verify), Tables()
 
     def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
         if isinstance(self.step, TrainStep):
@@ -109,7 +109,7 @@ class Model:
                 self._resume(loop, resume)
                 self._tables.check()
                 with kept() if self._cell.device.type == "cpu" else nullcontext():
-                    loop.go()
+                    loop.run_epochs()
         finally:
             self._fit = None
         return loop.run
@@ -130,7 +130,15 @@ class Model:
         given = plan.checked(callbacks)
         saved = any(isinstance(each, Checkpoint) for each in given)
         named = plan.named(
-            [*given, *chooser(self.step, steps, whole=bool(self.graphs.wish), saved=saved)]
+            [
+                *given,
+                *auto_compile_callbacks(
+                    self.step,
+                    steps,
+                    whole_step=bool(self.graphs.wish),
+                    has_checkpoint=saved,
+                ),
+            ]
         )
         timing = plan.timing(
             epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
@@ -158,7 +166,7 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         table = self._tables(self.schedule, self.step, timing, feed, saved, self._done)
         if table is not None:
-            self.step.set_rates(table)
+            self.step.set_learning_rates(table)
 
     def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
         parts.evaluation(self.net, self._eval is self._cell, self.step)
@@ -252,13 +260,15 @@ class Model:
                 feed, lambda args: self._output(args, targets), self._cell.applied, targets
             )
             return
-        feed.next_pass(0)
+        feed.go_to_pass(0)
         for number, args in enumerate(feed.start(), 1):
             try:
                 with self._averaged():
                     out = self._output(args, targets)
             except Exception as error:
-                tell(error, f"prediction, batch {number}", args, feed.names, self.net)
+                explain_batch_error(
+                    error, f"prediction, batch {number}", args, feed.names, self.net
+                )
                 raise
             yield to_host(out)
 
@@ -268,7 +278,7 @@ class Model:
             len(args) > 1 or named
         ):  # a forward of the user's own takes the batch as it is
             return logits_of(self._cell(*args).outputs)
-        return logits_of(self._cell.predict(*inputs_of(args, targets=targets)))
+        return logits_of(self._cell.predict(*without_target(args, targets=targets)))
 
     # looking, saving
 
@@ -293,5 +303,5 @@ class Model:
         `strict=False` takes what fits, and says what."""
         account = weights.load(self.net, source, strict=strict)
         if isinstance(self.step, TrainStep):
-            renew(self.step)
+            reset_averages(self.step)
         return account

@@ -195,10 +195,11 @@ def _crop_flip_cutout(
 
     # Flip, then crop: where each pixel comes from.
     is_flipped = _random_word(flip_key, image_key) < flip_threshold.to(tl.uint64)
-    crop_top = _uniform_below(crop_down_key, image_key, positions_down) - pad_top
-    crop_left = _uniform_below(crop_across_key, image_key, positions_across) - pad_left
-    source_y = y + crop_top
-    source_x = tl.where(is_flipped, columns - 1 - x, x) + crop_left
+    window_top = _uniform_below(crop_down_key, image_key, positions_down)
+    source_y = y + window_top - pad_top
+    flipped_x = tl.where(is_flipped, columns - 1 - x, x)
+    window_left = _uniform_below(crop_across_key, image_key, positions_across)
+    source_x = flipped_x + window_left - pad_left
     in_source_rows = (source_y >= 0) & (source_y < source_height)
     in_source = in_source_rows & (source_x >= 0) & (source_x < source_width)
 

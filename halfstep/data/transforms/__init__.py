@@ -69,26 +69,26 @@ def apply(
     _check_numbers("samples", samples, batch)
     words = RandomWords(transforms, seed, epochs, samples)
 
-    done = 0
-    while done < len(transforms):
-        remaining = transforms[done:]
+    applied_count = 0
+    while applied_count < len(transforms):
+        remaining = transforms[applied_count:]
         # Several transforms in one kernel, where there is one for them: crop, flip and cutout ...
-        fused = crop_flip_cutout(remaining, batch, words, done)
+        fused = crop_flip_cutout(remaining, batch, words, applied_count)
         if fused is None:
             # ... or Resize and what follows it.
             fused = resize_and_convert(remaining, batch)
         if fused is not None:
             batch, count = fused
-            done += count
+            applied_count += count
             continue
 
         affine_count = count_affine(remaining)
         if affine_count > 1:
             batch = apply_affine(remaining[:affine_count], batch)  # type: ignore[arg-type]
-            done += affine_count
+            applied_count += affine_count
         else:
-            batch = remaining[0](batch, words[done])
-            done += 1
+            batch = remaining[0](batch, words[applied_count])
+            applied_count += 1
     return batch
 
 

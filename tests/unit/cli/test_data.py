@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli.main import app
-from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.download.find import SAMPLE
 from tests.support.command_line import run_command, run_json
 
 

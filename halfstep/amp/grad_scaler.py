@@ -47,7 +47,7 @@ from halfstep.amp.scaler_settings import (
     choose_device_type,
     raise_expected,
 )
-from halfstep.precision.loss_scale import inverse
+from halfstep.precision.loss_scale import inverse_scale
 from halfstep.utils.text import dtype_name
 
 T = TypeVar("T")
@@ -387,7 +387,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._scale.device.type == "mps":
             inv_scale = self._scale.reciprocal()
         else:
-            inv_scale = inverse(self._scale)
+            inv_scale = inverse_scale(self._scale)
 
         # torch reads no more of an optimizer than its parameters.
         params = [tensor for _, tensor in targets.values()]

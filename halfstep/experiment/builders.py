@@ -31,9 +31,9 @@ class Built:
     @property
     def callbacks(self) -> list["Callback"]:
         """For a repeated run: without those that write (checkpoints, logs, progress bars)."""
-        from halfstep.model.validate__plan import checked
+        from halfstep.model.fit_arguments import check_callbacks
 
-        callbacks = checked(self.arguments.get("callbacks"))
+        callbacks = check_callbacks(self.arguments.get("callbacks"))
         return [callback for callback in callbacks if not callback.writes]
 
 

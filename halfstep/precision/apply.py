@@ -17,7 +17,7 @@ from halfstep.precision.backend_flags import check_supported
 from halfstep.precision.casting import (
     Forward,
     ModuleDtype,
-    Observed,
+    ObservedDtypes,
     UnroundedOutputs,
     cast_inputs,
     cast_inputs_and_outputs,
@@ -88,18 +88,18 @@ class Applied:
             self.cast = "copies"
         self.module_dtypes = plan_dtypes(net, precision)
         _check_parameters(net, precision, any_dtype=precision.cast == "whole")
-        self.converted: list[str] = []
+        self.converted_names: list[str] = []
         if self.cast == "whole":
-            self.converted = _convert(net, self.module_dtypes)
+            self.converted_names = _convert(net, self.module_dtypes)
 
         # Whether products run as round(fp32 product), on a CPU without half units.
         low = precision.compute
         may_be_fast = device.type == "cpu" and precision.kernels == "auto" and low in (F16, BF16)
-        self.fast = may_be_fast and not has_native(low)
+        self.rounds_fp32_products = may_be_fast and not has_native(low)
 
         # What is put into slots while active. The first forward also observes the dtypes of
         # leaf modules; after it, `_forwards` are replaced by those that do not.
-        self.observed: dict[str, Observed] = {}
+        self.observed: dict[str, ObservedDtypes] = {}
         self._observing = True
         self._unrounded = UnroundedOutputs()
         self._swap = SlotSwap()
@@ -145,7 +145,7 @@ class Applied:
             self._forwards = self._wrap_forwards(observing=False)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def for_recompute(self) -> Iterator[None]:
         """Around the backward pass of the last forward, for parts of forward that are repeated.
 
         Activation checkpointing repeats them, and must find the same copies, casts and kernels. It
@@ -161,7 +161,7 @@ class Applied:
             self._swap.undo()
             self._forward_copies = ()
 
-    def unrounded(self, out: Any) -> Any:
+    def unrounded_outputs(self, out: Any) -> Any:
         """`out` with outputs of kept modules as they were before rounding."""
         return self._unrounded.restore(out) if self.precision.keep else out
 
@@ -195,7 +195,7 @@ class Applied:
             # No cache: after an update, or a forward without gradients, its casts would be stale.
             low = self.precision.compute
             contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
-        if self.fast:
+        if self.rounds_fp32_products:
             contexts.append(FastHalf(self.precision.compute, cast=self.cast == "autocast"))
         return contexts
 

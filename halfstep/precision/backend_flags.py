@@ -57,7 +57,7 @@ def check_deterministic(device: torch.device) -> None:
         )
 
 
-def backend(
+def set_backend_flags(
     precision: Precision, device: torch.device, *, deterministic: bool, benchmark: bool = True
 ) -> AbstractContextManager[None]:
     """Inside, torch's flags are what the precision needs; afterwards they are the caller's again.

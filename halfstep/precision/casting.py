@@ -74,7 +74,7 @@ def takes_mixed_dtypes(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
-def batch_coupled(net: nn.Module) -> list[str]:
+def batch_dependent_modules(net: nn.Module) -> list[str]:
     """Names of the modules whose output for a sample depends on the other samples of its batch."""
     names = []
     for name, module in net.named_modules():
@@ -218,7 +218,7 @@ class UnroundedOutputs:
 # The dtypes that modules really received and returned
 
 
-class Observed(NamedTuple):
+class ObservedDtypes(NamedTuple):
     """One module's input, weight and output dtypes in one forward ("-" where it has none)."""
 
     kind: str  # the module's class
@@ -228,7 +228,7 @@ class Observed(NamedTuple):
 
 
 def observe(
-    forward: Forward, module: nn.Module, name: str, observed: dict[str, Observed]
+    forward: Forward, module: nn.Module, name: str, observed: dict[str, ObservedDtypes]
 ) -> Forward:
     """`forward` that writes the dtypes of its first call into `observed[name]`."""
 
@@ -236,7 +236,7 @@ def observe(
     def observed_forward(*args: Any, **kwargs: Any) -> Any:
         weights = [weight for weight in module._parameters.values() if weight is not None]
         out = forward(*args, **kwargs)
-        dtypes = Observed(
+        dtypes = ObservedDtypes(
             kind=type(module).__name__,
             input=_list_dtypes((args, kwargs)),
             weight=_list_dtypes(weights),

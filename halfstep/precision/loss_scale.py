@@ -127,7 +127,7 @@ class NoScale:
 Scale: TypeAlias = DynamicScale | FixedScale | NoScale
 
 
-def inverse(scale: Tensor) -> Tensor:
+def inverse_scale(scale: Tensor) -> Tensor:
     """torch's inv_scale: the reciprocal in float64, rounded once to float32."""
     return scale.double().reciprocal().float()
 

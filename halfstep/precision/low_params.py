@@ -92,7 +92,7 @@ def foreach_cast_(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-class Widened:
+class Fp32Update:
     """Low parameters as float32 while the optimizer steps: its arithmetic and state are float32.
 
     With rounding "kahan" what rounding cuts off (the residue, in the low dtype) is stored beside
@@ -103,14 +103,14 @@ class Widened:
         self.params = [p for p in params if p.dtype in (F16, BF16)]
         self.uses_kahan = rounding == "kahan"
 
-    def residue(self) -> list[Tensor]:
+    def new_residues(self) -> list[Tensor]:
         """A residue of zeros for each low parameter; none unless the rounding is "kahan"."""
         if not self.uses_kahan:
             return []
         return [torch.zeros_like(p, requires_grad=False) for p in self.params]
 
     @contextmanager
-    def wide(self, residue: list[Tensor], update: Tensor) -> Iterator[None]:
+    def fp32_params(self, residue: list[Tensor], update: Tensor) -> Iterator[None]:
         """Inside, the parameters are float32; on leaving they are rounded into their low storage.
 
         `update` is the number of the update: stochastic rounding draws by it.
@@ -136,7 +136,7 @@ class Widened:
                 p.grad = None
 
     @contextmanager
-    def as_wide(self) -> Iterator[None]:
+    def fp32_params_for_loading(self) -> Iterator[None]:
         """Inside, the parameters are float32 copies, which are dropped on leaving.
 
         Optimizer state that is loaded inside keeps its float32 values.

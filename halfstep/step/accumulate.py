@@ -172,7 +172,7 @@ class Accumulate:
 
         # `again`: activation checkpointing repeats parts of forward, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
-        with self.applied.again():
+        with self.applied.for_recompute():
             torch.autograd.backward(loss, seed, inputs=trainable)
 
         grads = [p.grad if p.requires_grad else None for p in self.params]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.precision.low_params import Widened
+from halfstep.precision.low_params import Fp32Update
 from halfstep.step.optimizer import LearningRates, OptimizerKind, state_tensors
 from halfstep.step.rollback import Buffers, Snapshot
 from halfstep.step.state import StepState
@@ -29,7 +29,7 @@ class Commit:
         buffers: Buffers,
         learning_rates: LearningRates,
         ema_decay: float | None,
-        fp32_update: Widened | None,
+        fp32_update: Fp32Update | None,
     ) -> None:
         self.optimizer = optimizer
         self.optimizer_kind = optimizer_kind
@@ -121,7 +121,7 @@ class Commit:
         """Inside, 16-bit parameters are float32, where the rounding asks for it (Kahan, …)."""
         if self.fp32_update is None:
             return nullcontext()
-        return self.fp32_update.wide(state.residue, state.updates)
+        return self.fp32_update.fp32_params(state.residue, state.updates)
 
 
 def start_averages(params: Sequence[Tensor]) -> list[Tensor]:

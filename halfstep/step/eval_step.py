@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
-from halfstep.precision.backend_flags import backend
+from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import (
@@ -90,10 +90,10 @@ class EvalStep:
                 out = self.net(**inputs[0])
             else:
                 out = self.net(*inputs)
-        return at_least_fp32(applied.unrounded(out), applied.precision.output)
+        return at_least_fp32(applied.unrounded_outputs(out), applied.precision.output)
 
     def _backend(self, applied: Applied) -> AbstractContextManager[None]:
-        return backend(
+        return set_backend_flags(
             applied.precision,
             self.device,
             deterministic=False,
@@ -104,7 +104,7 @@ class EvalStep:
         objective = self.objective
         min_dtype = applied.precision.output
         with applied:
-            out = applied.unrounded(objective.forward(self.net, *batch))
+            out = applied.unrounded_outputs(objective.forward(self.net, *batch))
 
         if objective.loss is None:
             outputs = at_least_fp32(out, min_dtype)

@@ -66,7 +66,7 @@ class Objective:
         has the loss as a sum.
         """
         with applied:
-            out = applied.unrounded(self.forward(self.net, *batch))
+            out = applied.unrounded_outputs(self.forward(self.net, *batch))
         try:
             loss, count = self.loss_and_count(out, applied.precision.output, weighted=weighted)
         except Exception as error:

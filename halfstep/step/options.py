@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from halfstep.errors import Notice
 from halfstep.precision import Precision
-from halfstep.precision.casting import batch_coupled
+from halfstep.precision.casting import batch_dependent_modules
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import OptimizerKind, named_parameters
 from halfstep.utils.checks import expect
@@ -166,7 +166,7 @@ def check_cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[s
     if not objective.can_weight:
         raise ValueError(_unknown_loss_message(objective.loss, accumulate))
 
-    coupled_layers = batch_coupled(net)
+    coupled_layers = batch_dependent_modules(net)
     if not coupled_layers:
         return []
     notice = (

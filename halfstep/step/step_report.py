@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from halfstep.precision.casting import Observed
+from halfstep.precision.casting import ObservedDtypes
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -16,7 +16,7 @@ class Report:
     """The dtypes really used, module by module, and every choice made for the user."""
 
     choices: dict[str, str]
-    modules: dict[str, Observed]
+    modules: dict[str, ObservedDtypes]
 
     def adding(self, **choices: str) -> "Report":
         """The same report with more choices in it."""
@@ -48,7 +48,11 @@ def report_step(step: "TrainStep") -> Report:
             f"norms {precision.norms}, output {precision.output}"
         ),
         "loss scale": repr(precision.loss_scale),
-        "half kernels": ("round(fp32 product) on this CPU" if step.applied.fast else "torch's own"),
+        "half kernels": (
+            "round(fp32 product) on this CPU"
+            if step.applied.rounds_fp32_products
+            else "torch's own"
+        ),
         "optimizer": (
             f"{type(step.optimizer).__name__}, {step.optimizer_kind}; "
             f"updates decided on the {decider}"
@@ -57,8 +61,8 @@ def report_step(step: "TrainStep") -> Report:
         "cycle": f"{step.options.accumulate} batches per update",
         **_speed_choices(step),
     }
-    if step.applied.converted:
-        count = len(step.applied.converted)
+    if step.applied.converted_names:
+        count = len(step.applied.converted_names)
         choices["converted"] = f"{count} parameters to {precision.params}, in place"
     if step.notices:
         choices["notices"] = "; ".join(step.notices)

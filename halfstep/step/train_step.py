@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
-from halfstep.precision.backend_flags import backend, check_deterministic
-from halfstep.precision.low_params import Widened
+from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
+from halfstep.precision.low_params import Fp32Update
 from halfstep.step import overflow
 from halfstep.step.accumulate import Accumulate
 from halfstep.step.commit import Commit, averages_as_weights, start_averages
@@ -118,7 +118,7 @@ class TrainStep:
         if self.options.ema is not None:
             self.state.ema = start_averages(self.params)
         if self._fp32_update is not None:
-            self.state.residue = self._fp32_update.residue()
+            self.state.residue = self._fp32_update.new_residues()
 
         # Constants on the device, so that no step has to copy them there.
         self._zero = torch.zeros((), device=self.device)
@@ -128,7 +128,7 @@ class TrainStep:
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches become one update. Waits for nothing."""
         self._check_usable()
-        with backend(self.precision, self.device, **self._backend_flags):
+        with set_backend_flags(self.precision, self.device, **self._backend_flags):
             batch = self.channels_last.convert_batch(to_device(batch, self.device))
             loss = self.accumulator(self.state, batch)
             self.state.steps += 1
@@ -143,7 +143,7 @@ class TrainStep:
         self._check_usable()
         if self.state.cycle.micro == 0:
             return None
-        with backend(self.precision, self.device, **self._backend_flags):
+        with set_backend_flags(self.precision, self.device, **self._backend_flags):
             record = self._end_cycle(self.accumulator.zero_loss)
             return self._with_fingerprint(record)
 
@@ -246,12 +246,12 @@ class TrainStep:
         self._backend_flags = self.options.backend_flags
         check_optimizer_precision(self.optimizer, precision, self.device)
         self.applied = Applied(self.net, precision, self.device)
-        self._fp32_update: Widened | None = None
+        self._fp32_update: Fp32Update | None = None
         if precision.rounding != "nearest":
-            self._fp32_update = Widened(self.params, precision.rounding)
+            self._fp32_update = Fp32Update(self.params, precision.rounding)
 
         # torch casts optimizer state to its parameter's dtype when it loads it.
-        params_changed = self.applied.converted or self._fp32_update is not None
+        params_changed = self.applied.converted_names or self._fp32_update is not None
         if self.optimizer.state and params_changed:
             self.load_optimizer_state(self.optimizer.state_dict())
 
@@ -289,7 +289,11 @@ class TrainStep:
 
     def load_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Loads the optimizer's state unrounded: torch would cast it to its parameter's dtype."""
-        with nullcontext() if self._fp32_update is None else self._fp32_update.as_wide():
+        with (
+            nullcontext()
+            if self._fp32_update is None
+            else self._fp32_update.fp32_params_for_loading()
+        ):
             self.optimizer.load_state_dict(saved)
         self.channels_last.match_optimizer_state(self.optimizer)
 

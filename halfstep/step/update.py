@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.precision import Precision
-from halfstep.precision.loss_scale import ScaleState, inverse
+from halfstep.precision.loss_scale import ScaleState, inverse_scale
 from halfstep.precision.low_params import widen
 from halfstep.step import gradients
 from halfstep.step.commit import Commit
@@ -205,7 +205,7 @@ class Update:
         # Unscale. The kernel checks in the same pass; times 1, it only checks.
         overflow = None
         if self.scales_loss:
-            overflow = gradients.unscale_(values, inverse(state.scale))
+            overflow = gradients.unscale_(values, inverse_scale(state.scale))
         elif self.options.nonfinite != "ignore" and not reads_are_free:
             overflow = gradients.unscale_(values, self.one)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
-from halfstep.precision.backend_flags import backend
+from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.rollback import foreach_copy
 from halfstep.step.state import Cycle, Record, RecordTarget
@@ -153,7 +153,7 @@ class StaticStep:
 
 def backend_of(step: TrainStep) -> AbstractContextManager[None]:
     """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
-    return backend(step.precision, step.device, **step.options.backend_flags)
+    return set_backend_flags(step.precision, step.device, **step.options.backend_flags)
 
 
 def step_guards(step: TrainStep) -> tuple[Any, ...]:

@@ -218,7 +218,7 @@ def _traced_forward_and_loss(
 
     A loss of the user's own may read the network's weights, which are swapped in here.
     """
-    out = applied.unrounded(objective.forward(objective.net, *batch))
+    out = applied.unrounded_outputs(objective.forward(objective.net, *batch))
     if not objective.is_known_loss:
         return out
     no_autocast: AbstractContextManager[Any] = nullcontext()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine import Feed
-from halfstep.engine.evaluate import as_record, evaluate, inputs_of, label_of, to_host
+from halfstep.engine.evaluate import evaluate, find_labels, to_eval_record, to_host, without_target
 from halfstep.metrics import Metrics
-from halfstep.model.custom_step import OwnStep
+from halfstep.model.custom_step import CustomStep
 from halfstep.step.eval_step import EvalRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ def test_an_evaluation_cell_weighs_by_the_samples_of_its_batch(kind: str, output
     def check(*batch: Any) -> tuple[Tensor, Any]:
         return torch.tensor(next(means), device=DEVICE), OUTPUTS[outputs](torch.ones(4, 3))
 
-    assert evaluate(check, Feed(batches), Metrics(None), label_of) == {"loss": WEIGHTED}
+    assert evaluate(check, Feed(batches), Metrics(None), find_labels) == {"loss": WEIGHTED}
 
 
 def test_an_empty_batch_weighs_nothing() -> None:
@@ -64,14 +64,14 @@ def test_an_empty_batch_weighs_nothing() -> None:
         return x.mean(), {"x": x}  # 0/0 of no rows
 
     scores = evaluate(
-        check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), label_of
+        check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), find_labels
     )
     assert scores == {"loss": 3.0}
 
 
 def test_a_record_keeps_its_own_count() -> None:
     record = EvalRecord(torch.tensor(2.0), torch.tensor(7), None)
-    assert as_record(record, (torch.ones(3),)) is record
+    assert to_eval_record(record, (torch.ones(3),)) is record
 
 
 def network() -> nn.Sequential:
@@ -94,7 +94,7 @@ def test_an_evaluation_cell_moves_no_statistics_and_keeps_no_graph() -> None:
         net.train()  # as loops written by hand end an evaluation; the next batch is in eval mode all the same
         return seen[-1].square().mean(), seen[-1]
 
-    scores = evaluate(check, Feed(list(x.split(2))), Metrics(None), label_of, net=net)
+    scores = evaluate(check, Feed(list(x.split(2))), Metrics(None), find_labels, net=net)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert [m.training for m in net.modules()] == modes
     assert not any(out.requires_grad for out in seen)
@@ -115,7 +115,7 @@ def test_flags_and_gradients_come_back_after_an_error() -> None:
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
-        evaluate(check, Feed([torch.ones(2, 3)]), Metrics(None), label_of, net=net)
+        evaluate(check, Feed([torch.ones(2, 3)]), Metrics(None), find_labels, net=net)
     assert net.training
     assert net[1].training
     assert torch.is_grad_enabled()
@@ -124,7 +124,7 @@ def test_flags_and_gradients_come_back_after_an_error() -> None:
 def test_metrics_of_a_cell_see_its_logits() -> None:
     metrics = Metrics({"a": lambda out, y: out.argmax(1) == y})
     feed = Feed([(torch.eye(3), torch.tensor([0, 1, 1]))])
-    scores = evaluate(lambda x, y: (x.mean(), {"logits": x}), feed, metrics, label_of)
+    scores = evaluate(lambda x, y: (x.mean(), {"logits": x}), feed, metrics, find_labels)
     assert scores is not None
     assert scores["a"] == 2 / 3
 
@@ -143,7 +143,7 @@ def static(kind: str) -> Callable[[Tensor], Any]:
 
 @pytest.mark.parametrize("kind", ["loss", "rows", "tuple", "record"])
 def test_a_loss_in_static_memory_is_kept_as_it_was(kind: str) -> None:
-    step = OwnStep(static(kind))
+    step = CustomStep(static(kind))
     records = [step(torch.full((2,), value, device=DEVICE)) for value in (1.0, 2.0, 3.0)]
     assert [float(r.loss) for r in records] == [1.0, 2.0, 3.0]
     assert [float(r.cycle_loss) for r in records] == [1.0, 2.0, 3.0]
@@ -162,7 +162,7 @@ def test_a_flushed_record_in_static_memory_is_kept_as_it_was() -> None:
         def flush(self) -> Any:
             return self.step(torch.full((2,), 5.0, device=DEVICE))
 
-    step = OwnStep(Cell())
+    step = CustomStep(Cell())
     tail = step.flush()
     step(torch.zeros(2, device=DEVICE))
     assert tail is not None
@@ -176,7 +176,7 @@ def test_a_kept_loss_holds_no_graph() -> None:
         weight * 2, weight * 2, *[zero] * 2, zero.bool(), zero, zero.bool(), zero.long()
     )
     for result in (weight * 2, whole):
-        record = OwnStep(lambda x, result=result: result)(torch.ones(1))
+        record = CustomStep(lambda x, result=result: result)(torch.ones(1))
         assert float(record.loss) == 2.0
         assert not any(field.requires_grad for field in record)
 
@@ -203,5 +203,5 @@ def test_every_tensor_is_asked_to_come(nest: Callable[[Tensor], Any]) -> None:
 @pytest.mark.parametrize("name", ["labels", "label", "target", "y"])
 def test_a_name_that_gives_labels_is_no_input(name: str) -> None:
     batch = {"x": torch.ones(2), name: torch.zeros(2)}
-    assert label_of(batch) is batch[name]
-    assert inputs_of((batch,), targets=True)[0].keys() == {"x"}
+    assert find_labels(batch) is batch[name]
+    assert without_target((batch,), targets=True)[0].keys() == {"x"}

@@ -17,7 +17,7 @@ from PIL import Image
 from halfstep import checkpoint
 from halfstep.compare import summary, table
 from halfstep.report import charts, page, read
-from halfstep.report.report_data import parse
+from halfstep.report.report_data import parse_summary
 from tests.support.command_line import CommandLine
 from tests.support.report_fixtures import MIB, comparison
 from tests.support.user_module import work_beside

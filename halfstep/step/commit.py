@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.kernels import foreach__spread as spread
+from halfstep.kernels.foreach import fused_step_in_pieces
 from halfstep.precision.low_params__rounding import Widened
 from halfstep.step import commit__ema as ema
 from halfstep.step.commit__select import Buffers, Snapshot
@@ -104,7 +104,7 @@ class Commit:
         try:
             stepped = False
             if self.step_in_pieces and found_inf is not None:
-                stepped = spread.step(self.optimizer, found_inf)
+                stepped = fused_step_in_pieces(self.optimizer, found_inf)
             if not stepped:
                 self.optimizer.step()
         finally:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halfstep.kernels.foreach import is_dense
 from halfstep.step.state import Cycle
 
 BLOCK, WARPS = 4096, 8  # elements that a program works on at a time
@@ -90,19 +91,7 @@ def kernels_can_read(grads: Sequence[Tensor], device: torch.device) -> bool:
     )
     places = [g.data_ptr() for g in grads if g.numel()] if plain else []
     apart = len(set(places)) == len(places) and all(p % 16 == 0 for p in places)
-    return plain and apart and all(dense(g) for g in grads)
-
-
-def dense(g: Tensor) -> bool:
-    """Whether its elements fill their memory once, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (st, n) for st, n in zip(g.stride(), g.shape, strict=True) if n != 1
-    ):
-        if stride != expected:
-            return g.numel() == 0
-        expected *= size
-    return True
+    return plain and apart and all(is_dense(g) for g in grads)
 
 
 def _send(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

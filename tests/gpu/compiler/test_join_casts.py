@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
-from halfstep.compiler.passes import batch_weight_grads as leaves
+from halfstep.compiler.passes import batch_weight_grads
 
 pytestmark = pytest.mark.gpu
 X, Y = torch.randn(64, 784, generator=torch.Generator().manual_seed(1)), torch.arange(64) % 10
@@ -64,7 +64,7 @@ def weights(step: hs.TrainStep) -> list[Tensor]:
 
 def test_joined_casts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of one's own instead of ours leaves every cast by itself. Weight gradients by torch's products in both."""
-    monkeypatch.setattr(leaves, "rewrite", lambda graph, device: None)
+    monkeypatch.setattr(batch_weight_grads, "rewrite", lambda graph, device: None)
     with fresh_cache():
         torch._dynamo.reset()
         assert called(build("O1", nn.Tanh, compile=True)) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfstep.kernels import foreach__spread as spread
+from halfstep.kernels.foreach import fused_step_in_pieces
 from tests.unit.kernels.test_foreach import CASES, compare, contents, fill, flag, make, plainly
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_as_few_kernels_as_torch(kind: Any, settings: dict[str, Any], count: int
     found = flag(0.0)  # here: made from a host's number, it is a copy to the device
     theirs, ours = (
         kernels(lambda: plainly(optimizer, found)),
-        kernels(lambda: spread.step(optimizer, found)),
+        kernels(lambda: fused_step_in_pieces(optimizer, found)),
     )
     assert len(theirs) == count, theirs
     assert len(ours) == count, ours
@@ -64,11 +64,11 @@ def test_as_few_kernels_as_torch(kind: Any, settings: dict[str, Any], count: int
 def test_captured_and_replayed(case: str) -> None:
     (one, mine), (two, theirs) = (make(case, tensor_lr=True) for _ in range(2))
     found, graph = flag(0.0), torch.cuda.CUDAGraph()
-    assert spread.step(one, found)  # loads what a capture must not
+    assert fused_step_in_pieces(one, found)  # loads what a capture must not
     plainly(two, found)
     grads = [p.grad for p in mine]
     with torch.cuda.graph(graph):
-        assert spread.step(one, found)
+        assert fused_step_in_pieces(one, found)
     for seed, value in enumerate([0.0, 1.0, 0.0]):
         fill(mine, seed)
         fill(theirs, seed)

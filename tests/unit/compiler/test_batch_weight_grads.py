@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.compiler.passes import batch_weight_grads as leaves
+from halfstep.compiler.passes import batch_weight_grads
 from halfstep.errors import Notice
 from tests.support.triton_interpreter import inside, interpret, outside
 
@@ -66,7 +66,7 @@ def test_the_operation(dtype: torch.dtype, out: torch.dtype) -> None:
 @pytest.mark.parametrize(("dtype", "out"), KINDS)
 def test_the_kernel(dtype: torch.dtype, out: torch.dtype) -> None:
     given = operands(dtype)
-    assert right(leaves.leaves(*given, out), given, out)
+    assert right(batch_weight_grads.compute_weight_grads(*given, out), given, out)
 
 
 def not_finite(op: Callable[..., list[Tensor]]) -> None:
@@ -91,7 +91,7 @@ def test_the_operation_keeps_what_is_not_finite() -> None:
 @inside
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 def test_the_kernel_keeps_what_is_not_finite() -> None:
-    not_finite(leaves.leaves)
+    not_finite(batch_weight_grads.compute_weight_grads)
 
 
 @outside
@@ -106,14 +106,14 @@ def fails(*_: Any) -> None:
 def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that cannot be compiled is tried once, with a notice; one that ran and fails is an error."""
     given = operands(torch.float32)
-    monkeypatch.setattr(leaves, "_WORKS", {})
-    monkeypatch.setattr(leaves, "launch", fails)
+    monkeypatch.setattr(batch_weight_grads, "_WORKS", {})
+    monkeypatch.setattr(batch_weight_grads, "launch", fails)
     with pytest.warns(Notice, match="more kernels: Triton failed .*last digits"):
-        assert right(leaves.leaves(*given, torch.float32), given, torch.float32)
-    assert right(leaves.leaves(*given, torch.float32), given, torch.float32)
-    monkeypatch.setattr(leaves, "_WORKS", dict.fromkeys(leaves._WORKS, True))
+        assert right(batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32)
+    assert right(batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32)
+    monkeypatch.setattr(batch_weight_grads, "_WORKS", dict.fromkeys(batch_weight_grads._WORKS, True))
     with pytest.raises((OSError, ImportError)):
-        leaves.leaves(*given, torch.float32)
+        batch_weight_grads.compute_weight_grads(*given, torch.float32)
 
 
 def low(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,7 +130,7 @@ def rewritten(
 ) -> list[str]:
     """The operations after the rewriting; what they compute is what f did."""
     graph = make_fx(f, tracing_mode=mode)(*inputs)
-    leaves.rewrite(graph.graph, device, lambda product: cut)
+    batch_weight_grads.rewrite(graph.graph, device, lambda product: cut)
     graph.graph.lint()
     for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
         assert torch.equal(a, b)
@@ -187,9 +187,9 @@ def test_large_and_unknown_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "halfstep.leaves.default" not in rewritten(two, G, H, X, device="cuda")
     assert "halfstep.leaves.default" not in rewritten(two, G, H, X, mode="symbolic")
     assert "halfstep.leaves.default" not in rewritten(two, *[t.double() for t in (G, H, X)])
-    for name, limit in (("LONGEST", 7), ("TILES", 1), ("MOST", 1)):
+    for name, limit in (("MAX_K", 7), ("MAX_TILES", 1), ("MAX_PRODUCTS", 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(leaves, name, limit)
+            patch.setattr(batch_weight_grads, name, limit)
             assert "halfstep.leaves.default" not in rewritten(two, G, H, X)
 
 
@@ -202,6 +202,6 @@ def test_operands_are_read_before_they_are_overwritten() -> None:
         return made
 
     graph = make_fx(f, tracing_mode="fake")(G, H, X)
-    leaves.rewrite(graph.graph, "cpu")
+    batch_weight_grads.rewrite(graph.graph, "cpu")
     names = [str(node.target) for node in graph.graph.nodes]
     assert names.index("halfstep.leaves.default") < names.index("aten.copy_.default")

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import batch_weight_grads as leaves
+from halfstep.compiler.passes import batch_weight_grads
 from tests.unit.compiler.test_batch_weight_grads import G, H, X, aten, low, rewritten, two
 
 
@@ -137,7 +137,7 @@ def test_torchs_compiler_writes_both_so(
 ) -> None:
     """The real compiler, with the CPU as the device."""
     made: list[Any] = []
-    rewrite = leaves.rewrite
+    rewrite = batch_weight_grads.rewrite
 
     def look(graph: Graph, *args: Any, **options: Any) -> None:
         rewrite(graph, *args, **options)
@@ -146,7 +146,7 @@ def test_torchs_compiler_writes_both_so(
             for n in graph.find_nodes(op="call_function", target=torch.ops.halfstep.leaves.default)
         )
 
-    monkeypatch.setattr(leaves, "rewrite", look)
+    monkeypatch.setattr(batch_weight_grads, "rewrite", look)
     net = nn.Sequential(
         nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfstep.compiler.decompositions import PLAIN
+from halfstep.compiler.decompositions import DECOMPOSITIONS
 
 aten = torch.ops.aten
 SIZES = ((5, 7), (), (33,))
@@ -20,7 +20,7 @@ def tensors(seed: int, *, least: float = -1.0) -> list[Tensor]:
 def both(op: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """The arguments after torch's operation, and after ours."""
     sides = []
-    for call in (op, PLAIN[op]):
+    for call in (op, DECOMPOSITIONS[op]):
         copied = [[t.clone() for t in a] if isinstance(a, list) else a.clone() for a in args]
         result = call(*copied, **kwargs)
         sides.append((copied, result))
@@ -121,7 +121,7 @@ def test_the_check(bad: float | None) -> None:
 def test_batch_norm(stats: bool) -> None:
     x, (w, b, mean, var) = torch.randn(8, 4, 3), (torch.rand(4) for _ in range(4))
     sides = []
-    for call in (aten.native_batch_norm.default, PLAIN[aten.native_batch_norm.default]):
+    for call in (aten.native_batch_norm.default, DECOMPOSITIONS[aten.native_batch_norm.default]):
         kept = (mean.clone(), var.clone()) if stats else (None, None)
         sides.append((*call(x, w, b, *kept, True, 0.1, 1e-5), *(k for k in kept if k is not None)))
     assert all(torch.equal(a, b) for a, b in zip(*sides, strict=True))

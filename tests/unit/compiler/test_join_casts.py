@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import batch_weight_grads as leaves
-from halfstep.compiler.passes import join_casts as fewer
-from halfstep.compiler.passes.join_casts import Fewer
+from halfstep.compiler.passes import batch_weight_grads
+from halfstep.compiler.passes import join_casts
+from halfstep.compiler.passes.join_casts import JoinCasts
 
 aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
 LOW = torch.bfloat16
@@ -31,7 +31,7 @@ def rewritten(
 ) -> list[str]:
     """The operations of f after the pass, in order; what they compute is what f did, bit for bit."""
     graph: GraphModule = make_fx(f, tracing_mode=mode)(*inputs)
-    Fewer(device)(graph.graph)
+    JoinCasts(device)(graph.graph)
     graph.graph.lint()
     got, wanted = Interpreter(graph).run(*inputs), f(*inputs)
     for a, b in zip(got, wanted, strict=True):
@@ -67,7 +67,7 @@ def test_a_view_that_comes_later_is_made_earlier() -> None:
 
 
 def test_casts_of_results_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "LONGEST", 0)  # which casts by itself
+    monkeypatch.setattr(batch_weight_grads, "MAX_K", 0)  # which casts by itself
 
     def f(g: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return low(aten.mm(g, x), torch.float32), low(aten.mm(g, y), torch.float32), aten.mm(g, x)
@@ -117,9 +117,9 @@ def test_one_cast_stays_and_many_bytes_do(monkeypatch: pytest.MonkeyPatch) -> No
         return (aten.mm(low(x), w.t()),)
 
     assert count(rewritten(one, X, W.to(LOW)), "casts") == 0
-    monkeypatch.setattr(fewer, "MOST", 2 * (X.numel() + W.numel()))
+    monkeypatch.setattr(join_casts, "MAX_BYTES", 2 * (X.numel() + W.numel()))
     assert count(rewritten(f, X, W), "casts") == 1
-    monkeypatch.setattr(fewer, "MOST", 2 * (X.numel() + W.numel()) - 1)
+    monkeypatch.setattr(join_casts, "MAX_BYTES", 2 * (X.numel() + W.numel()) - 1)
     assert count(rewritten(f, X, W), "casts") == 0
 
 
@@ -140,8 +140,8 @@ def test_other_devices_and_open_shapes_are_left_alone() -> None:
 
 
 def test_torchs_cache_tells_passes_apart() -> None:
-    assert Fewer("cuda").uuid() == Fewer("cuda").uuid()
-    assert Fewer("cuda").uuid() != Fewer("cpu").uuid()
+    assert JoinCasts("cuda").uuid() == JoinCasts("cuda").uuid()
+    assert JoinCasts("cuda").uuid() != JoinCasts("cpu").uuid()
 
 
 @pytest.mark.slow

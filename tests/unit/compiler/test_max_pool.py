@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.compiler.passes import joint_graph__pool as pool
+from halfstep.compiler.passes import max_pool
 from halfstep.errors import Notice
 from tests.support.triton_interpreter import inside, interpret, outside
 
@@ -73,9 +73,9 @@ def test_the_operation(case: Any, dtype: torch.dtype) -> None:
 )  # the interpreter cuts off where a bfloat16 is to be rounded
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel(case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BLOCK", 128)  # several to a row
+    monkeypatch.setattr(max_pool, "BLOCK", 128)  # several to a row
     x, grad, offsets = made(case, dtype)
-    assert torch.equal(pool.unpool(grad, offsets, *options(case)), wanted(case, x, grad))
+    assert torch.equal(max_pool.unpool(grad, offsets, *options(case)), wanted(case, x, grad))
 
 
 @outside
@@ -88,14 +88,14 @@ def fails(*_: Any) -> None:
 
 
 def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_WORKS", {})
-    monkeypatch.setattr(pool, "launch", fails)
+    monkeypatch.setattr(max_pool, "_WORKS", {})
+    monkeypatch.setattr(max_pool, "launch", fails)
     x, grad, offsets = made(CASES[0], torch.float32)
     with pytest.warns(Notice, match="more kernels: Triton failed"):
         assert torch.equal(
-            pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad)
+            max_pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad)
         )
-    assert list(pool._WORKS.values()) == [False]
+    assert list(max_pool._WORKS.values()) == [False]
 
 
 def backward(x: Tensor, grad: Tensor, dilation: int = 1, stride: int = 2) -> tuple[Tensor]:
@@ -114,7 +114,7 @@ def rewritten(
 ) -> bool:
     """Whether it is ours now; the result is the same."""
     graph = make_fx(lambda x, grad: backward(x, grad, **window), tracing_mode=mode)(x, grad)
-    pool.rewrite(graph.graph, device)
+    max_pool.rewrite(graph.graph, device)
     graph.graph.lint()
     assert torch.equal(Interpreter(graph).run(x, grad)[0], backward(x, grad, **window)[0])
     return bool(

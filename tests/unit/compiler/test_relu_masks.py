@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import joint_graph__masks as masks
+from halfstep.compiler.passes import relu_masks
 
 aten = torch.ops.aten
 X, G = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
@@ -37,7 +37,7 @@ def backward(out: Tensor, grad: Tensor) -> Tensor:
 def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> tuple[list[str], int]:
     """What each mask is taken of, and how many results are to be written; bits as without the pass."""
     graph: GraphModule = make_fx(f, tracing_mode="fake")(*inputs)
-    masks.rewrite(graph.graph, device)
+    relu_masks.rewrite(graph.graph, device)
     graph.graph.lint()
     for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
         assert torch.equal(a, b)
@@ -147,7 +147,7 @@ def test_generated_code_has_the_same_bits(
 ) -> None:
     """The real compiler, with the CPU as the device: the pass reaches the graph of both, masks and sums are found."""
     found: list[tuple[int, int]] = []
-    rewrite = masks.rewrite
+    rewrite = relu_masks.rewrite
 
     def spied(graph: Any, device: str) -> None:
         rewrite(graph, device)
@@ -157,7 +157,7 @@ def test_generated_code_has_the_same_bits(
             (sum(node.args[0].target is not aten.relu.default for node in found_masks), written)
         )
 
-    monkeypatch.setattr(masks, "rewrite", spied)
+    monkeypatch.setattr(relu_masks, "rewrite", spied)
 
     def run(chip: str | None) -> list[Tensor]:
         torch.manual_seed(0)

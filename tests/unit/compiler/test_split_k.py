@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes.split_k import BLOCKS, LEAST_PART, Cut, cut
+from halfstep.compiler.passes.split_k import MAX_BLOCKS, MIN_PART, SplitK, count_parts
 
 ULP = (
     2.0**-24
@@ -48,17 +48,17 @@ RULE = {
 
 @pytest.mark.parametrize("shape", RULE)
 def test_the_rule(shape: tuple[int, int, int]) -> None:
-    assert cut(*shape) == RULE[shape]
+    assert count_parts(*shape) == RULE[shape]
 
 
 @given(st.integers(0, 600), st.integers(0, 600), st.integers(0, 5000))
 def test_parts_are_equal_and_long_enough_and_fit_the_chip(m: int, n: int, k: int) -> None:
-    parts = cut(m, n, k)
+    parts = count_parts(m, n, k)
     assert parts >= 1
     if parts > 1:
         assert k % parts == 0
-        assert k // parts >= LEAST_PART
-        assert parts * -(-m // 64) * -(-n // 64) <= BLOCKS
+        assert k // parts >= MIN_PART
+        assert parts * -(-m // 64) * -(-n // 64) <= MAX_BLOCKS
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor, g: Tensor) -> tuple[Tensor, ...]:
@@ -83,7 +83,7 @@ def applied(
     f: Callable[..., Any], inputs: list[Tensor], mode: Any = "fake", device: str = "cpu"
 ) -> GraphModule:
     graph = traced(f, inputs, mode)
-    Cut(device)(graph.graph)
+    SplitK(device)(graph.graph)
     graph.graph.lint()
     graph.recompile()
     return graph
@@ -215,8 +215,8 @@ def test_other_devices_and_open_shapes_are_left_alone() -> None:
 
 
 def test_torchs_cache_tells_passes_apart() -> None:
-    assert Cut("cuda").uuid() == pickle.loads(pickle.dumps(Cut("cuda").uuid()))
-    assert Cut("cuda").uuid() != Cut("cpu").uuid()
+    assert SplitK("cuda").uuid() == pickle.loads(pickle.dumps(SplitK("cuda").uuid()))
+    assert SplitK("cuda").uuid() != SplitK("cpu").uuid()
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from torch.optim.optimizer import (
 )
 
 import halfstep as hs
-from halfstep.kernels import foreach as pieces
-from halfstep.kernels import foreach__spread as spread
+from halfstep.kernels import foreach
+from halfstep.kernels.foreach import fused_step_in_pieces, piece_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -108,7 +108,7 @@ def compare(case: str, dtype: torch.dtype, *, tensor_lr: bool) -> None:
         fill(mine, seed)
         fill(theirs, seed)
         before = [t.clone() for t in contents(one, mine)]
-        assert spread.step(one, flag(found))
+        assert fused_step_in_pieces(one, flag(found))
         plainly(two, flag(found))
         now = list(contents(one, mine))
         for a, b in zip(now, contents(two, theirs), strict=True):
@@ -121,16 +121,16 @@ def test_pieces_are_many_and_launches_are_not() -> None:
     """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5; its two large tensors whole make 11 blocks."""
     mlp = [512 * 784, 512, 512 * 512, 512, 512 * 10, 10]
     for lists, room in ((2, 64), (3, 48), (4, 36), (5, 30)):
-        size = pieces.length(mlp, lists)
+        size = piece_length(mlp, lists)
         count = sum(-(-n // size) for n in mlp)
         assert (
             size % 4 == 0
         )  # torch's kernels read four at a time where a piece begins at a multiple of four
         assert count <= room
-        assert size == pieces.PIECE or sum(-(-n // (size - pieces.PIECE)) for n in mlp) > room
+        assert size == foreach.MIN_PIECE or sum(-(-n // (size - foreach.MIN_PIECE)) for n in mlp) > room
         assert count > 2 * 11
-    assert pieces.length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
-    assert pieces.length([10], 2) == pieces.PIECE
+    assert piece_length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
+    assert piece_length([10], 2) == foreach.MIN_PIECE
 
 
 def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     optimizer, _ = make("momentum")
     seen.clear()
-    assert spread.step(optimizer, flag(0.0))
+    assert fused_step_in_pieces(optimizer, flag(0.0))
     assert seen == [4 + 1 + 6, 1 + 1 + 1 + 2]  # 15150, 7 and 21600 elements; 1, 0, 4096 and 4097
 
 
@@ -181,13 +181,13 @@ def test_refused(name: str, spoil: Callable[[Any, list[Any]], Any]) -> None:
     made = spoil(optimizer, params)
     before = [t.to_dense().clone() for t in contents(optimizer, params) if not t.is_meta]
     try:
-        assert not spread.step(optimizer, flag(0.0))
+        assert not fused_step_in_pieces(optimizer, flag(0.0))
     finally:
         if "hook" in name:
             made.remove()
     after = [t.to_dense() for t in contents(optimizer, params) if not t.is_meta]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert spread.step(optimizer, flag(0.0)) is ("hook" in name)
+    assert fused_step_in_pieces(optimizer, flag(0.0)) is ("hook" in name)
 
 
 def test_a_subclass_is_left_alone() -> None:
@@ -196,17 +196,17 @@ def test_a_subclass_is_left_alone() -> None:
 
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     p.grad = torch.ones_like(p)
-    assert not spread.step(Mine([p], fused=True), flag(0.0))
-    assert spread.step(SGD([p], fused=True), flag(0.0))
+    assert not fused_step_in_pieces(Mine([p], fused=True), flag(0.0))
+    assert fused_step_in_pieces(SGD([p], fused=True), flag(0.0))
 
 
 def test_large_networks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, params = make("sgd")
     total = sum(p.numel() for p in params[:-1])
-    monkeypatch.setattr(spread, "MOST", total - 1)
-    assert not spread.step(optimizer, flag(0.0))
-    monkeypatch.setattr(spread, "MOST", total)
-    assert spread.step(optimizer, flag(0.0))
+    monkeypatch.setattr(foreach, "MAX_ELEMENTS", total - 1)
+    assert not fused_step_in_pieces(optimizer, flag(0.0))
+    monkeypatch.setattr(foreach, "MAX_ELEMENTS", total)
+    assert fused_step_in_pieces(optimizer, flag(0.0))
 
 
 def test_a_scheduler_sees_its_step() -> None:
@@ -215,10 +215,10 @@ def test_a_scheduler_sees_its_step() -> None:
     p.grad = torch.ones_like(p)
     optimizer = SGD([p], lr=1.0, fused=True)
     scheduler = StepLR(optimizer, 1)
-    assert spread.step(optimizer, flag(0.0))
+    assert fused_step_in_pieces(optimizer, flag(0.0))
     scheduler.step()
     optimizer.step = lambda: None  # type: ignore[method-assign]
-    assert not spread.step(optimizer, flag(0.0))
+    assert not fused_step_in_pieces(optimizer, flag(0.0))
 
 
 def test_a_step_that_is_spread_equals_one_that_is_not() -> None:

@@ -77,9 +77,9 @@ def test_left_as_they_are(name: str) -> None:
 def test_large_lists_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     to, given = pair(torch.float16, torch.device("cpu"))
     total = sum(t.numel() for t in to)
-    monkeypatch.setattr(pieces, "MOST", total)
+    monkeypatch.setattr(pieces, "MAX_ELEMENTS", total)
     assert cut_alike(to, given)[0] is not to
-    monkeypatch.setattr(pieces, "MOST", total - 1)
+    monkeypatch.setattr(pieces, "MAX_ELEMENTS", total - 1)
     assert cut_alike(to, given)[0] is to
 
 

@@ -109,9 +109,15 @@ def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(batch_weight_grads, "_WORKS", {})
     monkeypatch.setattr(batch_weight_grads, "launch", fails)
     with pytest.warns(Notice, match="more kernels: Triton failed .*last digits"):
-        assert right(batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32)
-    assert right(batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32)
-    monkeypatch.setattr(batch_weight_grads, "_WORKS", dict.fromkeys(batch_weight_grads._WORKS, True))
+        assert right(
+            batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32
+        )
+    assert right(
+        batch_weight_grads.compute_weight_grads(*given, torch.float32), given, torch.float32
+    )
+    monkeypatch.setattr(
+        batch_weight_grads, "_WORKS", dict.fromkeys(batch_weight_grads._WORKS, True)
+    )
     with pytest.raises((OSError, ImportError)):
         batch_weight_grads.compute_weight_grads(*given, torch.float32)
 

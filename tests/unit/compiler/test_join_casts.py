@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import batch_weight_grads
-from halfstep.compiler.passes import join_casts
+from halfstep.compiler.passes import batch_weight_grads, join_casts
 from halfstep.compiler.passes.join_casts import JoinCasts
 
 aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default

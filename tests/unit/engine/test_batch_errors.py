@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
-from halfstep.engine.batch_errors import kind, explain_batch_error
+from halfstep.engine.batch_errors import explain_batch_error, kind
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.model import Model
 

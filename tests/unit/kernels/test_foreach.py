@@ -127,7 +127,10 @@ def test_pieces_are_many_and_launches_are_not() -> None:
             size % 4 == 0
         )  # torch's kernels read four at a time where a piece begins at a multiple of four
         assert count <= room
-        assert size == foreach.MIN_PIECE or sum(-(-n // (size - foreach.MIN_PIECE)) for n in mlp) > room
+        assert (
+            size == foreach.MIN_PIECE
+            or sum(-(-n // (size - foreach.MIN_PIECE)) for n in mlp) > room
+        )
         assert count > 2 * 11
     assert piece_length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
     assert piece_length([10], 2) == foreach.MIN_PIECE

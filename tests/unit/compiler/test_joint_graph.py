@@ -28,16 +28,16 @@ def network(*, normed: bool = True) -> nn.Module:
 def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
     seen: list[dict[str, Any]] = []
 
-    def look(graph: Any, inputs: Any) -> Any:
+    def check_patches(graph: Any, inputs: Any) -> Any:
         assert has_batch_norm(graph) == normed
-        mine, more = _rewriting(graph, "cuda", True)
-        seen.append(mine)
-        assert set(more) == ({"decompositions"} if normed else set())
+        patches, options = _rewriting(graph, "cuda", True)
+        seen.append(patches)
+        assert set(options) == ({"decompositions"} if normed else set())
         with inductor.patch(joint_custom_post_pass=lambda graph: None):
             assert set(_rewriting(graph, "cuda", True)[0]) == {"post_grad_custom_pre_pass"}
         return graph
 
-    torch.compile(network(normed=normed), backend=look)(X)
+    torch.compile(network(normed=normed), backend=check_patches)(X)
     assert isinstance(seen[0].get("joint_custom_post_pass"), JointGraphPass) == normed
     assert ("realize_reads_threshold" in seen[0]) == normed
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.compiler.decompositions import DECOMPOSITIONS
-from halfstep.step.optimizer import HOST_READ_OPS
 from halfstep.utils import rng
+from halfstep.utils.device_values import HOST_READ_OPS
 
 _aten = torch.ops.aten
 

@@ -12,16 +12,16 @@ from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.capture__graph import GraphCache
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
-    module_guards,
     addresses,
-    restore_attributes,
     module_attributes,
+    module_guards,
+    restore_attributes,
 )
 from halfstep.engine.captured import uncapturable as blame
-from halfstep.engine.captured.inputs import UNCAPTURABLE, ROWS, Resident, Staged, resident_dataset
+from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.runner__pace import HostThrottle
-from halfstep.engine.evaluate import Labels, finished
+from halfstep.engine.evaluate import Labels, final_scores
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
@@ -57,7 +57,7 @@ class Forward:
         self.inputs.feed = feed
         if isinstance(self.inputs, Resident) and data is not None:
             self.inputs.data = data
-        feed.next_pass(0)
+        feed.go_to_pass(0)
         self.inputs.start()
         return self.inputs
 
@@ -121,7 +121,7 @@ class Scores:
                     *tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (outputs, truth))
                 )
             pace.tick()
-        return finished(self.mean, self.metrics)
+        return final_scores(self.mean, self.metrics)
 
     def _counters(self) -> list[int]:
         counters = [

@@ -8,13 +8,13 @@ from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, CapturedGraph, Grap
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
-    restore_attributes,
     module_attributes,
+    restore_attributes,
 )
 from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import UNCAPTURABLE
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.static_step import StaticStep, MissingOptimizerState, step_guards
+from halfstep.engine.captured.static_step import MissingOptimizerState, StaticStep, step_guards
 from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice
@@ -183,18 +183,17 @@ class StepProgram:
             self._body(next(given), first, last)
 
     def _body(self, batch: Args, first: bool, last: bool) -> None:
-        ring, update = self.ring, self.step.update
-        ring.taken = False
-        update.record_target = ring if first and last and ring.table.shape[1] else None
-        try:
-            record = self.static.body(batch, first=first, last=last)
-        finally:
-            update.record_target = None
-        if not ring.taken:
+        ring = self.ring
+        can_write = first and last and ring.table.shape[1] > 0
+        record, record_written = self.static.body(
+            batch, first=first, last=last, record_target=ring if can_write else None
+        )
+        if not record_written:
             ring.record(record)
 
     def _tail(self) -> None:
-        self.ring.record(self.static.body(None, first=False, last=True), tail=True)
+        record, _ = self.static.body(None, first=False, last=True)
+        self.ring.record(record, tail=True)
 
     def _eager(self, kind: Hashable, batches: Batches) -> None:
         self.static.give_back_cycle()

@@ -10,10 +10,10 @@ from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.capture__graph import MOST, CapturedGraph, GraphCache
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
+    module_attributes,
     module_guards,
     optimizer_guards,
     restore_attributes,
-    module_attributes,
 )
 from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import UNCAPTURABLE

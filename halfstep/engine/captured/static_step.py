@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from halfstep.cuda_graphs.capture import rng_generation
-from halfstep.cuda_graphs.guards import module_guards, optimizer_guards, addresses
-from halfstep.precision.backend_flags import backend
-from halfstep.step.commit__select import foreach_copy
-from halfstep.step.fast.update_graph import capturable_optimizer
-from halfstep.step.state import Cycle
-from halfstep.step.state__record import Record
+from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
+from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.step.optimizer import capturable_optimizer
+from halfstep.step.rollback import foreach_copy
+from halfstep.step.state import Cycle, Record, RecordTarget
 from halfstep.step.train_step import TrainStep
 
 
@@ -40,11 +39,22 @@ class StaticStep:
         """Whether the next batch opens its cycle, and whether it closes it."""
         return self.micro == 0, self.micro + 1 == self.step.options.accumulate
 
-    def body(self, batch: tuple[Any, ...] | None, *, first: bool, last: bool) -> Record:
-        """The step as the device sees it: no host decision, no counter of the host's. Without a batch: the flush."""
+    def body(
+        self,
+        batch: tuple[Any, ...] | None,
+        *,
+        first: bool,
+        last: bool,
+        record_target: RecordTarget | None = None,
+    ) -> tuple[Record, bool]:
+        """The step as the device sees it: no host decision, no counter of the host's.
+
+        Without a batch: the flush. Returns the record, and whether a kernel has written it into
+        `record_target` already.
+        """
         step, cycle = self.step, self.step.state.cycle
         before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
-        allow = capturable_optimizer(step.update)
+        allow = capturable_optimizer(step.optimizer, step.optimizer_kind)
         try:
             with backend_of(step), allow:
                 self._enter(first)
@@ -54,10 +64,11 @@ class StaticStep:
                 if not last:
                     record = step.record_open_cycle(loss)
                     self._keep()
-                    return record
+                    return record, False
                 live = [i for i, g in enumerate(cycle.grads) if g is not None]
                 self._check(live)
-                return step.record_update(loss, step.update.on_device(step.state, live))
+                result = step.update.on_device(step.state, live, record_target)
+                return step.record_update(loss, result), result.record_written
         finally:
             for name, value in before.items():
                 setattr(cycle, name, value)
@@ -142,21 +153,12 @@ class StaticStep:
 
 def backend_of(step: TrainStep) -> AbstractContextManager[None]:
     """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
-    return backend(step.precision, step.device, **step.options.backend_flags)
+    return set_backend_flags(step.precision, step.device, **step.options.backend_flags)
 
 
 def step_guards(step: TrainStep) -> tuple[Any, ...]:
     """Everything a graph of this step holds fast; when it differs, the graph is another step's."""
-    state, roots = step.state, (step.net, step.objective.loss)
-    own = (
-        state.updates,
-        state.skips,
-        state.streak,
-        state.scale,
-        state.growth,
-        state.halted,
-        state.bad,
-    )
-    held = (*own, *step.params, *state.ema, *state.residue)
+    roots = (step.net, step.objective.loss)
+    held = (*step.state.tensors(), *step.params)
     objects = (step.applied, step.update, step.compiled.on, rng_generation(step.device))
     return (*objects, *addresses(held), *module_guards(*roots), *optimizer_guards(step.optimizer))

@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from halfstep.engine.captured.uncapturable import user_location
 from halfstep.engine.feed import Args
-from halfstep.kernels.launch import is_capturing
 from halfstep.step import TrainStep
 from halfstep.step.fingerprint import fingerprint
 from halfstep.utils import rng
+from halfstep.utils.device_values import is_capturing
 
 Prints = list[dict[str, int]]
 _BAKED = "the captured step is not the eager one: does it branch on values, count in Python, or replace its tensors?"

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import pack
-from halfstep.step.fast.fused_update__quick_plan import COUNTS, LARGE
+from halfstep.step.fast.fused_update import COUNTS, LARGE
 from halfstep.step.fast.update_graph import capturable_optimizer
-from halfstep.step.state__record import UpdateResult
+from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
     CASES,
     HALVES,
@@ -240,7 +240,7 @@ def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
         ema=0.9,
         lr=[0.02, 0.01],
     )
-    step._update_graph._usable = False
+    step._update_on_device._is_usable = False
     step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 

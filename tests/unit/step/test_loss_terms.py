@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.loss_terms import loss_terms, hugging_face_count
+from halfstep.step.loss_terms import hugging_face_count, loss_terms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = 1e-12  # float64, at most 60 terms summed in another order

@@ -11,8 +11,9 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import remove
-from halfstep.checkpoint.lock import held, unwritable
+from halfstep.checkpoint.disk import remove_folder as remove
+from halfstep.checkpoint.lock import hold_lock as held
+from halfstep.checkpoint.lock import unwritable_folder as unwritable
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 

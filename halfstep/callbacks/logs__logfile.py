@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from halfstep.checkpoint.disk__files import sync_folder
+from halfstep.checkpoint.disk import sync_folder
 from halfstep.errors import Notice
 
 

@@ -34,7 +34,9 @@ from halfstep.checkpoint import (
     step_of,
     verify,
 )
-from halfstep.checkpoint.disk import _birth, _host, explained
+from halfstep.checkpoint.disk import _host_id as _host
+from halfstep.checkpoint.disk import _process_start as _birth
+from halfstep.checkpoint.disk import explain_save_error as explained
 
 EXTRA = {"notes.txt": b"the learning rate was lowered by hand\n"}
 MIB = 1 << 20

@@ -22,7 +22,8 @@ from torch import nn
 import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint, JSONLLog, Lambda
-from halfstep.checkpoint.lock import LOCK, held
+from halfstep.checkpoint.lock import LOCK_FILE as LOCK
+from halfstep.checkpoint.lock import hold_lock as held
 from tests.support.killed_run import build, train_data
 from tests.support.run_endings import Fails, fit
 

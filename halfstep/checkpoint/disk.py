@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written or read, and folders that appear whole or not at all.
+"""Files that are hashed while written or read, and folders that appear whole or not at all.
 
 A new folder is filled under a temporary name beside its final one, then renamed. The name of a
 temporary folder says who fills it: a hash of the host, the pid, the start time of the process, and

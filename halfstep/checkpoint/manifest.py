@@ -60,7 +60,7 @@ def make_manifest(files: dict[str, FileEntry]) -> Manifest:
 
 
 def parse_manifest(path: Path, data: bytes) -> Manifest:
-    """The manifest in these bytes. CheckpointError unless it is complete and agrees with its seal."""
+    """The manifest in these bytes. CheckpointError unless complete and as its seal says."""
     content = parse_json(path, data)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise checkpoint_error(

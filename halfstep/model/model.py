@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.callbacks.checkpoint import locked
+from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import chooser
 from halfstep.engine.batch_errors import tell
@@ -105,7 +105,7 @@ class Model:
                 sink,
                 steps_per_epoch,
             )
-            with locked(loop.callbacks):
+            with lock_folders(loop.callbacks):
                 self._resume(loop, resume)
                 self._tables.check()
                 with kept() if self._cell.device.type == "cpu" else nullcontext():

@@ -16,7 +16,7 @@ import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import History, Lambda
-from halfstep.callbacks.plateau__stopping import EarlyStopping
+from halfstep.callbacks.plateau import EarlyStopping
 from halfstep.engine import Run
 from halfstep.model import Model
 from tests.support.killed_run import build, seed, train_data

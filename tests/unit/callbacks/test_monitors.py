@@ -203,9 +203,9 @@ def test_every_counts_steps_of_the_run(capsys: pytest.CaptureFixture[str]) -> No
     found = re.findall(r"epoch: (\d) step: (\d+),", capsys.readouterr().out)
     assert found == [("1", "5"), ("1", "10"), ("2", "2"), ("2", "7"), ("2", "12")]
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="expected every as a whole number of 1 or more"):
+        with pytest.raises(ValueError, match="every: expected a whole number, 1 or more"):
             LossMonitor(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'plain', 'mindspore', 'seed002', 'seed003', got 'keras'"):
+    with pytest.raises(ValueError, match="'plain', 'mindspore', 'seed002', 'seed003', received 'keras'"):
         LossMonitor(style="keras")  # type: ignore[arg-type]
 
 

@@ -120,14 +120,14 @@ def test_what_early_stopping_refuses() -> None:
         ValueError, match="'kappa' does not say whether less is better; give mode='min' or 'max'"
     ):
         EarlyStopping("kappa")
-    with pytest.raises(ValueError, match="expected mode as 'auto', 'min' or 'max', got 'lower'"):
+    with pytest.raises(ValueError, match="mode: expected one of 'auto', 'min', 'max', received 'lower'"):
         EarlyStopping(mode="lower")  # type: ignore[arg-type]
     with pytest.raises(
-        ValueError, match="expected patience as a whole number of 0 or more, got -1"
+        ValueError, match="patience: expected a whole number, 0 or more, received -1"
     ):
         EarlyStopping(patience=-1)
     with pytest.raises(
-        ValueError, match=r"expected min_delta as a finite number of 0\.0 or more, got nan"
+        ValueError, match="min_delta: expected a finite number, 0 or more, received nan"
     ):
         EarlyStopping(min_delta=NAN)
     for callback in (EarlyStopping(), ReduceLROnPlateau()):
@@ -174,8 +174,8 @@ def test_a_name_says_by_whole_words_which_way_is_better(
             ):
                 EarlyStopping(name)
         else:
-            assert EarlyStopping(name).best.lower is lower
-        assert [EarlyStopping(name, mode=mode).best.lower for mode in ("min", "max")] == [
+            assert EarlyStopping(name).best.lower_is_better is lower
+        assert [EarlyStopping(name, mode=mode).best.lower_is_better for mode in ("min", "max")] == [
             True,
             False,
         ]
@@ -335,7 +335,7 @@ def test_what_a_plateau_refuses() -> None:
         fit(1, ReduceLROnPlateau(), of=model(schedule=[0.1] * 13))
     with pytest.raises(ValueError, match="expected one min_lr, or 1, got 2"):
         fit(1, ReduceLROnPlateau(min_lr=[0.1, 0.2]))
-    with pytest.raises(ValueError, match="expected factor between 0 and 1, got 1"):
+    with pytest.raises(ValueError, match="factor: expected a number between 0 and 1, received 1"):
         ReduceLROnPlateau(factor=1)
     own = Model(nn.Linear(4, 3), nn.CrossEntropyLoss(), step=lambda x, y: x.sum())
     with pytest.raises(ValueError, match="expected a model with an optimizer"):

@@ -454,11 +454,12 @@ def check_save_fails(path: Path, match: str, tree: Any = None, root: Path | None
 def test_places_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    long, place = "n" * 300, "expected a place for a new folder, found "
+    long = "n" * 300
+    no_place = "expected a place for a new folder, found "
     for name, words in (
-        ("file/one", f"{place}Not a directory. Choose a path under an existing folder"),
-        ("file/deep/one", f"{place}Not a directory"),
-        ("loop/one", place),
+        ("file/one", f"{no_place}Not a directory. Choose a path under an existing folder"),
+        ("file/deep/one", f"{no_place}Not a directory"),
+        ("loop/one", no_place),
         (
             long,
             "expected a name that the file system takes, found File name too long. "
@@ -525,9 +526,9 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
         pytest.skip("this system lets no test mount a disk of its own")
     command = ["unshare", "-rm", sys.executable, "-c", DISK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (full, left), (read_only, still) = json.loads(done.stdout)
-    assert left == ["first"]
-    assert still == ["first", "third"]
+    (full, names_when_full), (read_only, names_when_read_only) = json.loads(done.stdout)
+    assert names_when_full == ["first"]
+    assert names_when_read_only == ["first", "third"]
     assert "second: expected room for 2,00" in full
     free, more = (
         int(full.split(word)[1].split()[0].replace(",", "")) for word in (", found ", "Free ")
@@ -540,7 +541,8 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
 @pytest.fixture
 def read_only_folder() -> Iterator[Path]:
     """A folder that this process may read and not write: root gives its rights away meanwhile."""
-    folder, user = Path(tempfile.mkdtemp(dir="/tmp")), os.geteuid()
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    user = os.geteuid()
     folder.chmod(0o555)
     if user == 0:
         os.seteuid(65534)
@@ -634,7 +636,8 @@ def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cal
     ) as process:
         assert process.stdin
         assert process.stdout
-        stdin, stdout = process.stdin, process.stdout
+        stdin = process.stdin
+        stdout = process.stdout
         assert stdout.readline() == "ready\n"
 
         def saved_until(delay: float, calls: int = 0, keep: int = 3) -> None:

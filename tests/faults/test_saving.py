@@ -318,7 +318,8 @@ def test_a_shuffled_dataloader_goes_on_where_it_was(tmp_path: Path) -> None:
     """Its order comes from torch's generator; so does dropout."""
     x = torch.randn(26, 1, 8, 8, generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(x, torch.arange(26) % 3), batch_size=4, shuffle=True)
-    first, second = Snapshots(9), Snapshots()
+    first = Snapshots(9)
+    second = Snapshots()
     train_model(tmp_path, first, data=loader)
     path = checkpoint.save(tmp_path / "nine", first.trees["at"])
     with pytest.warns(

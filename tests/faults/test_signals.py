@@ -133,18 +133,20 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 
 def test_fit_in_another_thread_leaves_signals_alone() -> None:
-    found: list[Any] = []
+    handlers: list[Any] = []
+    positions: list[int] = []
 
     def work() -> None:
-        seen = Lambda(visit=lambda run: found.append(signal.getsignal(TERM)))
-        found.append(build_model().fit(1, train_data(), callbacks=[seen]).position)
+        witness = Lambda(visit=lambda run: handlers.append(signal.getsignal(TERM)))
+        run = build_model().fit(1, train_data(), callbacks=[witness])
+        positions.append(run.position)
 
     before = signal.getsignal(TERM)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found[-1] == 7
-    assert set(found[:-1]) == {before}
+    assert positions == [7]
+    assert set(handlers) == {before}
 
 
 def test_an_evaluation_cut_short_leaves_no_trace_in_the_random_state(tmp_path: Path) -> None:

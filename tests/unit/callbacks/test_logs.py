@@ -68,7 +68,8 @@ def test_lines_are_exact_and_the_same_for_every_sink(tmp_path: Path, sink: int |
     run = fit(
         2, *both_logs(tmp_path), sink=sink, valid=make_samples(30).batch(7), valid_every_steps=10
     )
-    rows, lines = read_csv(tmp_path / "log.csv"), read_jsonl(tmp_path / "log.jsonl")
+    rows = read_csv(tmp_path / "log.csv")
+    lines = read_jsonl(tmp_path / "log.jsonl")
     assert (tmp_path / "log.csv").read_text().splitlines()[0] == f"{STEP},valid_loss,valid_acc"
     kinds = [(int(r["global_step"]), r["kind"]) for r in rows]
     steps = [(n, "step") for n in range(1, 27)]
@@ -104,7 +105,8 @@ def test_numbers_that_are_none_and_several_groups(tmp_path: Path) -> None:
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias], "lr": 1e-07}]
     trained = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(groups), nonfinite="skip")
     trained.fit(1, data_with_inf(6), callbacks=both_logs(tmp_path))
-    row, line = read_csv(tmp_path / "log.csv")[5], read_jsonl(tmp_path / "log.jsonl")[5]
+    row = read_csv(tmp_path / "log.csv")[5]
+    line = read_jsonl(tmp_path / "log.jsonl")[5]
     assert math.isnan(float(row["loss"]))
     assert (row["lr_0"], row["lr_1"], row["skipped"], row["updated"]) == ("0.1", "1e-07", "1", "0")
     assert (line["loss"], line["lr"], line["skipped"]) == ("NaN", [0.1, 1e-07], True)

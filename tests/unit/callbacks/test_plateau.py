@@ -219,7 +219,8 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(tmp_path: Path) ->
         Checkpoint(tmp_path),
         epochs=3,
     )
-    second, stopping = planned_model("err", plan[3:]), EarlyStopping("err", 3, restore_best=True)
+    second = planned_model("err", plan[3:])
+    stopping = EarlyStopping("err", 3, restore_best=True)
     again = train_planned(second, stopping, Checkpoint(tmp_path), resume="auto")
     assert (again.epoch, again.stopped) == (run.epoch, run.stopped)
     assert stopping.best_step == 6
@@ -282,7 +283,8 @@ def test_plateaus_as_torch_sees_them(
 def rates_by_torch(
     plan: list[float], mode: Any, min_delta: float = 0.0, **how: Any
 ) -> list[list[float]]:
-    a, b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+    a = nn.Parameter(torch.zeros(()))
+    b = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([{"params": [a], "lr": 0.5}, {"params": [b], "lr": 0.1}])
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, mode, threshold=min_delta, threshold_mode="abs", eps=0, **how
@@ -305,7 +307,8 @@ def test_a_cut_acts_on_the_next_step() -> None:
 
 def test_a_plateau_goes_on_over_a_resume(tmp_path: Path) -> None:
     plan = [3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
-    whole, second = planned_model("err", plan), planned_model("err", plan[3:])
+    whole = planned_model("err", plan)
+    second = planned_model("err", plan[3:])
     train_planned(whole, ReduceLROnPlateau("err", 0.5, 1, cooldown=1), epochs=6)
     train_planned(
         planned_model("err", plan),

@@ -85,16 +85,16 @@ def test_a_resumed_run_begins_with_what_was_saved(name: str, tmp_path: Path) -> 
 
 
 def test_early_stopping_again_trains_another_model_as_a_new_one_would() -> None:
-    used, plan = EarlyStopping("err", 2, restore_best=True), [5, 4, 6, 6, 0, 0, 0, 0]
+    plan = [5, 4, 6, 6, 0, 0, 0, 0]
+    used = EarlyStopping("err", 2, restore_best=True)
     train_planned(planned_model("err", [3, 1, 2, 2, 2, 2, 2, 2]), used)
-    second, fresh = planned_model("err", plan), planned_model("err", plan)
+    second = planned_model("err", plan)
+    fresh = planned_model("err", plan)
     for trained in (second, fresh):
         with torch.no_grad():
             trained.net.weight.neg_()  # another start than the first model's
-    run, expected = (
-        train_planned(second, used),
-        train_planned(fresh, EarlyStopping("err", 2, restore_best=True)),
-    )
+    run = train_planned(second, used)
+    expected = train_planned(fresh, EarlyStopping("err", 2, restore_best=True))
     assert (run.global_step, run.stopped) == (expected.global_step, expected.stopped)
     assert run.global_step == 12
     assert torch.equal(second.net.weight, fresh.net.weight)
@@ -103,7 +103,8 @@ def test_early_stopping_again_trains_another_model_as_a_new_one_would() -> None:
 
 
 def test_a_plateau_again_forgets_the_first_runs_best() -> None:
-    plateau, second = ReduceLROnPlateau("err", 0.5, 1), planned_model("err", [9, 8, 7])
+    plateau = ReduceLROnPlateau("err", 0.5, 1)
+    second = planned_model("err", [9, 8, 7])
     train_planned(planned_model("err", [1, 1]), plateau, epochs=2)
     train_planned(second, plateau, epochs=3)
     assert second.optimizer is not None

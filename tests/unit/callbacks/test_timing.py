@@ -41,7 +41,8 @@ def test_epoch_times_are_training_times(
 def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monitor, row = TimeMonitor(), Row(1, 5, 5, 6, 0.0, 0.0, 0.1, 1.0, False, 0.0, True)
+    monitor = TimeMonitor()
+    row = Row(1, 5, 5, 6, 0.0, 0.0, 0.1, 1.0, False, 0.0, True)
     monitor.step(Run(None, 1, 10, seconds=2.0), row)
     again = TimeMonitor()
     again.load_state_dict(monitor.state_dict())
@@ -54,7 +55,8 @@ def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(
 def test_step_times_leave_the_warm_up_out() -> None:
     """Ten visits of 10 steps, of 100 (warm-up), 1, 2, … 9 ms a step: statistics as numpy's."""
     out = io.StringIO()
-    timer, run = StepTimer(warmup=3, every=50, file=out), Run(None, 1, 100)
+    timer = StepTimer(warmup=3, every=50, file=out)
+    run = Run(None, 1, 100)
     timer.begin(run)
     for visit, ms in enumerate((100, 1, 2, 3, 4, 5, 6, 7, 8, 9)):
         for i in range(10):

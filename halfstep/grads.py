@@ -1,4 +1,7 @@
-"""Gradients on request, no host sync: MegEngine's GradManager and MindSpore's GradOperation over torch.autograd."""
+"""Gradients on request: MegEngine's GradManager and MindSpore's GradOperation over torch.autograd.
+
+Nothing here waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -23,65 +26,84 @@ Targets = list[tuple[Tensor, list[Callback]]]
 def gradients(
     y: Tensors, tensors: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False
 ) -> list[Tensor]:
-    """d sum(dy·y) / d tensor for each tensor: zeros where y does not depend on it, never None; no `.grad` changes."""
-    wrt = _float_tensors(tensors)
-    if not wrt or not all(tensor.requires_grad for tensor in wrt):
-        got = "a frozen one" if wrt else "none"
+    """d sum(dy·y) / d tensor for each tensor; zeros where y does not depend on it, never None.
+
+    No `.grad` changes.
+    """
+    inputs = _as_float_tensors(tensors)
+    if not inputs or not all(tensor.requires_grad for tensor in inputs):
+        received = "a frozen one" if inputs else "none"
         raise ValueError(
-            f"expected float tensors that require grad, received {got}, do pass trainable ones only"
+            f"expected float tensors that require grad, received {received}, "
+            "do pass trainable ones only"
         )
-    ys, dys = _roots(y, dy)
-    with _autocast_off(ys):
-        return list(
-            torch.autograd.grad(ys, wrt, dys, retain_graph=retain_graph, materialize_grads=True)
+    outputs, seeds = _outputs_and_seeds(y, dy)
+    with _autocast_off(outputs):
+        grads = torch.autograd.grad(
+            outputs, inputs, seeds, retain_graph=retain_graph, materialize_grads=True
         )
+    return list(grads)
+
+
+# MegEngine's GradManager
 
 
 class GradManagerGroup:
-    """Managers that record together, made by `gm1 | gm2`; backward() serves them all in one pass over the graph."""
+    """Managers that record together, made by `gm1 | gm2`.
+
+    backward() serves them all in one pass over the graph.
+    """
 
     def __init__(self, *managers: GradManager) -> None:
-        self._members = tuple(dict.fromkeys(managers))
+        self._managers = tuple(dict.fromkeys(managers))
 
     @property
     def managers(self) -> tuple[GradManager, ...]:
         """The managers of the group, each once."""
-        return self._members
+        return self._managers
 
     @property
     def recording(self) -> bool:
         """True for every manager from record() to release(); backward() releases."""
-        return all(manager._kept is not None for manager in self.managers)
+        return all(manager._strong_refs is not None for manager in self.managers)
 
     def attached_tensors(self) -> list[Tensor]:
         """The attached tensors still alive, each once, in the order of their first attach."""
-        return [tensor for tensor, _ in _targets(self.managers)]
+        return [tensor for tensor, _ in _merge_targets(self.managers)]
 
     def record(self) -> None:
-        """Allow one backward(). torch's graph is the record, so a forward before it counts too."""
+        """Allows one backward(). torch's graph is the record: a forward before it counts too."""
         if any(manager.recording for manager in self.managers):
             raise RuntimeError(
-                "expected a manager at rest, received record() twice, do backward() or release() first"
+                "expected a manager at rest, received record() twice, "
+                "do backward() or release() first"
             )
         for manager in self.managers:
-            manager._kept, manager._group = [], self.managers
+            manager._strong_refs = []
+            manager._recording_with = self.managers
 
     def release(self) -> None:
-        """End the recording; harmless at rest."""
+        """Ends the recording; does nothing at rest."""
         for manager in self.managers:
-            manager._kept, manager._group = None, ()
+            manager._strong_refs = None
+            manager._recording_with = ()
 
     def backward(self, y: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False) -> None:
-        """Add d sum(dy·y), dy ones by default, to `.grad` of the attached tensors y depends on; always releases."""
-        waiting = {peer for manager in self.managers for peer in manager._group if peer.recording}
+        """Adds d sum(dy·y) to `.grad` of the attached tensors that y depends on; dy defaults to 1.
+
+        Ends the recording, also after an error.
+        """
+        # Managers that record with these but are not served by this call still need the graph.
+        peers = {peer for manager in self.managers for peer in manager._recording_with}
+        recording_peers = {peer for peer in peers if peer.recording}
+        retain_graph = retain_graph or not recording_peers.issubset(self.managers)
         try:
             if not self.recording:
                 raise RuntimeError(
-                    "expected a recording manager, received one at rest, do call it inside `with gm:`"
+                    "expected a recording manager, received one at rest, "
+                    "do call it inside `with gm:`"
                 )
-            _backward(
-                _targets(self.managers), y, dy, retain_graph or not waiting.issubset(self.managers)
-            )
+            _run_backward(_merge_targets(self.managers), y, dy, retain_graph)
         finally:
             self.release()
 
@@ -99,16 +121,18 @@ class GradManagerGroup:
 
 
 class GradManager(GradManagerGroup):
-    """A group of one: adds gradients to the `.grad` of the tensors attached to it, which it holds weakly."""
+    """Adds gradients to the `.grad` of the tensors attached to it, which it references weakly.
+
+    It is a group of one.
+    """
 
     def __init__(self) -> None:
         self._callbacks: MutableMapping[Tensor, list[Callback]] = WeakTensorKeyDictionary()
-        self._kept: list[Tensor] | None = (
-            None  # a list while recording: an intermediate may have no other owner
-        )
-        self._group: tuple[
-            GradManager, ...
-        ] = ()  # those that record with this one need the graph too
+        # While recording, the tensors attached since: an intermediate may have no other owner.
+        # None at rest.
+        self._strong_refs: list[Tensor] | None = None
+        # The managers of the group that this one records in.
+        self._recording_with: tuple[GradManager, ...] = ()
 
     @property
     def managers(self) -> tuple[GradManager, ...]:
@@ -118,235 +142,308 @@ class GradManager(GradManagerGroup):
     def attach(
         self, tensors: Tensors, callbacks: Callback | Iterable[Callback] | None = None
     ) -> Self:
-        """Make leaves require grad and chain `cb(tensor, grad) -> grad` behind the callbacks already attached."""
-        found, chain = (
-            _float_tensors(tensors),
-            _callables(callbacks),
-        )  # check all before changing any
-        for tensor in found:
+        """Makes leaves require grad, and appends `cb(tensor, grad) -> grad` to their callbacks."""
+        # Both are checked before anything changes.
+        attached = _as_float_tensors(tensors)
+        new_callbacks = _as_callbacks(callbacks)
+        for tensor in attached:
             if tensor.is_leaf:
                 tensor.requires_grad_()
-            self._callbacks.setdefault(tensor, []).extend(chain)
-        if self._kept is not None:
-            self._kept += found
+            self._callbacks.setdefault(tensor, []).extend(new_callbacks)
+        if self._strong_refs is not None:
+            self._strong_refs += attached
         return self
+
+
+def _merge_targets(managers: tuple[GradManager, ...]) -> Targets:
+    """Each live tensor once, with the callbacks of all managers in order."""
+    merged: dict[int, tuple[Tensor, list[Callback]]] = {}
+    for manager in managers:
+        for tensor, callbacks in manager._callbacks.items():
+            _, all_callbacks = merged.setdefault(id(tensor), (tensor, []))
+            all_callbacks.extend(callbacks)
+    return list(merged.values())
+
+
+def _run_backward(targets: Targets, y: Tensors, dy: Seeds | None, retain_graph: bool) -> None:
+    """torch's own backward, for the targets only.
+
+    torch's AccumulateGrad adds to `.grad`, so that its hooks (and DDP's) fire as usual.
+    """
+    outputs, seeds = _outputs_and_seeds(y, dy)
+    targets = [(tensor, callbacks) for tensor, callbacks in targets if tensor.requires_grad]
+    if not targets:
+        raise RuntimeError(
+            "expected attached tensors, received none alive and trainable, "
+            "do attach(net.parameters())"
+        )
+    inputs = [tensor for tensor, _ in targets]
+    with _autocast_off(outputs), _callbacks_as_hooks(targets):
+        torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, inputs=inputs)
+
+
+@contextmanager
+def _callbacks_as_hooks(targets: Targets) -> Iterator[None]:
+    """Inside, a backward pass runs the callbacks, each tensor's after the tensor's own hooks."""
+    with ExitStack() as stack:
+        for tensor, callbacks in targets:
+            if not callbacks:
+                continue
+            if tensor.is_leaf:
+                hook = partial(_apply_callbacks, callbacks, tensor)
+                stack.enter_context(tensor.register_hook(hook))
+            else:
+                stack.enter_context(_callbacks_on_intermediate(tensor, callbacks))
+        yield
+
+
+@contextmanager
+def _callbacks_on_intermediate(tensor: Tensor, callbacks: list[Callback]) -> Iterator[None]:
+    """Callbacks that change what an intermediate accumulates, not what flows to its ancestors."""
+    tensor.retain_grad()  # backward(inputs=) does it anyway; before it, reading `.grad` warns
+    earlier_grad = tensor.grad
+    tensor.grad = None
+    new_grads: list[Tensor] = []
+
+    def hook(grad: Tensor) -> None:
+        # A clone: an ancestor's gradient may be a view of this one.
+        new_grads.append(_apply_callbacks(callbacks, tensor, grad).clone())
+
+    with tensor.register_hook(hook):
+        try:
+            yield
+        finally:
+            tensor.grad = earlier_grad
+    for grad in new_grads:
+        tensor.grad = grad if earlier_grad is None else earlier_grad + grad
+
+
+def _apply_callbacks(callbacks: list[Callback], tensor: Tensor, grad: Tensor) -> Tensor:
+    """The gradient after all callbacks, one after the other."""
+    for callback in callbacks:
+        result: object = callback(tensor, grad)
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"expected a tensor from a callback, received {_type_name(result)}, "
+                "do end with `return grad`"
+            )
+        grad = result
+    return grad
+
+
+# MindSpore's GradOperation
 
 
 @dataclass(frozen=True)
 class GradOperation:
-    """`GradOperation(...)(fn, weights)(*inputs[, sens])`: gradients as values, zeros if unused; no `.grad` changes."""
+    """`GradOperation(...)(fn, weights)(*inputs[, sens])`: gradients as values.
+
+    Zeros for what is unused; no `.grad` changes.
+    """
 
     get_all: bool = False
     get_by_list: bool = False
     sens_param: bool = False
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
-            if not isinstance(value := getattr(self, name), bool):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
                 raise TypeError(
-                    f"expected a bool for {name}, received {_kind(value)}, do GradOperation()(fn)"
+                    f"expected a bool for {field.name}, received {_type_name(value)}, "
+                    "do GradOperation()(fn)"
                 )
 
     def __call__(
         self, fn: Callable[..., Any], weights: Tensors | None = None
     ) -> Callable[..., Grads]:
-        """The gradient function of fn, which returns one tensor; one gradient comes bare, several as a tuple."""
-        listed = [] if weights is None else _float_tensors(weights)
-        if bool(listed) != self.get_by_list:
-            do = "pass list(net.parameters())" if self.get_by_list else "set get_by_list=True"
-            raise ValueError(
-                f"expected weights with get_by_list and only then, received {len(listed)}, do {do}"
-            )
-        return partial(self._grads, fn, listed)
+        """The gradient function of fn, which returns one tensor.
 
-    def _grads(self, fn: Callable[..., Any], listed: list[Tensor], *args: Any) -> Grads:
-        """MindSpore's four forms; the inputs to differentiate are the first n."""
-        inputs, sens = self._split(args)
-        n = len(inputs) if self.get_all else int(not self.get_by_list)
-        leaves = [_leaf(x) for x in inputs[:n]]
+        One gradient is returned as it is, several as a tuple.
+        """
+        weight_list = [] if weights is None else _as_float_tensors(weights)
+        if bool(weight_list) != self.get_by_list:
+            advice = "set get_by_list=True"
+            if self.get_by_list:
+                advice = "pass list(net.parameters())"
+            raise ValueError(
+                "expected weights with get_by_list and only then, "
+                f"received {len(weight_list)}, do {advice}"
+            )
+        return partial(self._gradients, fn, weight_list)
+
+    def _gradients(self, fn: Callable[..., Any], weights: list[Tensor], *args: Any) -> Grads:
+        """The gradients in MindSpore's four forms.
+
+        By inputs: all with get_all, none with get_by_list alone, else the first one.
+        By weights: all with get_by_list, else none.
+        """
+        inputs, sens = self._split_sens(args)
+        if self.get_all:
+            count = len(inputs)
+        elif self.get_by_list:
+            count = 0
+        else:
+            count = 1
+        leaves = [_as_leaf(value) for value in inputs[:count]]
+
+        # Forward.
         with torch.enable_grad():
-            y = fn(*leaves, *inputs[n:])
+            y = fn(*leaves, *inputs[count:])
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"expected one tensor from fn, received {_kind(y)}, do select it: lambda *xs: fn(*xs)[0]"
+                f"expected one tensor from fn, received {_type_name(y)}, "
+                "do select it: lambda *xs: fn(*xs)[0]"
             )
-        found = iter(gradients(y, [x for x in leaves if x.requires_grad] + listed, sens))
-        d_inputs = tuple(next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves)
+
+        # Backward. Integer inputs have no gradient in torch: theirs is zeros.
+        trainable_leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        remaining = iter(gradients(y, trainable_leaves + weights, sens))
+        input_grads = tuple(
+            next(remaining) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves
+        )
+        weight_grads = tuple(remaining)
+
         if self.get_all and self.get_by_list:
-            return d_inputs, tuple(found)
-        grads = d_inputs or tuple(found)
+            return input_grads, weight_grads
+        grads = input_grads or weight_grads
         return grads[0] if len(grads) == 1 else grads
 
-    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor | float | None]:
-        """The inputs of fn, and the sens where sens_param says that it comes last."""
-        need = int(self.sens_param) + int(not self.get_by_list)
-        if len(args) < need or (self.sens_param and args[-1] is None):
-            got = f"{len(args)} ending in {_kind(args[-1])}" if args else "none"
-            do = "pass the inputs, then the sens" if self.sens_param else "pass the inputs"
-            raise TypeError(f"expected {need} arguments or more, received {got}, do {do}")
-        return (args[:-1], args[-1]) if self.sens_param else (args, None)
-
-
-def _leaf(x: object) -> Tensor:
-    """A fresh leaf on x's memory, so that x itself stays as it is; an integer tensor passes, its gradient is zeros."""
-    if not isinstance(x, Tensor):
-        raise TypeError(
-            f"expected tensor inputs, received {_kind(x)}, do bind it: functools.partial(fn, name=value)"
-        )
-    return x.detach().requires_grad_(x.is_floating_point())
-
-
-def _backward(targets: Targets, y: Tensors, dy: Seeds | None, retain_graph: bool) -> None:
-    """torch's own backward, for the targets only: AccumulateGrad adds, so its hooks (and DDP's) fire as usual."""
-    ys, dys = _roots(y, dy)
-    targets = [target for target in targets if target[0].requires_grad]
-    if not targets:
-        raise RuntimeError(
-            "expected attached tensors, received none alive and trainable, do attach(net.parameters())"
-        )
-    inputs = [tensor for tensor, _ in targets]
-    with _autocast_off(ys), _applied(targets):
-        torch.autograd.backward(ys, dys, retain_graph=retain_graph, inputs=inputs)
-
-
-def _targets(managers: tuple[GradManager, ...]) -> Targets:
-    """Each live tensor once, with the callbacks of all managers in order."""
-    merged: dict[int, tuple[Tensor, list[Callback]]] = {}
-    for manager in managers:
-        for tensor, chain in manager._callbacks.items():
-            merged.setdefault(id(tensor), (tensor, []))[1].extend(chain)
-    return list(merged.values())
-
-
-@contextmanager
-def _applied(targets: Targets) -> Iterator[None]:
-    """The callbacks act in this pass only, each chain after its tensor's own hooks."""
-    with ExitStack() as stack:
-        for tensor, chain in targets:
-            if chain and tensor.is_leaf:
-                stack.enter_context(tensor.register_hook(partial(_run, chain, tensor)))
-            elif chain:
-                stack.enter_context(_applied_to_intermediate(tensor, chain))
-        yield
-
-
-@contextmanager
-def _applied_to_intermediate(tensor: Tensor, chain: list[Callback]) -> Iterator[None]:
-    """The callbacks change what the intermediate accumulates, not what flows on to its ancestors."""
-    tensor.retain_grad()  # backward(inputs=) does it anyway; before it, reading `.grad` warns
-    before, tensor.grad = tensor.grad, None
-    seen: list[Tensor] = []
-
-    def hook(grad: Tensor) -> None:
-        seen.append(
-            _run(chain, tensor, grad).clone()
-        )  # clone: an ancestor's grad may be a view of this one
-
-    with tensor.register_hook(hook):
-        try:
-            yield
-        finally:
-            tensor.grad = before
-    for grad in seen:
-        tensor.grad = grad if before is None else before + grad
-
-
-def _run(chain: list[Callback], tensor: Tensor, grad: Tensor) -> Tensor:
-    for callback in chain:
-        result: object = callback(tensor, grad)
-        if not isinstance(result, Tensor):
+    def _split_sens(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor | float | None]:
+        """The inputs of fn, and the sens: the last argument with sens_param, else None."""
+        needed = int(self.sens_param) + int(not self.get_by_list)
+        if len(args) < needed or (self.sens_param and args[-1] is None):
+            received = "none"
+            if args:
+                received = f"{len(args)} ending in {_type_name(args[-1])}"
+            advice = "pass the inputs"
+            if self.sens_param:
+                advice = "pass the inputs, then the sens"
             raise TypeError(
-                f"expected a tensor from a callback, received {_kind(result)}, do end with `return grad`"
+                f"expected {needed} arguments or more, received {received}, do {advice}"
             )
-        grad = result
-    return grad
+        if self.sens_param:
+            return args[:-1], args[-1]
+        return args, None
 
 
-def _roots(y: Tensors, dy: Seeds | None) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs and their seeds; one dy serves every y."""
-    ys = _float_tensors(y, do="pass the loss or a list of losses")
-    if not ys or not all(tensor.requires_grad for tensor in ys):
-        got, do = (
-            "one without" if ys else "none",
-            "run the forward after attach(), without no_grad() and detach()",
+def _as_leaf(value: object) -> Tensor:
+    """A new leaf on the same memory, so that the tensor itself stays as it is.
+
+    An integer tensor is accepted; its leaf does not require grad.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"expected tensor inputs, received {_type_name(value)}, "
+            "do bind it: functools.partial(fn, name=value)"
         )
-        raise ValueError(f"expected y with history, received {got}, do {do}")
-    dys = list(dy) if isinstance(dy, list | tuple) else [dy] * len(ys)
-    if len(dys) != len(ys):
+    return value.detach().requires_grad_(value.is_floating_point())
+
+
+# Shared by both
+
+
+def _outputs_and_seeds(y: Tensors, dy: Seeds | None) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs and their seed gradients; one dy serves every y."""
+    outputs = _as_float_tensors(y, advice="pass the loss or a list of losses")
+    if not outputs or not all(output.requires_grad for output in outputs):
+        received = "one without" if outputs else "none"
         raise ValueError(
-            f"expected one dy for each of {len(ys)} y, received {len(dys)}, do pass as many or one number"
+            f"expected y with history, received {received}, "
+            "do run the forward after attach(), without no_grad() and detach()"
         )
-    return ys, [_seed(tensor, seed) for tensor, seed in zip(ys, dys, strict=True)]
+
+    dys: list[Any] = list(dy) if isinstance(dy, list | tuple) else [dy] * len(outputs)
+    if len(dys) != len(outputs):
+        raise ValueError(
+            f"expected one dy for each of {len(outputs)} y, received {len(dys)}, "
+            "do pass as many or one number"
+        )
+    seeds = [_as_seed(value, output) for value, output in zip(dys, outputs, strict=True)]
+    return outputs, seeds
 
 
-def _seed(y: Tensor, dy: object) -> Tensor:
-    """dy in y's shape and dtype; a number or a 0-dim tensor is expanded, and a device tensor is not read."""
+def _as_seed(dy: object, y: Tensor) -> Tensor:
+    """dy in y's shape and dtype, ones for None.
+
+    A number or a 0-dim tensor is expanded. A tensor on the device is not read.
+    """
     if dy is None:
         return torch.ones_like(y)
     if isinstance(dy, int | float):
-        if (top := torch.finfo(y.dtype).max) < abs(dy) < math.inf:
+        largest = torch.finfo(y.dtype).max
+        if largest < abs(dy) < math.inf:
             raise ValueError(
-                f"expected |dy| <= {top:g} for {y.dtype}, received {dy:g}, do compute the loss in float32"
+                f"expected |dy| <= {largest:g} for {y.dtype}, received {dy:g}, "
+                "do compute the loss in float32"
             )
         return y.new_full((), dy).expand(y.shape)
+
     if not isinstance(dy, Tensor):
         raise TypeError(
-            f"expected dy as a tensor or a number, received {_kind(dy)}, do pass torch.ones_like(y)"
+            f"expected dy as a tensor or a number, received {_type_name(dy)}, "
+            "do pass torch.ones_like(y)"
         )
     if dy.ndim and dy.shape != y.shape:
         raise ValueError(
-            f"expected dy of shape {[*y.shape]} or 0-dim, received {[*dy.shape]}, do reshape or expand it"
+            f"expected dy of shape {[*y.shape]} or 0-dim, received {[*dy.shape]}, "
+            "do reshape or expand it"
         )
+    # A number in host memory: filling a tensor with it does not wait for the device.
     if dy.ndim == 0 and dy.is_cpu and not y.is_cpu:
-        return y.new_full((), dy.item()).expand(
-            y.shape
-        )  # host memory: a fill does not wait for the device
+        return y.new_full((), dy.item()).expand(y.shape)
     if dy.device != y.device:
         raise ValueError(
-            f"expected dy on {y.device}, received one on {dy.device}, do dy.to(y.device), which may wait"
+            f"expected dy on {y.device}, received one on {dy.device}, "
+            "do dy.to(y.device), which may wait"
         )
     return dy.detach().to(y.dtype).expand(y.shape)
 
 
-def _autocast_off(ys: list[Tensor]) -> ExitStack:
-    """Backward in the forward's dtypes: inside autocast, torch would run a float32 island's backward matmuls low."""
+def _autocast_off(outputs: list[Tensor]) -> ExitStack:
+    """A context for the backward pass, in which autocast is off.
+
+    Inside autocast, torch would run the backward products of a float32 part of the network low.
+    """
     stack = ExitStack()
-    for kind in {"cpu", "cuda", *(y.device.type for y in ys)}:
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+    for device_type in {"cpu", "cuda", *(output.device.type for output in outputs)}:
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
 
 
-def _float_tensors(
-    tensors: object, do: str = "pass float tensors such as net.parameters()"
+def _as_float_tensors(
+    tensors: object, advice: str = "pass float tensors such as net.parameters()"
 ) -> list[Tensor]:
-    found: list[Any] = (
-        list(tensors)
-        if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor)
-        else [tensors]
-    )
-    for x in found:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            got = x.dtype if isinstance(x, Tensor) else _kind(x)
-            raise TypeError(f"expected one or more float tensors, received {got}, do {do}")
-    return found
+    """One tensor or several as a list; a TypeError if one is no float tensor."""
+    values: list[Any] = [tensors]
+    if isinstance(tensors, Iterable) and not isinstance(tensors, Tensor):
+        values = list(tensors)
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            continue
+        received = value.dtype if isinstance(value, Tensor) else _type_name(value)
+        raise TypeError(f"expected one or more float tensors, received {received}, do {advice}")
+    return values
 
 
-def _callables(callbacks: object) -> list[Callback]:
-    found: list[Any] = (
-        []
-        if callbacks is None
-        else list(callbacks)
-        if isinstance(callbacks, Iterable)
-        else [callbacks]
-    )
-    for callback in found:
-        if not callable(callback):
+def _as_callbacks(callbacks: object) -> list[Callback]:
+    """None, one callback or several as a list; a TypeError if one is not callable."""
+    values: list[Any]
+    if callbacks is None:
+        values = []
+    elif isinstance(callbacks, Iterable):
+        values = list(callbacks)
+    else:
+        values = [callbacks]
+    for value in values:
+        if not callable(value):
             raise TypeError(
-                f"expected callbacks, received {_kind(callback)}, do pass cb(tensor, grad) -> grad"
+                f"expected callbacks, received {_type_name(value)}, "
+                "do pass cb(tensor, grad) -> grad"
             )
-    return found
+    return values
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return type(value).__name__

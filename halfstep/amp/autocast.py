@@ -1,4 +1,8 @@
-"""MegEngine's autocast on torch's: a context manager, a decorator and a switch per thread; no cast is ever cached."""
+"""MegEngine's autocast on torch's: a context manager, a decorator and a switch for each thread.
+
+Each entry of a block, and the switch, is an OpenBlock on a stack of its thread. No cast is cached:
+torch's cache would serve the weights of the first forward until the outermost block ends.
+"""
 
 import functools
 import inspect
@@ -18,88 +22,106 @@ from torch.overrides import (
 
 from halfstep.precision.cpu_half import FastHalf, has_native
 from halfstep.precision.policy import BF16, DTYPES, F16, F32, KERNELS
+from halfstep.utils.checks import one_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Dtype: TypeAlias = str | torch.dtype
 
-LOW = (F16, BF16, F32)
-HIGH = (F32,)
+LOW_DTYPES = (F16, BF16, F32)
+HIGH_DTYPES = (F32,)
 
 
 class autocast:
-    """Inside, products round their operands to the low dtype, delicate ops widen to float32; each entry is its own.
+    """Inside, products round their operands to the low dtype; delicate ops widen to float32.
 
-    None takes `amp.low_prec_dtype` / `amp.high_prec_dtype` as they are at entry, and every device of this machine.
-    A low dtype of float32 casts nothing. On a CPU without half units `kernels="auto"` forms round(fp32 product).
+    None takes `amp.low_prec_dtype` / `amp.high_prec_dtype` as they are at entry, and every device
+    of this machine. A low dtype of float32 casts nothing. On a CPU without half units
+    `kernels="auto"` forms round(fp32 product). One instance may be entered many times, also nested
+    and from several threads.
     """
 
     def __init__(
-        self, enabled: bool = True, low_prec_dtype: Dtype | None = None, high_prec_dtype: Dtype | None = None, *,
-        device_type: str | None = None, kernels: str = "auto", **torchs: Never,
-    ) -> None:  # fmt: skip
-        if not isinstance(enabled, bool) or torchs:
-            raise TypeError(_not_torchs(enabled, torchs))
-        if kernels not in KERNELS:
-            raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, received {kernels!r}")
-        self.enabled, self.kernels = enabled, kernels
-        self.low_prec_dtype = None if low_prec_dtype is None else parse_low(low_prec_dtype)
-        self.high_prec_dtype = None if high_prec_dtype is None else parse_high(high_prec_dtype)
-        self.device_type = None if device_type is None else _known_device(device_type)
+        self,
+        enabled: bool = True,
+        low_prec_dtype: Dtype | None = None,
+        high_prec_dtype: Dtype | None = None,
+        *,
+        device_type: str | None = None,
+        kernels: str = "auto",
+        **torch_arguments: Never,
+    ) -> None:
+        if not isinstance(enabled, bool) or torch_arguments:
+            raise TypeError(_wrong_arguments_message(enabled, torch_arguments))
+        one_of("kernels", kernels, KERNELS)
+        self.enabled = enabled
+        self.kernels = kernels
+
+        self.low_prec_dtype: torch.dtype | None = None
+        if low_prec_dtype is not None:
+            self.low_prec_dtype = parse_low_dtype(low_prec_dtype)
+        self.high_prec_dtype: torch.dtype | None = None
+        if high_prec_dtype is not None:
+            self.high_prec_dtype = parse_high_dtype(high_prec_dtype)
+
+        if device_type is not None:
+            _check_has_autocast(device_type)
+        self.device_type = device_type
 
     def __enter__(self) -> Self:
-        _here.frames.append(_open(self, switch=False))
+        _thread.blocks.append(_open(self, is_switch=False))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        while _close().switch:  # switches set inside the block end with it
+        # Switches that were set inside the block end with it.
+        while _close_innermost().is_switch:
             pass
-        refresh()
+        _follow_default_dtype()
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
-        """`fn` with every call in an autocast block of its own: recursion and threads do not share state."""
-        _check_function(fn)
+        """`fn` with an autocast block of its own around each call."""
+        _check_is_function(fn)
 
         @functools.wraps(fn)
-        def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call_with_autocast(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
                 return fn(*args, **kwargs)
 
-        return inside
+        return call_with_autocast
 
 
 @dataclass
-class Defaults:
+class DefaultDtypes:
     """What None means in autocast(), for the whole process."""
 
     low: torch.dtype = F16
     high: torch.dtype = F32
 
 
-defaults = Defaults()
+default_dtypes = DefaultDtypes()
 
 
 @dataclass(frozen=True)
-class Frame:
-    """One open block, or the switch: what it asked for and what must be left after it."""
+class OpenBlock:
+    """An entered block, or the switch."""
 
-    on: bool
+    is_on: bool
     low: torch.dtype
-    fast: FastHalf | None
-    contexts: ExitStack
-    switch: bool
+    fast_half: FastHalf | None  # the CPU's, if products are formed in fp32 in this block
+    contexts: ExitStack  # what has to be left after it
+    is_switch: bool
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.blocks: list[OpenBlock] = []  # the innermost last
 
 
-_here = _Thread()
+_thread = _Thread()
 
 
-class _Fast(FastHalf):
-    """FastHalf that stands back while a block inside it asks for another dtype or for torch's own kernels."""
+class _InnermostFastHalf(FastHalf):
+    """FastHalf that does nothing while a block inside asks for another dtype or torch's kernels."""
 
     def __torch_function__(
         self,
@@ -108,173 +130,197 @@ class _Fast(FastHalf):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        mine = bool(_here.frames) and _here.frames[-1].fast is self
-        if mine and torch.get_autocast_dtype("cpu") == self.low:
+        is_innermost = bool(_thread.blocks) and _thread.blocks[-1].fast_half is self
+        if is_innermost and torch.get_autocast_dtype("cpu") == self.low:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
-def is_on() -> bool:
+# The switch and the default dtypes
+
+
+def is_enabled() -> bool:
     """Whether the innermost block or switch of this thread has autocast on."""
-    return bool(_here.frames) and _here.frames[-1].on
+    return bool(_thread.blocks) and _thread.blocks[-1].is_on
 
 
-def switch(on: bool) -> None:
-    """Autocast on or off for this thread from here on, or until the surrounding block ends."""
+def set_enabled(on: bool) -> None:
+    """Switches autocast on or off for this thread, until the surrounding block ends if any."""
     if not isinstance(on, bool):
         raise TypeError(f"amp.enabled: expected True or False, received {on!r}")
-    if _here.frames and _here.frames[-1].switch:
-        _close()
-    if is_on() != on:
-        _here.frames.append(_open(autocast(enabled=on), switch=True))
+    if _thread.blocks and _thread.blocks[-1].is_switch:
+        _close_innermost()
+    if is_enabled() != on:
+        _thread.blocks.append(_open(autocast(enabled=on), is_switch=True))
 
 
-def set_low(low: torch.dtype) -> bool:
-    """Change what None means, for entries to come; whether that is a change."""
-    changed, defaults.low = low != defaults.low, low
-    refresh()
+def set_default_low_dtype(low: torch.dtype) -> bool:
+    """Sets the low dtype of entries to come. Returns whether it is another one than before."""
+    changed = low != default_dtypes.low
+    default_dtypes.low = low
+    _follow_default_dtype()
     return changed
 
 
-def refresh() -> None:
-    """A switch that is on follows a changed `amp.low_prec_dtype`; open blocks keep the dtype of their entry."""
-    if _here.frames and (top := _here.frames[-1]).switch and top.on and top.low != defaults.low:
-        switch(True)
+def _follow_default_dtype() -> None:
+    """Makes a switch that is on take the present default; open blocks keep that of their entry."""
+    if not _thread.blocks:
+        return
+    innermost = _thread.blocks[-1]
+    if innermost.is_switch and innermost.is_on and innermost.low != default_dtypes.low:
+        set_enabled(True)
 
 
-def _open(block: autocast, *, switch: bool) -> Frame:
-    low = block.low_prec_dtype or defaults.low
-    fast = (
-        _here.frames[-1].fast if _here.frames else None
-    )  # a block for another device leaves the CPU's as it is
+# Entering and leaving
+
+
+def _open(block: autocast, *, is_switch: bool) -> OpenBlock:
+    """Enters torch's autocast as the block asks for it."""
+    low = block.low_prec_dtype or default_dtypes.low
+    if block.device_type:
+        device_types = {block.device_type}
+    else:
+        device_types = {"cpu", default_device_type()}
+
+    # A block for another device leaves the CPU's products as they are.
+    fast_half = None
+    if _thread.blocks:
+        fast_half = _thread.blocks[-1].fast_half
+
     with ExitStack() as contexts:
-        kinds = {block.device_type} if block.device_type else {"cpu", accelerator()}
         if block.enabled and low != F32:
-            for kind in kinds:
-                _check_there(kind)
-                contexts.enter_context(
-                    torch.autocast(kind, dtype=low, cache_enabled=False)
-                )  # a cached cast goes stale
-            if (
-                kinds == {"cpu"}
-            ):  # beside an accelerator, where a CPU product is the exception, torch's kernel will do
-                fast = (
-                    _enter_fast(contexts, low)
-                    if block.kernels == "auto" and not has_native(low)
-                    else None
-                )
+            for kind in device_types:
+                _check_present(kind)
+                contexts.enter_context(torch.autocast(kind, dtype=low, cache_enabled=False))
+            # Beside an accelerator, products on the CPU are rare: torch's kernel will do.
+            if device_types == {"cpu"}:
+                fast_half = None
+                if block.kernels == "auto" and not has_native(low):
+                    fast_half = _enter_fast_half(contexts, low)
         else:
-            for kind in kinds:
+            for kind in device_types:
                 if torch.is_autocast_enabled(kind):
                     contexts.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        return Frame(block.enabled, low, fast, contexts.pop_all(), switch)
+        return OpenBlock(block.enabled, low, fast_half, contexts.pop_all(), is_switch)
 
 
-def _close() -> Frame:
-    frame = _here.frames.pop()
-    frame.contexts.close()
-    return frame
+def _close_innermost() -> OpenBlock:
+    block = _thread.blocks.pop()
+    block.contexts.close()
+    return block
 
 
-def _enter_fast(contexts: ExitStack, low: torch.dtype) -> FastHalf:
-    fast = _Fast(low, cast=True)
-    _push_mode(fast)
-    contexts.callback(_remove, fast)
-    return fast
+def _enter_fast_half(contexts: ExitStack, low: torch.dtype) -> FastHalf:
+    fast_half = _InnermostFastHalf(low, cast=True)
+    _push_mode(fast_half)
+    contexts.callback(_remove_mode, fast_half)
+    return fast_half
 
 
-def _remove(mode: TorchFunctionMode) -> None:
-    """Take the mode out from wherever it is: a switch may end inside modes that began after it."""
+def _remove_mode(mode: TorchFunctionMode) -> None:
+    """Takes the mode out of torch's stack, also from below others.
+
+    A switch may end inside modes that began after it.
+    """
     stack: list[TorchFunctionMode] = _get_current_function_mode_stack()
     if mode not in stack:
         return
-    above = stack[stack.index(mode) + 1 :]
-    for _ in (mode, *above):
+    modes_above = stack[stack.index(mode) + 1 :]
+    for _ in (mode, *modes_above):
         _pop_mode()
-    for other in above:
-        _push_mode(other)
+    for mode_above in modes_above:
+        _push_mode(mode_above)
 
 
-def accelerator() -> str:
-    """The device type that None means: the accelerator if one is there, else "cpu"."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+# Arguments
 
 
-def name(dtype: torch.dtype) -> str:
-    """ "float16" for torch.float16."""
-    return str(dtype).removeprefix("torch.")
+def default_device_type() -> str:
+    """The device type that None means: the accelerator if this machine has one, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
-def parse_low(value: Dtype) -> torch.dtype:
+def parse_low_dtype(value: Dtype) -> torch.dtype:
     """A low dtype from its name or itself: float16, bfloat16, or float32 for no casting."""
-    return _parse("low_prec_dtype", value, LOW, "")
+    return _parse_dtype("low_prec_dtype", value, LOW_DTYPES, reason="")
 
 
-def parse_high(value: Dtype) -> torch.dtype:
+def parse_high_dtype(value: Dtype) -> torch.dtype:
     """float32 from its name or itself: torch's op lists know no other."""
-    return _parse("high_prec_dtype", value, HIGH, " (torch's op lists widen to float32 only)")
+    reason = " (torch's op lists widen to float32 only)"
+    return _parse_dtype("high_prec_dtype", value, HIGH_DTYPES, reason)
 
 
-def _parse(field: str, value: Dtype, options: tuple[torch.dtype, ...], reason: str) -> torch.dtype:
-    found = DTYPES.get(value) if isinstance(value, str) else value
-    if found in options:
-        return found
-    names = [n for n, d in DTYPES.items() if d in options]
+def _parse_dtype(
+    argument: str, value: Dtype, choices: tuple[torch.dtype, ...], reason: str
+) -> torch.dtype:
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if dtype in choices:
+        return dtype
+    names = [name for name, dtype in DTYPES.items() if dtype in choices]
     raise ValueError(
-        f"{field}: expected one of {', '.join(names)} or the torch.dtype{reason}, received {value!r}"
+        f"{argument}: expected one of {', '.join(names)} or the torch.dtype{reason}, "
+        f"received {value!r}"
     )
 
 
-def _not_torchs(enabled: object, others: dict[str, Any]) -> str:
-    """What to write instead of torch.autocast's arguments, or instead of a decorator without parentheses."""
-    if not others and not isinstance(enabled, str | torch.dtype | torch.device):
-        said = f"enabled: expected True or False, received {type(enabled).__name__}"
-        return f"{said}, do write the parentheses when decorating: @amp.autocast()"
-    came = (
-        f"there is no {'=, '.join(others)}="
-        if others
-        else f"enabled: expected True or False, received {enabled!r}"
+def _wrong_arguments_message(enabled: object, torch_arguments: dict[str, Any]) -> str:
+    """What to write instead of torch.autocast's arguments, or a decorator without parentheses."""
+    if not torch_arguments and not isinstance(enabled, str | torch.dtype | torch.device):
+        return (
+            f"enabled: expected True or False, received {type(enabled).__name__}, "
+            "do write the parentheses when decorating: @amp.autocast()"
+        )
+    if torch_arguments:
+        problem = f"there is no {'=, '.join(torch_arguments)}="
+    else:
+        problem = f"enabled: expected True or False, received {enabled!r}"
+    return (
+        f"{problem}, do write amp.autocast(), which is for every device of this machine; "
+        "a dtype is low_prec_dtype='float16', 'bfloat16' or 'float32'"
     )
-    low = "low_prec_dtype='float16', 'bfloat16' or 'float32'"
-    return f"{came}, do write amp.autocast(), which is for every device of this machine; a dtype is {low}"
 
 
-def _known_device(kind: str) -> str:
+def _check_has_autocast(device_type: str) -> None:
+    """Raises a ValueError for a device type that torch has no autocast for."""
     try:
-        known = torch.amp.is_autocast_available(kind)
+        has_autocast = torch.amp.is_autocast_available(device_type)
     except (RuntimeError, TypeError):  # not a device type at all
-        known = False
-    if not known:
+        has_autocast = False
+    if not has_autocast:
         raise ValueError(
-            f"device_type: expected 'cpu', 'cuda' or another type with autocast, received {kind!r}"
-        )
-    return kind
-
-
-def _check_there(kind: str) -> None:
-    if kind not in ("cpu", accelerator()):
-        raise ValueError(
-            f"device_type: expected one that this machine has ({' or '.join(sorted({'cpu', accelerator()}))}), "
-            f"received {kind!r}, do leave device_type=None"
+            "device_type: expected 'cpu', 'cuda' or another type with autocast, "
+            f"received {device_type!r}"
         )
 
 
-def _check_function(fn: object) -> None:
+def _check_present(device_type: str) -> None:
+    """Raises a ValueError for a device type that this machine does not have."""
+    present = {"cpu", default_device_type()}
+    if device_type not in present:
+        raise ValueError(
+            f"device_type: expected one that this machine has ({' or '.join(sorted(present))}), "
+            f"received {device_type!r}, do leave device_type=None"
+        )
+
+
+def _check_is_function(fn: object) -> None:
+    """Raises a TypeError for what a decorator cannot wrap: its body would run without autocast."""
     if isinstance(fn, staticmethod | classmethod):
         raise TypeError(
-            f"expected a function, received a {type(fn).__name__}, do put @amp.autocast() below that line"
+            f"expected a function, received a {type(fn).__name__}, "
+            "do put @amp.autocast() below that line"
         )
     if inspect.isclass(fn) or not callable(fn):
         raise TypeError(
-            f"expected a function, received {fn!r}, do decorate its method: @amp.autocast() def forward…"
+            f"expected a function, received {fn!r}, "
+            "do decorate its method: @amp.autocast() def forward…"
         )
-    if (
-        inspect.isgeneratorfunction(fn)
-        or inspect.isasyncgenfunction(fn)
-        or inspect.iscoroutinefunction(fn)
-    ):
+    is_generator = inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
+    if is_generator or inspect.iscoroutinefunction(fn):
         raise TypeError(
-            "expected a plain function, received a generator or coroutine, whose body runs after the call returned, "
+            "expected a plain function, received a generator or coroutine, "
+            "whose body runs after the call returned, "
             "do write `with amp.autocast():` around the computation inside it"
         )

@@ -1,4 +1,4 @@
-"""Skipped updates: counted on the device, looked at without waiting, and blamed on the parameters that overflowed."""
+"""Skipped updates: counted on the device, read without waiting, and explained in an error."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,119 +8,145 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.utils.device_values import Watch
+from halfstep.utils.device_values import AsyncHostRead
 
 ADVICE = ", do look for inf and NaN in the data and the loss, and lower the learning rate"
-OTHER_ADVICE = ", or go on in another dtype with on_skips='bf16' or on_skips='fp32'"
-GOES_ON = "autocast() goes on in {} from its next entry, with the scale at 1"
+FALLBACK_ADVICE = ", or go on in another dtype with on_skips='bf16' or on_skips='fp32'"
+FALLBACK_NOTE = "autocast() goes on in {} from its next entry, with the scale at 1"
+
+MAX_LABELS_SHOWN = 8  # gradients named in an error
 
 
 class OverflowStreak(FloatingPointError):
-    """`max_skips` updates in a row were skipped; the scaler's state is as after any other skipped update."""
+    """`max_skips` updates in a row were skipped.
+
+    The scaler's state is as after any other skipped update.
+    """
 
 
 @dataclass(frozen=True)
-class Tally:
-    """The counts as plain values; `fallen` says that the scaler has gone on in another dtype, with the scale at 1."""
+class SkipCounts:
+    """Skipped updates as plain values. The fields are keys of a saved state."""
 
     skipped: int = 0
     skips_in_a_row: int = 0
-    fallen: bool = False
+    fallen: bool = False  # the scaler has gone on in another dtype, with the scale at 1
 
 
-class Streak:
-    """Skips in all and in a row as one device tensor, which the host hears of without waiting."""
+class SkipStreak:
+    """Skips in all and in a row: one tensor on the device, read by the host without waiting."""
 
     def __init__(self) -> None:
-        self._start = Tally()
-        self._count: Tensor | None = (
-            None  # (skipped, in a row), int32, made where the first verdict lies
-        )
-        self._watch = Watch()
-
-    def add(self, found: Tensor) -> None:
-        """Count one update, skipped where found > 0, without a host sync."""
-        if self._count is None:
-            self._count = torch.empty(2, dtype=torch.int32, device=found.device)
-            self.set(self._start)
-        hit = (found > 0).to(torch.int32)
-        self._count[0].add_(hit)
-        self._count[1].add_(1).mul_(hit)
+        self._start = SkipCounts()
+        # (skipped, in a row), int32, on the device of the first flag.
+        self._counts: Tensor | None = None
+        self._host_read = AsyncHostRead()
 
     @property
     def fallen(self) -> bool:
+        """Whether the scaler has gone on in another dtype."""
         return self._start.fallen
 
-    def tally(self) -> Tally:
+    def add(self, found_inf: Tensor) -> None:
+        """Counts one update, which is skipped if found_inf > 0. No host sync."""
+        if self._counts is None:
+            self._counts = torch.empty(2, dtype=torch.int32, device=found_inf.device)
+            self.set(self._start)
+        skipped = (found_inf > 0).to(torch.int32)
+        self._counts[0].add_(skipped)
+        self._counts[1].add_(1).mul_(skipped)
+
+    def read(self) -> SkipCounts:
         """The counts now: waits for the device."""
-        if self._count is None:
+        if self._counts is None:
             return self._start
-        skipped, row = self._count.tolist()
-        return Tally(skipped, row, self.fallen)
+        skipped, in_a_row = self._counts.tolist()
+        return SkipCounts(skipped, in_a_row, self.fallen)
 
-    def set(self, start: Tally) -> None:
-        """Count on from `start`, in place, and forget what is under way to the host."""
-        self._start, self._watch = start, Watch()
-        if self._count is not None:
-            self._count[0].fill_(start.skipped)  # a fill does not wait, a copy from a list does
-            self._count[1].fill_(start.skips_in_a_row)
-
-    def look(self) -> int:
-        """Skips in a row as far as the host has heard: exact on a CPU, some updates old on CUDA."""
-        count = self._count
-        if count is None:
+    def read_in_a_row(self) -> int:
+        """Skips in a row, without waiting: exact on a CPU, some updates old on CUDA."""
+        counts = self._counts
+        if counts is None:
             return self._start.skips_in_a_row
-        news = self._watch.look(lambda: count, count.device)
-        return 0 if news is None else news[1]
+        arrived = self._host_read.poll(lambda: counts, counts.device)
+        return 0 if arrived is None else arrived[1]
 
-    def fall(self) -> None:
-        """Remember the fallback and begin the row anew."""
-        self.set(Tally(self.tally().skipped, 0, True))
+    def set(self, start: SkipCounts) -> None:
+        """Counts on from `start`, in place; a copy on its way to the host is forgotten."""
+        self._start = start
+        self._host_read = AsyncHostRead()
+        if self._counts is not None:
+            # A fill does not wait for the device; a copy from a list does.
+            self._counts[0].fill_(start.skipped)
+            self._counts[1].fill_(start.skips_in_a_row)
+
+    def set_fallen(self) -> None:
+        """Remembers that the scaler goes on in another dtype, and begins the row again."""
+        self.set(SkipCounts(self.read().skipped, 0, True))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"start": self.tally()}
+        return {"start": self.read()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._count = None
+        self._counts = None
         self.set(state["start"])
 
 
-def blame(optimizers: Iterable[Optimizer], dropped: Sequence[tuple[int, Tensor]]) -> str:
-    """The parameters whose gradients are not finite: by name where the optimizer was given names. One device read.
-
-    `dropped` are the gradients that unscale() took away, with their position in its list.
-    """
-    found = [(f"tensor {i} of unscale(), shape {tuple(g.shape)}", g) for i, g in dropped]
-    for number, optimizer in enumerate(optimizers):
-        found += _labelled(optimizer, f"optimizer {number} ({type(optimizer).__name__})")
-    if not found:
-        return "not known, they were cleared before update() (call zero_grad() after it)"
-    finite = torch.stack(
-        [_values(g).isfinite().all().to(found[0][1].device) for _, g in found]
-    ).tolist()
-    bad = [label for (label, _), ok in zip(found, finite, strict=True) if not ok]
-    more = f"; {len(bad) - 8} more" if len(bad) > 8 else ""
-    return ("; ".join(bad[:8]) or "none in this very update") + more
-
-
-def complain(max_skips: int, scale: float, culprits: str) -> str:
+def describe_streak(max_skips: int, scale: float, nonfinite: str) -> str:
+    """The message for too many skips in a row."""
     return (
-        f"expected a finite update, received {max_skips} or more skipped in a row; the scale is {scale:g}; "
-        f"non-finite gradients: {culprits}"
+        f"expected a finite update, received {max_skips} or more skipped in a row; "
+        f"the scale is {scale:g}; non-finite gradients: {nonfinite}"
     )
 
 
-def _labelled(optimizer: Optimizer, prefix: str) -> list[tuple[str, Tensor]]:
-    labels = []
-    for g, group in enumerate(optimizer.param_groups):
-        names: Sequence[str] = group.get(
-            "param_names", ()
-        )  # there when it was given named_parameters()
+def list_nonfinite(
+    optimizers: Iterable[Optimizer], dropped_grads: Sequence[tuple[int, Tensor]]
+) -> str:
+    """The parameters whose gradients are not finite, for a message. One device read.
+
+    They are named where the optimizer was given names. `dropped_grads` are the gradients that
+    unscale() took away, with their position in its list.
+    """
+    labelled = []
+    for i, grad in dropped_grads:
+        labelled.append((f"tensor {i} of unscale(), shape {tuple(grad.shape)}", grad))
+    for number, optimizer in enumerate(optimizers):
+        label = f"optimizer {number} ({type(optimizer).__name__})"
+        labelled += _label_grads(optimizer, label)
+    if not labelled:
+        return "not known, they were cleared before update() (call zero_grad() after it)"
+
+    device = labelled[0][1].device
+    flags = [_values(grad).isfinite().all().to(device) for _, grad in labelled]
+    are_finite = torch.stack(flags).tolist()
+    nonfinite = []
+    for (label, _), is_finite in zip(labelled, are_finite, strict=True):
+        if not is_finite:
+            nonfinite.append(label)
+    if not nonfinite:
+        return "none in this very update"
+
+    text = "; ".join(nonfinite[:MAX_LABELS_SHOWN])
+    if len(nonfinite) > MAX_LABELS_SHOWN:
+        text += f"; {len(nonfinite) - MAX_LABELS_SHOWN} more"
+    return text
+
+
+def _label_grads(optimizer: Optimizer, optimizer_label: str) -> list[tuple[str, Tensor]]:
+    """Each gradient of the optimizer with its place in it, and its name if there is one."""
+    labelled = []
+    for group_number, group in enumerate(optimizer.param_groups):
+        # There if the optimizer was made from named_parameters().
+        names: Sequence[str] = group.get("param_names", ())
         for i, p in enumerate(group["params"]):
-            if p.grad is not None:
-                called = repr(names[i]) if i < len(names) else f"of shape {tuple(p.shape)}"
-                labels.append((f"{prefix}, group {g}, parameter {i} {called}", p.grad))
-    return labels
+            if p.grad is None:
+                continue
+            name = repr(names[i]) if i < len(names) else f"of shape {tuple(p.shape)}"
+            labelled.append(
+                (f"{optimizer_label}, group {group_number}, parameter {i} {name}", p.grad)
+            )
+    return labelled
 
 
 def _values(grad: Tensor) -> Tensor:

@@ -5,21 +5,24 @@ from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 
-from halfstep.amp.autocast import accelerator
+from halfstep.amp.autocast import default_device_type
 
 OnSkips: TypeAlias = Literal["raise", "bf16", "fp32"]
 Skip: TypeAlias = Literal["each", "all"]
-FALLBACKS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FALLBACK_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SKIPS = ("each", "all")
-TINY, MAX = (
-    torch.finfo(torch.float32).tiny,
-    torch.finfo(torch.float32).max,
-)  # the scale is a float32
+
+# The scale is a float32: the smallest normal and the largest one.
+MIN_SCALE = torch.finfo(torch.float32).tiny
+MAX_SCALE = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What torch's scaler does not have: bounds of the scale, how optimizers skip, how many skips are too many."""
+class ScalerSettings:
+    """Settings that torch's scaler does not have.
+
+    Bounds of the scale, how several optimizers skip, and how many skips in a row are too many.
+    """
 
     floor: float = 2.0**-14
     cap: float | None = None
@@ -28,89 +31,122 @@ class Limits:
     on_skips: OnSkips = "raise"
 
     def __post_init__(self) -> None:
-        if not _within(self.floor, 0, MAX):
-            refuse(
-                "floor", "a finite number, 0 for no floor", self.floor, "leave the default 2**-14"
+        if not _is_number_within(self.floor, 0, MAX_SCALE):
+            raise_expected(
+                "floor",
+                expected="a finite number, 0 for no floor",
+                received=self.floor,
+                advice="leave the default 2**-14",
             )
-        if self.cap is not None and not _within(self.cap, max(TINY, self.floor), MAX):
-            refuse(
+        lowest_cap = max(MIN_SCALE, self.floor)
+        if self.cap is not None and not _is_number_within(self.cap, lowest_cap, MAX_SCALE):
+            raise_expected(
                 "cap",
-                f"None or a finite number of at least floor={self.floor}",
-                self.cap,
-                "pass None for no cap",
+                expected=f"None or a finite number of at least floor={self.floor}",
+                received=self.cap,
+                advice="pass None for no cap",
             )
         if self.skip not in SKIPS:
-            refuse("skip", "'each' or 'all'", self.skip, "choose 'each' for torch's way")
-        if not _is_count(self.max_skips) or self.max_skips < 1:
-            refuse("max_skips", "an int of at least 1", self.max_skips, "leave the default 50")
-        if self.on_skips not in ("raise", *FALLBACKS):
-            refuse(
-                "on_skips", "'raise', 'bf16' or 'fp32'", self.on_skips, "choose 'raise' to be told"
+            raise_expected(
+                "skip",
+                expected="'each' or 'all'",
+                received=self.skip,
+                advice="choose 'each' for torch's way",
+            )
+        if not _is_int(self.max_skips) or self.max_skips < 1:
+            raise_expected(
+                "max_skips",
+                expected="an int of at least 1",
+                received=self.max_skips,
+                advice="leave the default 50",
+            )
+        if self.on_skips not in ("raise", *FALLBACK_DTYPES):
+            raise_expected(
+                "on_skips",
+                expected="'raise', 'bf16' or 'fp32'",
+                received=self.on_skips,
+                advice="choose 'raise' to be told",
             )
 
-    def check(self, field: str, scale: Any) -> float:
-        """`scale` as a float, refused outside [floor, cap] and outside float32."""
+    def check_scale(self, argument: str, scale: Any) -> float:
+        """`scale` as a float; a ValueError outside [floor, cap] and outside float32."""
         if isinstance(scale, str):
-            refuse(
-                field, "a positive number", scale, f"name the device: GradScaler(device={scale!r})"
+            raise_expected(
+                argument,
+                expected="a positive number",
+                received=scale,
+                advice=f"name the device: GradScaler(device={scale!r})",
             )
-        if not _within(scale, TINY, MAX):
-            refuse(
-                field,
-                "a positive finite number",
-                scale,
-                "leave the default 2**16 or choose a power of two",
+        if not _is_number_within(scale, MIN_SCALE, MAX_SCALE):
+            raise_expected(
+                argument,
+                expected="a positive finite number",
+                received=scale,
+                advice="leave the default 2**16 or choose a power of two",
             )
-        if not self.floor <= scale <= (self.cap or MAX):
-            refuse(
-                field, f"between floor={self.floor} and cap={self.cap}", scale, "move floor or cap"
+        if not self.floor <= scale <= (self.cap or MAX_SCALE):
+            raise_expected(
+                argument,
+                expected=f"between floor={self.floor} and cap={self.cap}",
+                received=scale,
+                advice="move floor or cap",
             )
         return float(scale)
 
 
 def check_growth(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
-    """Refuse what would make the scale stand still, vanish or explode."""
-    if not _within(growth_factor, 1, MAX) or growth_factor == 1:
-        refuse(
+    """Raises a ValueError for what would make the scale stand still, vanish or explode."""
+    if not _is_number_within(growth_factor, 1, MAX_SCALE) or growth_factor == 1:
+        raise_expected(
             "growth_factor",
-            "a finite number above 1",
-            growth_factor,
-            "pass growth_interval=0 for a fixed scale",
+            expected="a finite number above 1",
+            received=growth_factor,
+            advice="pass growth_interval=0 for a fixed scale",
         )
-    if not _within(backoff_factor, TINY, 1) or backoff_factor == 1:
-        refuse(
+    if not _is_number_within(backoff_factor, MIN_SCALE, 1) or backoff_factor == 1:
+        raise_expected(
             "backoff_factor",
-            "a number between 0 and 1",
-            backoff_factor,
-            "pass growth_interval=0 for a fixed scale",
+            expected="a number between 0 and 1",
+            received=backoff_factor,
+            advice="pass growth_interval=0 for a fixed scale",
         )
-    if not _is_count(growth_interval) or growth_interval < 0:
-        refuse(
+    if not _is_int(growth_interval) or growth_interval < 0:
+        raise_expected(
             "growth_interval",
-            "an int, 0 for a fixed scale",
-            growth_interval,
-            "leave the default 2000",
+            expected="an int, 0 for a fixed scale",
+            received=growth_interval,
+            advice="leave the default 2000",
         )
 
 
-def check_device(device: str | torch.device | None, enabled: bool) -> str:
+def choose_device_type(device: str | torch.device | None, enabled: bool) -> str:
     """The device type of the scale: the accelerator, or "cpu" where there is none."""
-    there = accelerator()
-    kind = there if device is None else torch.device(device).type
-    if enabled and kind not in ("cpu", there):
-        has = " or ".join(sorted({"cpu", there}))
-        refuse("device", f"one that this machine has ({has})", kind, "leave device=None")
-    return kind if enabled else there
+    default = default_device_type()
+    device_type = default
+    if device is not None:
+        device_type = torch.device(device).type
+    if not enabled:
+        return default
+    if device_type not in ("cpu", default):
+        present = " or ".join(sorted({"cpu", default}))
+        raise_expected(
+            "device",
+            expected=f"one that this machine has ({present})",
+            received=device_type,
+            advice="leave device=None",
+        )
+    return device_type
 
 
-def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+def raise_expected(argument: str, *, expected: str, received: object, advice: str) -> NoReturn:
+    """Raises the ValueError for an argument, with advice at its end."""
+    raise ValueError(f"{argument}: expected {expected}, received {received!r}, do {advice}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_number_within(value: Any, low: float, high: float) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and low <= value <= high
+
+
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def refuse(field: str, expected: str, received: object, advice: str) -> NoReturn:
-    """The one form of a refusal."""
-    raise ValueError(f"{field}: expected {expected}, received {received!r}, do {advice}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.precision import Precision
-from halfstep.precision.backend_flags import backend
+from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.precision.cpu_half import FastHalf, has_native
 
 _WORTH = 1.5  # a product that is less than that faster is eaten up by the casts around it
@@ -42,7 +42,7 @@ def _row(
 ) -> dict[str, Any]:  # fmt: skip
     own = "halfstep: rounded fp32 product" if way is not None else "torch"
     precision = Precision("tf32" if name == "tf32" else "fp32")
-    with backend(precision, device, deterministic=False), way or nullcontext():
+    with set_backend_flags(precision, device, deterministic=False), way or nullcontext():
         speed = gflops(dtype, device, seconds) if seconds else None
     return {"dtype": name, "native": native, "by": own, "gflops": speed}
 

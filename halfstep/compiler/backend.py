@@ -1,43 +1,59 @@
-"""Forward and backward in code of torch's compiler, with the roundings of the precision and graphs rewritten."""
+"""Forward and backward compiled by torch's compiler, with halfstep's roundings and passes.
+
+What the passes buy is said in their files (compiler/passes/). To switch them off: a pass of your
+own in torch's `post_grad_custom_pre_pass` or `joint_custom_post_pass` takes their place, and
+`compile=False` compiles nothing.
+"""
 
 from typing import Any
 
 
 def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
-    """Code for forward and backward at once, so that both fail here or not at all.
+    """Compiles a graph's forward and backward pass, both at once: they fail here or not at all.
 
-    Fused half operations round where single ones do: an overflow must not depend on what was fused. Backward runs
-    outside autocast, as it does uncompiled; torch would trace it inside, and low products would enter fp32 modules.
-    `chip` is the device whose graphs are rewritten.
+    `low`: the program computes in a 16-bit dtype. `chip`: the type of device ("cuda") whose graphs
+    our passes rewrite; None rewrites nothing.
     """
-    import torch._functorch.config as config
+    import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    with config.patch(force_non_lazy_backward_lowering=True, backward_pass_autocast="off"):
-        patches: dict[str, Any] = {"emulate_precision_casts": True} if low else {}
-        mine, more = _rewriting(graph, chip, low)
-        return compile_fx(graph, inputs, config_patches={**patches, **mine} or None, **more)
+    patches: dict[str, Any] = {}
+    # Fused 16-bit operations round where single ones do: whether a value overflows must not depend
+    # on what was fused.
+    if low:
+        patches["emulate_precision_casts"] = True
+
+    # Backward runs outside autocast, as it does uncompiled. torch would trace it inside, and 16-bit
+    # products would enter float32 modules.
+    with functorch_config.patch(
+        force_non_lazy_backward_lowering=True, backward_pass_autocast="off"
+    ):
+        pass_patches, options = _rewriting(graph, chip, low)
+        patches.update(pass_patches)
+        return compile_fx(graph, inputs, config_patches=patches or None, **options)
 
 
 def _rewriting(graph: Any, chip: str | None, low: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings that have torch rewrite graphs, and more for compile_fx; what the user has set stays instead.
+    """torch's settings that hold our passes, and more arguments for compile_fx.
 
-    Low casts are joined; float32 products, which have no tensor cores, are cut along K; networks with batch norms get
-    more, and settings of torch's compiler that suit them.
+    What the user has set stays. 16-bit programs get their casts joined; float32 products, which
+    have no tensor cores, are split along K. Networks with batch norms get more.
     """
-    import torch._inductor.config as config
-
     if chip is None:
         return {}, {}
-    from halfstep.compiler.passes.join_casts import Fewer
-    from halfstep.compiler.passes.joint_graph import Joint, decompositions, normalizes, settings
-    from halfstep.compiler.passes.split_k import Cut
+    import torch._inductor.config as inductor_config
 
-    mine: dict[str, Any] = {}
-    if config.post_grad_custom_pre_pass is None:
-        mine["post_grad_custom_pre_pass"] = Fewer(chip) if low else Cut(chip)
-    if config.joint_custom_post_pass is not None or not normalizes(graph):
-        return mine, {}
-    return {**mine, "joint_custom_post_pass": Joint(chip), **settings()}, {
-        "decompositions": decompositions()
-    }
+    from halfstep.compiler.passes import joint_graph
+    from halfstep.compiler.passes.join_casts import JoinCasts
+    from halfstep.compiler.passes.split_k import SplitK
+
+    patches: dict[str, Any] = {}
+    if inductor_config.post_grad_custom_pre_pass is None:
+        patches["post_grad_custom_pre_pass"] = JoinCasts(chip) if low else SplitK(chip)
+
+    options: dict[str, Any] = {}
+    if inductor_config.joint_custom_post_pass is None and joint_graph.has_batch_norm(graph):
+        patches["joint_custom_post_pass"] = joint_graph.JointGraphPass(chip)
+        patches.update(joint_graph.inductor_settings())
+        options["decompositions"] = joint_graph.decompositions()
+    return patches, options

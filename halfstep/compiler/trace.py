@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.compiler.decompositions import PLAIN
-from halfstep.step.optimizer import READS
 from halfstep.utils import rng
+from halfstep.utils.device_values import HOST_READ_OPS
 
 _aten = torch.ops.aten
 _PAST_TORCH = (Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__)
@@ -147,7 +147,7 @@ class _Watch(TorchFunctionMode):
 def _check(func: Any, leaves: list[Any]) -> None:
     """Refuses what no program can repeat, before it is done."""
     name, tensors = func.overloadpacket, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if func in READS:
+    if func in HOST_READ_OPS:
         raise UnwritableError(f"{name} looks at a value on the host")
     for tag, what in _SHAPED.items():
         if tag in func.tags:
@@ -179,7 +179,7 @@ def _gives_tensors(func: Any) -> bool:
     given = any("Tensor" in str(r.type) for r in schema.returns)
     return (
         given
-        or func in READS
+        or func in HOST_READ_OPS
         or any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     )
 

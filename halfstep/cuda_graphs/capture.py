@@ -27,7 +27,7 @@ _TAKEN: set[int] = set()  # by graphs that live
 _TAKING = Lock()
 
 
-class Lane:
+class CaptureStream:
     """The stream that graphs are recorded on which go together. It is free again when the last of them is gone."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,9 @@ def _drawn(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, lane: Lane, pool: Any = None) -> Iterator[None]:
+def capture_into(
+    graph: torch.cuda.CUDAGraph, lane: CaptureStream, pool: Any = None
+) -> Iterator[None]:
     """What is launched inside goes into `graph`. Only this thread is watched: another may be copying batches."""
     device = lane.device
     main, side = torch.cuda.current_stream(device), lane.stream
@@ -66,7 +68,7 @@ def capturing(graph: torch.cuda.CUDAGraph, lane: Lane, pool: Any = None) -> Iter
     side.wait_stream(main)
     collecting, watching = gc.isenabled(), torch.cuda.get_sync_debug_mode()
     gc.disable()  # a tensor that is collected now would be freed inside the capture
-    sync_mode("error")  # a wait is refused before CUDA sees it and spoils the capture
+    set_sync_debug_mode("error")  # a wait is refused before CUDA sees it and spoils the capture
     try:
         with torch.cuda.stream(side):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -77,7 +79,7 @@ def capturing(graph: torch.cuda.CUDAGraph, lane: Lane, pool: Any = None) -> Iter
                 _abandon(graph, device)
                 raise
     finally:
-        sync_mode(watching)
+        set_sync_debug_mode(watching)
         if collecting:
             gc.enable()
         main.wait_stream(side)
@@ -88,19 +90,19 @@ def _abandon(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        _LOST[device] = generation(device) + 1
+        _LOST[device] = rng_generation(device) + 1
         mine = torch.cuda.default_generators[device.index or 0]
         fresh = torch.Generator(device)
         fresh.set_state(mine.get_state())
         mine.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def generation(device: torch.device) -> int:
+def rng_generation(device: torch.device) -> int:
     """How often the device's random numbers had to be freed: graphs from before draw from a generator of the past."""
     return _LOST.get(device, 0)
 
 
-def sync_mode(mode: int | str) -> None:
+def set_sync_debug_mode(mode: int | str) -> None:
     """What happens when the host waits for the device, without torch's remark that this is a prototype."""
     with warnings.catch_warnings(action="ignore"):
         torch.cuda.set_sync_debug_mode(mode)

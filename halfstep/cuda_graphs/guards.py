@@ -14,11 +14,11 @@ SETTINGS = 1000  # entries of a list or dict that may be settings
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def pointers(tensors: Iterable[Tensor]) -> list[int]:
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
     return [t.data_ptr() for t in tensors]
 
 
-def of_modules(*roots: Any) -> Iterator[Any]:
+def module_guards(*roots: Any) -> Iterator[Any]:
     """Each module, its plain values (a dropout's p, settings in lists and dicts), hooks, tensors, what is frozen."""
     for root in roots:
         if not isinstance(root, nn.Module):
@@ -44,7 +44,7 @@ def of_modules(*roots: Any) -> Iterator[Any]:
                 )
 
 
-class Filed:
+class ContainerTensors:
     """Tensors in lists and dicts of modules, which a graph may read. Those that a step itself files there are others
     after every step, and no graph reads them."""
 
@@ -52,7 +52,7 @@ class Filed:
         self._roots, self._held = roots, dict[Any, tuple[int, int]]()
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
+    def during_capture(self) -> Iterator[None]:
         """A capture: what is the same after it was not filed by the step."""
         before = _filed(self._roots)
         yield
@@ -61,13 +61,13 @@ class Filed:
         }
 
     @property
-    def moved(self) -> bool:
+    def were_replaced(self) -> bool:
         """Whether one is not what it was at the last capture."""
         now = _filed(self._roots)
         return any(now.get(key) != place for key, place in self._held.items())
 
 
-def of_optimizer(optimizer: Optimizer) -> Iterator[Any]:
+def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
     """Its plain settings by group, and where its tensors are, rates and state alike."""
     for group in optimizer.param_groups:
         settings = [v for k, v in group.items() if k != "params" and _is_plain(v, Tensor)]
@@ -78,13 +78,13 @@ def of_optimizer(optimizer: Optimizer) -> Iterator[Any]:
             )
 
 
-def hooked(optimizer: Optimizer) -> bool:
+def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether something runs beside its step, which a replay would not run."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
-def slots(*roots: Any) -> list[tuple[Any, Any, Any]]:
+def module_attributes(*roots: Any) -> list[tuple[Any, Any, Any]]:
     """Every tensor and plain value of the modules by its place, to be put back when a capture did not become a step."""
     modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
     places = [
@@ -97,7 +97,7 @@ def slots(*roots: Any) -> list[tuple[Any, Any, Any]]:
     return [place for place in (*places, *inner) if _is_plain(place[2], Tensor)]
 
 
-def put_back(places: list[tuple[Any, Any, Any]]) -> None:
+def restore_attributes(places: list[tuple[Any, Any, Any]]) -> None:
     for owner, name, value in places:
         with suppress(IndexError):  # a list that is shorter now
             owner[name] = value

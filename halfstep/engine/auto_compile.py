@@ -6,7 +6,8 @@ from typing import Any
 from halfstep.engine.events__callback import Callback
 from halfstep.engine.run import Run
 from halfstep.step import TrainStep
-from halfstep.step.fast.compiled_forward import leaves, pays
+from halfstep.step.fast.compiled_forward import compiling_pays as pays
+from halfstep.step.fast.compiled_forward import count_leaf_modules as leaves
 
 FROM, AT = (
     100,
@@ -15,13 +16,13 @@ FROM, AT = (
 LEAST = 2000  # steps of a run that is worth looking at
 
 
-class Compiling(Callback):
+class AutoCompile(Callback):
     """Stops at two steps to take the time. `whole`: on a CPU all of the step may become one program, which begins with
     a pass."""
 
     def __init__(self, step: TrainStep, steps: int, *, whole: bool = False) -> None:
         self.trained, self.steps = step, steps
-        self.whole = whole and step.device.type == "cpu" and step.kind != "host"
+        self.whole = whole and step.device.type == "cpu" and step.optimizer_kind != "host"
         self.later, self.why = False, ""
         self._began: float | None = None
 
@@ -61,7 +62,7 @@ def chooser(
         )
     long = steps is not None and steps >= LEAST
     return (
-        [Compiling(step, steps, whole=whole)]
+        [AutoCompile(step, steps, whole=whole)]
         if open_still and not saved and long and steps is not None
         else []
     )

@@ -19,7 +19,7 @@ from halfstep.step.accumulate import Accumulate
 from halfstep.step.objective import Objective
 
 _LOSSES = {
-    Objective.value.__code__,
+    Objective.loss_and_count.__code__,
     EvalStep._evaluate.__code__,
 }  # where `taken` holds the arguments of the loss
 _ASSERTED = "the usual cause is a label or an index out of range: with the network on a CPU, fit names the batch and the label"
@@ -44,7 +44,7 @@ class Fix(NamedTuple):
     plain: str
 
 
-def tell(
+def explain_batch_error(
     error: Exception,
     where: str,
     args: Sequence[Any] | None,

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.engine.batch_errors import tell
+from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.feed import Args, Feed
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.step.eval_step import EvalRecord, eval_mode
-from halfstep.step.objective import rows
+from halfstep.step.objective import batch_size
 
 Labels = Callable[[Any], Any]
 _NAMES = ("labels", "label", "target", "y")  # where a dict keeps its labels, first found
@@ -36,7 +36,7 @@ def evaluate(
         try:
             record = as_record(cell(*args), args)
         except Exception as error:
-            tell(
+            explain_batch_error(
                 error,
                 f"evaluation, batch {number}",
                 args,
@@ -80,7 +80,9 @@ def as_record(result: Any, args: Args) -> EvalRecord:
         return result
     if isinstance(result, tuple) and len(result) >= 2 and isinstance(result[0], Tensor):
         loss, outputs = result[0], result[1]
-        return EvalRecord(loss.detach(), torch.full((), rows(args), device=loss.device), outputs)
+        return EvalRecord(
+            loss.detach(), torch.full((), batch_size(args), device=loss.device), outputs
+        )
     raise TypeError(
         f"eval_step: expected an EvalRecord or (loss, outputs), got {type(result).__name__}"
     )

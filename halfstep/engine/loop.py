@@ -7,18 +7,18 @@ from contextlib import suppress
 from typing import Any
 
 from halfstep.engine import signals
-from halfstep.engine.batch_errors import tell
-from halfstep.engine.captured.runner import Sunk, news
+from halfstep.engine.batch_errors import explain_batch_error
+from halfstep.engine.captured.runner import CapturedRunner, raise_device_errors
 from halfstep.engine.events import Events
 from halfstep.engine.events__callback import Callback
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Run
-from halfstep.engine.run__rows import Place, Row, read
+from halfstep.engine.run__rows import Row, StepPosition, read
 from halfstep.engine.run__rows import rows as make
 from halfstep.engine.run__timing import Timing
 from halfstep.engine.signals import Signals
 from halfstep.step import Record
-from halfstep.step.objective import rows as samples_of
+from halfstep.step.objective import batch_size as samples_of
 from halfstep.utils import rng
 
 _LOOK_S, _LOOK_STEPS = (
@@ -34,7 +34,7 @@ class Loop:
 
     def __init__(
         self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
-        evaluate: Evaluate | None, engine: Callable[[], Sunk | None] = lambda: None,
+        evaluate: Evaluate | None, engine: Callable[[], CapturedRunner | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.run, self.step, self.feed, self.timing, self.evaluate = (
             run,
@@ -50,7 +50,7 @@ class Loop:
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
         self._batches: Iterator[Args] | None = None
-        self._places: list[Place] = []
+        self._places: list[StepPosition] = []
         self._records: list[Record] = []
         self._started = 0.0
         self._losses: list[float] = [
@@ -77,7 +77,7 @@ class Loop:
                             try:
                                 self._records.append(self.step(*args))
                             except Exception as error:
-                                tell(
+                                explain_batch_error(
                                     error,
                                     f"step {run.position + 1}",
                                     args,
@@ -131,7 +131,7 @@ class Loop:
                 return None
         return None
 
-    def _sink(self, sunk: Sunk) -> None:
+    def _sink(self, sunk: CapturedRunner) -> None:
         """The steps up to the next visit, without the host."""
         run = self.run
         try:
@@ -139,7 +139,7 @@ class Loop:
                 self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S
             )
         except Exception as error:
-            tell(
+            explain_batch_error(
                 error,
                 f"step {run.position + len(sunk.done) + 1}",
                 None,
@@ -157,7 +157,7 @@ class Loop:
         run = self.run
         run.position += 1
         self._places.append(
-            Place(run.epoch, run.step + len(self._places) + 1, run.position, samples)
+            StepPosition(run.epoch, run.step + len(self._places) + 1, run.position, samples)
         )
 
     def _deliver(self) -> None:
@@ -174,8 +174,8 @@ class Loop:
         if self.signals.caught:
             run.stop(self.signals.caught.name)
         self.events.rows(self._shown(rows))
-        if self.sunk is not None or getattr(self.step, "on_device", False):
-            news(self.step)
+        if self.sunk is not None or getattr(self.step, "decides_on_device", False):
+            raise_device_errors(self.step)
 
     def _shown(self, rows: list[Row]) -> Iterator[Row]:
         """The run at each row in turn."""

@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPosition:
     """Where in the run a record belongs."""
 
     epoch: int
@@ -48,7 +48,9 @@ class Place:
     samples: int
 
 
-def read(places: Sequence[Place], records: Sequence[Record], *, fingerprints: bool) -> list[Row]:
+def read(
+    places: Sequence[StepPosition], records: Sequence[Record], *, fingerprints: bool
+) -> list[Row]:
     """The rows of a visit. With `fingerprints`, a second read: 64 bits do not fit a float."""
     table = torch.stack(
         [torch.stack([getattr(r, name) for r in records]).double() for name in COLUMNS]
@@ -64,7 +66,7 @@ def read(places: Sequence[Place], records: Sequence[Record], *, fingerprints: bo
 
 
 def rows(
-    places: Sequence[Place], numbers: Sequence[Sequence[float]], prints: Sequence[int]
+    places: Sequence[StepPosition], numbers: Sequence[Sequence[float]], prints: Sequence[int]
 ) -> list[Row]:
     """Rows from numbers, a step each: those of COLUMNS, then the rates."""
     made = []

@@ -9,7 +9,7 @@ import torch
 
 from halfstep.errors import closest_name
 from halfstep.precision import Precision
-from halfstep.precision.backend_flags import refuse
+from halfstep.precision.backend_flags import check_supported
 
 # name → what it is, and the learning rate when none is given
 OPTIMIZERS: dict[str, tuple[str, float]] = {
@@ -63,7 +63,7 @@ class Settings:
                 raise ValueError(f"seeds: expected whole numbers of 0 or more, got {seed!r}")
         device = chosen(self.device)
         for name in self.precisions:
-            refuse(Precision.parse(name), device)
+            check_supported(Precision.parse(name), device)
         _refuse_twins(self.precisions)
 
     @property

@@ -1,50 +1,281 @@
-"""Shorter pieces of the same tensors, for torch's kernels over lists: a block of theirs takes 65,536 elements, so that
-a small network fills few of a chip's processors. Where every element is computed by itself, every bit is the same."""
+"""torch's multi-tensor kernels on shorter pieces of the same tensors: more of the chip is busy.
+
+A block of torch's foreach and fused-optimizer kernels takes 65,536 elements, so a small network
+fills few of a chip's processors: the two large weights of the seed MLP are 11 blocks for 132
+processors of an H200. Cut into pieces of 4,096 elements or more, the same kernels run in as many
+launches on more blocks. Every element is computed by itself, so every bit is the same.
+
+It is part of the row "compile=True, polish=True, fused SGD" of docs/internals/speed.md (0.289 s in
+fp32); what it adds alone is not in the tables. To switch it off: `polish=False`. Only captured
+steps use it: on the host it is slower.
+"""
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
 
-PIECE = 4096  # elements: a block of 512 threads takes 2,048 at a time
-CHUNK = 1 << 16  # elements that torch gives a block
-MOST = 8 << 20  # elements in all: above, torch's blocks fill the chip
-ROOM = {2: 64, 3: 48, 4: 36, 5: 30}  # tensors that torch takes per launch, by how many lists
+# Elements of the shortest piece: a block of 512 threads takes 2,048 at a time.
+MIN_PIECE = 4096
 
+# Elements that torch gives to one block.
+TORCH_BLOCK = 1 << 16
 
-def length(sizes: Sequence[int], lists: int) -> int:
-    """Of a piece: the shortest for which torch's kernel takes no more launches than for whole tensors."""
-    room = ROOM[lists] * -(-len(sizes) // ROOM[lists])
-    fitting = (
-        n for n in range(PIECE, CHUNK, PIECE) if sum(-(-size // n) for size in sizes) <= room
-    )
-    return next(fitting, max(*sizes, CHUNK))
+# Elements in all. With more, torch's blocks fill the chip without our help.
+MAX_ELEMENTS = 8 << 20
 
-
-def cut(t: Tensor, size: int) -> tuple[Tensor, ...]:
-    """A tensor without gaps, in the order of memory; without its history."""
-    return torch.split(t.detach().as_strided((t.numel(),), (1,)), size)
+# How many tensors torch takes in one launch, by how many lists of tensors the kernel has.
+TENSORS_PER_LAUNCH = {2: 64, 3: 48, 4: 36, 5: 30}
 
 
-def cut_alike(to: list[Tensor], given: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Two lists for an elementwise kernel, in pieces if they lie alike in memory and are small; else as they are."""
-    kinds = {(type(t) in (Tensor, nn.Parameter), t.layout, t.device) for t in (*to, *given)}
-    dtypes = {
-        (t.dtype, g.dtype) for t, g in zip(to, given, strict=True)
-    }  # of several, torch copies one by one
-    if len(kinds) > 1 or len(dtypes) != 1 or next(iter(kinds))[:2] != (True, torch.strided):
-        return to, given
-    alike = all(
-        t.shape == g.shape and t.stride() == g.stride() and _whole(t)
-        for t, g in zip(to, given, strict=True)
-    )
-    if not alike or sum(t.numel() for t in to) > MOST:
-        return to, given
-    size = length([t.numel() for t in to], 2)
-    return [piece for t in to for piece in cut(t, size)], [
-        piece for g in given for piece in cut(g, size)
-    ]
+def piece_length(sizes: Sequence[int], list_count: int) -> int:
+    """The shortest piece, in elements, with which torch needs no more launches than without.
+
+    `sizes` are the elements of each tensor. If there is no such piece, the longest tensor's size.
+    """
+    per_launch = TENSORS_PER_LAUNCH[list_count]
+    launches = -(-len(sizes) // per_launch)
+    for length in range(MIN_PIECE, TORCH_BLOCK, MIN_PIECE):
+        piece_count = sum(-(-size // length) for size in sizes)
+        if piece_count <= per_launch * launches:
+            return length
+    return max(*sizes, TORCH_BLOCK)
 
 
-def _whole(t: Tensor) -> bool:
+def split(t: Tensor, length: int) -> tuple[Tensor, ...]:
+    """Pieces of a dense tensor in the order of its memory, detached from autograd."""
+    flat = t.detach().as_strided((t.numel(),), (1,))
+    return torch.split(flat, length)
+
+
+def cut_alike(targets: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Two lists for an elementwise kernel, split into pieces where that is safe and pays.
+
+    Both must lie alike in memory, without gaps, and be small. Otherwise the lists come back as
+    they are.
+    """
+    kinds = {(type(t) in (Tensor, nn.Parameter), t.layout, t.device) for t in (*targets, *sources)}
+    # With several pairs of dtypes, torch copies the tensors one by one anyway.
+    dtypes = {(t.dtype, s.dtype) for t, s in zip(targets, sources, strict=True)}
+    if len(kinds) != 1 or len(dtypes) != 1:
+        return targets, sources
+    is_plain, layout, _ = next(iter(kinds))
+    if not is_plain or layout != torch.strided:
+        return targets, sources
+    for t, s in zip(targets, sources, strict=True):
+        if t.shape != s.shape or t.stride() != s.stride() or not _is_contiguous(t):
+            return targets, sources
+    if sum(t.numel() for t in targets) > MAX_ELEMENTS:
+        return targets, sources
+
+    length = piece_length([t.numel() for t in targets], list_count=2)
+    target_pieces = [piece for t in targets for piece in split(t, length)]
+    source_pieces = [piece for s in sources for piece in split(s, length)]
+    return target_pieces, source_pieces
+
+
+def _is_contiguous(t: Tensor) -> bool:
     return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of axes."""
+    strides_and_sizes = [
+        (stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1
+    ]
+    expected_stride = 1
+    for stride, size in sorted(strides_and_sizes):
+        if stride != expected_stride:
+            return t.numel() == 0
+        expected_stride *= size
+    return True
+
+
+# --- Fused optimizers
+
+
+class ParamBucket(NamedTuple):
+    """Parameters of one group and one dtype: what torch gives to one call of its fused kernel.
+
+    A row is a parameter, its gradient and its optimizer state of the same shape; it is empty where
+    a part of that state is missing. `step_counters` are Adam's, one for each parameter.
+    """
+
+    group: dict[str, Any]
+    rows: list[tuple[Tensor, ...]]
+    step_counters: list[Tensor]
+
+
+@torch.no_grad()
+def fused_step_in_pieces(optimizer: Optimizer, found_inf: Tensor) -> bool:
+    """Does what optimizer.step() does with `found_inf`, on pieces of the tensors.
+
+    Returns False, having done nothing, where the result is not certain to be the same.
+    """
+    if not _is_plain_fused(optimizer):
+        return False
+    buckets = _param_buckets(optimizer)
+    rows = [row for bucket in buckets for row in bucket.rows]
+    if not rows or not all(_lie_alike(row) for row in rows):
+        return False
+
+    params = [row[0] for row in rows]
+    counters = [counter for bucket in buckets for counter in bucket.step_counters]
+    if any(t.device != found_inf.device for t in (*params, *counters)):
+        return False
+    if sum(p.numel() for p in params) > MAX_ELEMENTS:
+        return False
+
+    for bucket in buckets:
+        if isinstance(optimizer, SGD):
+            _sgd_step(bucket, found_inf)
+        else:
+            _adam_step(bucket, found_inf)
+
+    # An LR scheduler replaces step() by a wrapper that sets this, and warns where it is not set.
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    return True
+
+
+def _is_plain_fused(optimizer: Optimizer) -> bool:
+    """Whether step() is torch's own, without hooks, and calls the fused kernel for every group."""
+    if type(optimizer) not in (SGD, Adam, AdamW) or not _has_own_step(optimizer):
+        return False
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_optimizer._global_optimizer_pre_hooks,
+        torch_optimizer._global_optimizer_post_hooks,
+    )
+    if any(hooks):
+        return False
+    for group in optimizer.param_groups:
+        has_tensor_betas = any(isinstance(beta, Tensor) for beta in group.get("betas", ()))
+        if not group["fused"] or group["differentiable"] or has_tensor_betas:
+            return False
+    return True
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether step() is the class's, or an LR scheduler's wrapper around it."""
+    replacement = vars(optimizer).get("step")
+    if replacement is None:
+        return True
+    wraps_own_step = getattr(replacement, "__wrapped__", None) is type(optimizer).step
+    return wraps_own_step and hasattr(replacement, "_wrapped_by_lr_sched")
+
+
+def _param_buckets(optimizer: Optimizer) -> list[ParamBucket]:
+    """The parameters that have a gradient, by group and dtype, as torch groups them."""
+    buckets: list[ParamBucket] = []
+    for group in optimizer.param_groups:
+        state_names = _state_names(group)
+        # Adam counts its steps in a tensor for each parameter.
+        counter_names = ["step"] if "betas" in group else []
+
+        by_dtype: dict[torch.dtype, ParamBucket] = {}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            bucket = by_dtype.setdefault(p.dtype, ParamBucket(group, [], []))
+            state = optimizer.state.get(p, {})
+            names = [*state_names, *counter_names]
+            has_state = all(isinstance(state.get(name), Tensor) for name in names)
+            if has_state and _kernel_reads_lr(group["lr"], p):
+                bucket.rows.append((p, p.grad, *[state[name] for name in state_names]))
+            else:
+                bucket.rows.append(())
+            if has_state:
+                bucket.step_counters.extend(state[name] for name in counter_names)
+        buckets.extend(by_dtype.values())
+    return buckets
+
+
+def _state_names(group: dict[str, Any]) -> list[str]:
+    """Names of the optimizer state that has its parameter's shape."""
+    if "betas" not in group:  # SGD
+        return ["momentum_buffer"] if group["momentum"] != 0 else []
+    names = ["exp_avg", "exp_avg_sq"]
+    if group["amsgrad"]:
+        names.append("max_exp_avg_sq")
+    return names
+
+
+def _kernel_reads_lr(lr: Any, p: Tensor) -> bool:
+    """Whether torch's kernel takes this learning rate as it is, without a copy."""
+    if isinstance(lr, Tensor):
+        return lr.device == p.device
+    return isinstance(lr, (int, float))
+
+
+def _lie_alike(row: tuple[Tensor, ...]) -> bool:
+    """Whether a row's tensors are plain and dense, and have their elements in the same order."""
+    if not row:
+        return False
+    param, *others = row
+    if type(param) not in (Tensor, nn.Parameter) or any(type(t) is not Tensor for t in others):
+        return False
+    if any(t.layout != torch.strided for t in row):
+        return False
+    if not param.is_floating_point() or not is_dense(param):
+        return False
+    return len({(t.dtype, t.device, t.shape, t.stride()) for t in row}) == 1
+
+
+def _sgd_step(bucket: ParamBucket, found_inf: Tensor) -> None:
+    (params, grads, *momenta), _ = _split_bucket(bucket)
+    names = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
+    settings = {name: bucket.group[name] for name in names}
+    torch._fused_sgd_(
+        params,
+        grads,
+        momenta[0] if momenta else [],
+        **settings,
+        is_first_step=False,
+        grad_scale=None,
+        found_inf=found_inf,
+    )
+
+
+def _adam_step(bucket: ParamBucket, found_inf: Tensor) -> None:
+    (params, grads, averages, squares, *max_squares), piece_counts = _split_bucket(bucket)
+    names = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+    settings = {name: bucket.group[name] for name in names}
+    beta1, beta2 = bucket.group["betas"]
+    kernel = torch._fused_adamw_ if bucket.group["decoupled_weight_decay"] else torch._fused_adam_
+
+    # A counter moves once, however many pieces read it, and back again if the step is skipped.
+    counters = bucket.step_counters
+    torch._foreach_add_(counters, 1)
+    counter_of_piece: list[Tensor] = []
+    for counter, piece_count in zip(counters, piece_counts, strict=True):
+        counter_of_piece.extend([counter] * piece_count)
+    kernel(
+        params,
+        grads,
+        averages,
+        squares,
+        max_squares[0] if max_squares else [],
+        counter_of_piece,
+        **settings,
+        beta1=beta1,
+        beta2=beta2,
+        grad_scale=None,
+        found_inf=found_inf,
+    )
+    torch._foreach_sub_(counters, [found_inf] * len(counters))
+
+
+def _split_bucket(bucket: ParamBucket) -> tuple[list[list[Tensor]], list[int]]:
+    """The pieces of parameters, gradients and each state, a list for each; and pieces per row."""
+    sizes = [row[0].numel() for row in bucket.rows]
+    length = piece_length(sizes, list_count=len(bucket.rows[0]))
+    split_rows = [[split(t, length) for t in row] for row in bucket.rows]
+    piece_lists = [
+        [piece for pieces in column for piece in pieces] for column in zip(*split_rows, strict=True)
+    ]
+    return piece_lists, [len(pieces[0]) for pieces in split_rows]

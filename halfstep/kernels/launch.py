@@ -1,8 +1,13 @@
-"""Triton's kernels: launched, and what is said when they cannot be."""
+"""Launches of halfstep's own Triton kernels, and the way back to torch's kernels where Triton fails.
+
+What each kernel buys is said in its file. Without Triton (torch's builds for CPUs, Windows), or
+where it cannot compile, torch's own kernels do the same work: uninstalling Triton switches all of
+them off.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -12,84 +17,106 @@ from torch.autograd import forward_ad
 
 from halfstep.errors import Notice
 
+# Integers by their size in bytes: values of any dtype are copied as words of these.
 WORDS = {
     1: torch.int8,
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # by bytes: what is moved as it lies
-Launch: TypeAlias = tuple[Any, int, tuple[Any, ...], int]  # kernel, programs, arguments, warps
-MORE, SAME = "Updates take more kernels", "Results are the same."
-INSTEAD = "Compiled steps take more kernels", "Sums may differ in their last digits."
+}
+
+# Kernel, how many programs, its arguments by position or by name, how many warps a program has.
+Launch: TypeAlias = tuple[Any, int, tuple[Any, ...] | dict[str, Any], int]
+
+# What a warning says: what happens instead, and whether results change.
+MORE = "Updates take more kernels"
+SAME = "Results are the same."
+MORE_COMPILED_KERNELS = "Compiled steps take more kernels"
+SUMS_MAY_DIFFER = "Sums may differ in their last digits."
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being recorded; torch without CUDA cannot even be asked."""
+    """Whether a CUDA graph is being captured on the current stream."""
+    # torch without CUDA raises when it is asked for its stream.
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def usable(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton kernels run on this device."""
     return device.type in _devices()
-
-
-def may_read(t: Tensor) -> bool:
-    """Whether a kernel may read it past torch: memory as it lies, not empty, and no derivative goes through it."""
-    plain = (
-        type(t) is Tensor
-        and t.layout == torch.strided
-        and not t.is_neg()
-        and t.numel() > 0
-        and usable(t.device)
-    )
-    return plain and not (t.requires_grad and torch.is_grad_enabled()) and not _transformed()
-
-
-def _transformed() -> bool:
-    """Whether torch.func (vmap, grad, jvp) or forward-mode AD is at work."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-    )
 
 
 @cache
 def _devices() -> tuple[str, ...]:
-    """Triton comes with torch's builds for CUDA on Linux; with TRITON_INTERPRET=1 it interprets on a CPU."""
+    """The types of devices that Triton kernels run on."""
     try:
         from triton import knobs  # type: ignore[import-not-found, import-untyped, unused-ignore]
     except ImportError:
         return ()
+    # With TRITON_INTERPRET=1 kernels are interpreted, also for tensors on a CPU.
     return ("cuda", "cpu") if knobs.runtime.interpret else ("cuda",)
 
 
+def may_read(t: Tensor) -> bool:
+    """Whether a kernel may read a tensor's memory directly, without torch knowing of it."""
+    is_plain = type(t) is Tensor and t.layout == torch.strided and not t.is_neg()
+    if not is_plain or t.numel() == 0 or not usable(t.device):
+        return False
+    needs_gradient = t.requires_grad and torch.is_grad_enabled()
+    return not needs_gradient and not _inside_function_transform()
+
+
+def _inside_function_transform() -> bool:
+    """Whether torch.func (vmap, grad, jvp) or forward-mode differentiation is active."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return forward_ad._current_level >= 0
+
+
 def launch(device: torch.device, launches: Iterable[Launch]) -> None:
-    """Triton launches on the current device. No sum of products is fused: each rounds, as in torch."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    """Launches Triton kernels, one after the other, on the current stream of `device`."""
+    current_device: AbstractContextManager[Any] = nullcontext()
+    if device.type == "cuda":
+        current_device = torch.cuda.device(device)
+    with current_device:
         for kernel, programs, arguments, warps in launches:
-            kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
+            # Without fused multiply-adds every product is rounded, as it is in torch's kernels.
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            if isinstance(arguments, dict):
+                kernel[(programs,)](**arguments, **options)
+            else:
+                kernel[(programs,)](*arguments, **options)
 
 
 def attempt(
-    works: dict[Any, bool], key: Any, start: Callable[[], None], instead: str, same: str
+    works: dict[Any, bool],
+    key: Any,
+    run_kernel: Callable[[], None],
+    consequence: str,
+    effect: str,
 ) -> bool:
-    """Whether a kernel ran. A first call compiles it, which a capture must not; one that failed is not tried again."""
+    """Runs a kernel and returns True; where it cannot be compiled, warns and returns False.
+
+    `works` remembers whether the kernel could be compiled, by `key`: all that it is compiled for.
+    A kernel that failed is not tried again. `consequence` and `effect` are said in the warning.
+    """
+    # The first call compiles the kernel, which must not happen while a CUDA graph is captured.
     if not works.get(key, not is_capturing()):
         return False
     try:
-        start()
-    except (
-        Exception
-    ) as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
+        run_kernel()
+    except Exception as error:  # Triton's compiler, the C compiler and the disk raise all kinds
         if works.get(key):
             raise
         works[key] = False
-        tell(error, instead, same)
+        tell(error, consequence, effect)
     else:
         works[key] = True
     return works[key]
 
 
-def tell(error: Exception, instead: str, same: str) -> None:
-    """That torch's own kernels are used instead, and what that changes."""
-    advice = f"It needs a C compiler and a folder to write to. {same}"
-    warnings.warn(f"{instead}: Triton failed ({error}). {advice}", Notice, stacklevel=5)
+def tell(error: Exception, consequence: str, effect: str) -> None:
+    """Warns that torch's own kernels are used because Triton failed."""
+    advice = "It needs a C compiler and a folder to write to."
+    message = f"{consequence}: Triton failed ({error}). {advice} {effect}"
+    warnings.warn(message, Notice, stacklevel=5)

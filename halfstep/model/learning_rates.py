@@ -125,7 +125,10 @@ def _check_still(scheduler: LRScheduler, step: TrainStep) -> None:
             f"schedule: {name} was stepped by hand between two fits; fit moves it by itself, once an update. Leave out "
             f"scheduler.step(), or give the next fit a new one: model.schedule = {name}(optimizer, …)"
         )
-    found, table = [float(group["lr"]) for group in step.optimizer.param_groups], step.rates.table
+    found, table = (
+        [float(group["lr"]) for group in step.optimizer.param_groups],
+        step.learning_rates.table,
+    )
     assert table is not None
     at = min(
         int(step.state.updates), table.shape[1]

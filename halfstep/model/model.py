@@ -14,8 +14,8 @@ from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import chooser
-from halfstep.engine.batch_errors import tell
-from halfstep.engine.captured.cache import Captures
+from halfstep.engine.batch_errors import explain_batch_error
+from halfstep.engine.captured.cache import ModelCaptures
 from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
@@ -28,7 +28,7 @@ from halfstep.model.learning_rates import Tables
 from halfstep.model.model__outputs import batches, joined
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
-from halfstep.step.state_dict import renew
+from halfstep.step.state_dict import reset_averages
 
 
 class Model:
@@ -69,7 +69,7 @@ class Model:
         self._whole = options.get("forward") is not None
         self._by_name = loss is None and step is None and eval_step is None and not self._whole
         self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
-        self.graphs, self._tables = Captures(self._cell, capture, verify), Tables()
+        self.graphs, self._tables = ModelCaptures(self._cell, capture, verify), Tables()
 
     def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
         if isinstance(self.step, TrainStep):
@@ -158,7 +158,7 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         table = self._tables(self.schedule, self.step, timing, feed, saved, self._done)
         if table is not None:
-            self.step.set_rates(table)
+            self.step.set_learning_rates(table)
 
     def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
         parts.evaluation(self.net, self._eval is self._cell, self.step)
@@ -258,7 +258,9 @@ class Model:
                 with self._averaged():
                     out = self._output(args, targets)
             except Exception as error:
-                tell(error, f"prediction, batch {number}", args, feed.names, self.net)
+                explain_batch_error(
+                    error, f"prediction, batch {number}", args, feed.names, self.net
+                )
                 raise
             yield to_host(out)
 
@@ -293,5 +295,5 @@ class Model:
         `strict=False` takes what fits, and says what."""
         account = weights.load(self.net, source, strict=strict)
         if isinstance(self.step, TrainStep):
-            renew(self.step)
+            reset_averages(self.step)
         return account

@@ -13,7 +13,7 @@ from halfstep.engine import Callback, Feed, Loop
 from halfstep.errors import Notice
 from halfstep.model.weights import Account, compare, tensors_of
 from halfstep.step import TrainStep
-from halfstep.step.state_dict import beside
+from halfstep.step.state_dict import find_extra_tensors
 from halfstep.utils import rng
 
 VERSION = 1
@@ -93,7 +93,7 @@ def _accounts(state: dict[str, Any], step: TrainStep) -> Iterator[Account]:
         module._load_state_dict_pre_hooks for module in step.net.modules()
     ):  # they may rename what they load
         yield compare(tensors_of(step.net.state_dict()), tensors_of(state["net"]))
-    yield replace(compare(beside(step), state["beside"]), unexpected=())
+    yield replace(compare(find_extra_tensors(step), state["beside"]), unexpected=())
 
 
 def _sizes(groups: list[dict[str, Any]]) -> str:
@@ -173,7 +173,7 @@ def _settings(group: Mapping[str, Any], step: Any) -> dict[str, Any]:
     """What the user gave a parameter group; a schedule's rates are compared by themselves."""
     ruled = (
         ("params", "lr", "initial_lr")
-        if getattr(step.rates, "table", None) is not None
+        if getattr(step.learning_rates, "table", None) is not None
         else ("params",)
     )
     plain = {
@@ -188,7 +188,7 @@ def _settings(group: Mapping[str, Any], step: Any) -> dict[str, Any]:
 
 def _rates(step: Any) -> list[float] | None:
     """What the schedule has for the next update, by parameter group; None without one."""
-    table = step.rates.table if isinstance(step, TrainStep) else None
+    table = step.learning_rates.table if isinstance(step, TrainStep) else None
     if table is None:
         return None
     rates: list[float] = table[:, min(int(step.state.updates), table.shape[1] - 1)].tolist()

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from halfstep.errors import Notice
 from halfstep.precision import Precision
 from halfstep.step import TrainStep
-from halfstep.step.optimizer import classify, prefer_fused
+from halfstep.step.optimizer import classify_optimizer, prefer_fused
 from halfstep.step.options import StepOptions
 
 _OWN = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
@@ -139,6 +139,8 @@ def fused(
     wide = Precision.parse(precision).params.itemsize >= 4 and not sparse
     table = schedule is not None or options.get("lr") is not None
     reads = (
-        wide and options.get("compile") is True and classify(optimizer, tensor_lr=table) == "host"
+        wide
+        and options.get("compile") is True
+        and classify_optimizer(optimizer, tensor_lr=table) == "host"
     )
     return prefer_fused(optimizer, on_cpu=reads)

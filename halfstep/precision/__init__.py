@@ -1,4 +1,4 @@
-"""Precisions: what one word means for every dtype, and how it is put on a network."""
+"""Precisions: what one word means for every dtype, and how it is applied to a network."""
 
 from halfstep.precision.apply import Applied
 from halfstep.precision.loss_scale import DynamicScale, FixedScale, NoScale

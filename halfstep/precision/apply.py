@@ -1,73 +1,124 @@
-"""A network under a precision: while active, its modules see low weights and low inputs; outside, nothing changed."""
+"""A precision applied to a network.
+
+While it is active, modules find low weights and casting forwards in their own dictionaries.
+Outside, the network is as it was.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-from halfstep.precision.apply__slots import Slot, Swap
-from halfstep.precision.backend_flags import refuse
+from halfstep.precision.backend_flags import check_supported
 from halfstep.precision.casting import (
-    Exact,
     Forward,
-    cast_both,
+    ModuleDtype,
+    ObservedDtypes,
+    UnroundedOutputs,
     cast_inputs,
-    native_mixed,
-    outside_autocast,
+    cast_inputs_and_outputs,
+    observe,
+    plan_dtypes,
+    takes_mixed_dtypes,
+    without_autocast,
 )
-from halfstep.precision.casting__observe import Observed, observe
-from halfstep.precision.casting__plan import Place, plan
 from halfstep.precision.cpu_half import FastHalf, has_native
 from halfstep.precision.low_params import LowCopies
-from halfstep.precision.policy import BF16, F16, Precision
+from halfstep.precision.policy import BF16, F16, Cast, Precision
+
+_ABSENT = object()  # in place of a value, for a key that a dictionary did not have
+
+
+class Slot(NamedTuple):
+    """One entry of a module's `_parameters`, `_buffers` or `__dict__`."""
+
+    owner: dict[str, Any]
+    key: str
+
+    def get(self) -> Any:
+        """The value that stands there now."""
+        return self.owner[self.key]
+
+
+class SlotSwap:
+    """Puts values into slots, and later puts back what was there."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Slot, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._replaced)
+
+    def put(self, slot: Slot, value: Any) -> None:
+        """Sets the slot's value, and remembers the one before."""
+        self._replaced.append((slot, slot.owner.get(slot.key, _ABSENT)))
+        slot.owner[slot.key] = value
+
+    def undo(self) -> None:
+        """Restores all slots, the last one first."""
+        while self._replaced:
+            slot, value = self._replaced.pop()
+            if value is _ABSENT:
+                slot.owner.pop(slot.key, None)
+            else:
+                slot.owner[slot.key] = value
 
 
 class Applied:
-    """`with applied:` swaps a precision into the network's slots; afterwards every slot holds what it held before.
+    """`with applied:` puts a precision into the network's slots; afterwards they are as before.
 
-    fp64, fp16 and bf16 store the parameters themselves in that dtype; with `convert=False` they work on copies instead.
+    fp64, fp16 and bf16 store the parameters themselves in that dtype. With `convert=False` they
+    work on copies instead.
     """
 
     def __init__(
         self, net: nn.Module, precision: Precision, device: torch.device, *, convert: bool = True
     ) -> None:
-        refuse(precision, device)
-        self.net, self.precision, self.device = net, precision, device
-        self.cast = "copies" if precision.cast == "whole" and not convert else precision.cast
-        self.places = plan(net, precision)
-        _check_parameters(net, precision, any_dtype=precision.cast == "whole")
-        self.converted = _convert(net, self.places) if self.cast == "whole" else []
-        self.observed: dict[
-            str, Observed
-        ] = {}  # dtypes of the first forward, leaf module by leaf module
-        self._exact, self._swap = Exact(), Swap()
-        self._forwards = self._wrap(observing=True)
-        self._weights, self._copies = self._low_weights()
-        self._buffers = self._low_buffers()
-        self._contexts = self._make_contexts()
-        self._observing = True
-        self._last: tuple[
-            Tensor, ...
-        ] = ()  # the copies of the last forward, until its backward pass is over
-        self._moved: list[tuple[Slot, Tensor]] = []
+        check_supported(precision, device)
+        self.net = net
+        self.precision = precision
+        self.device = device
 
-    @property
-    def fast(self) -> bool:
-        """Whether products run as round(fp32 product) on this CPU."""
-        low = self.precision.compute
-        wanted = (
-            self.device.type == "cpu" and self.precision.kernels == "auto" and low in (F16, BF16)
-        )
-        return wanted and not has_native(low)
+        self.cast: Cast = precision.cast
+        if precision.cast == "whole" and not convert:
+            self.cast = "copies"
+        self.module_dtypes = plan_dtypes(net, precision)
+        _check_parameters(net, precision, any_dtype=precision.cast == "whole")
+        self.converted_names: list[str] = []
+        if self.cast == "whole":
+            self.converted_names = _convert(net, self.module_dtypes)
+
+        # Whether products run as round(fp32 product), on a CPU without half units.
+        low = precision.compute
+        may_be_fast = device.type == "cpu" and precision.kernels == "auto" and low in (F16, BF16)
+        self.rounds_fp32_products = may_be_fast and not has_native(low)
+
+        # What is put into slots while active. The first forward also observes the dtypes of
+        # leaf modules; after it, `_forwards` are replaced by those that do not.
+        self.observed: dict[str, ObservedDtypes] = {}
+        self._observing = True
+        self._unrounded = UnroundedOutputs()
+        self._swap = SlotSwap()
+        self._forwards = self._wrap_forwards(observing=True)
+        self._weights, self._copies = self._low_weights()
+        self._buffers = self._floating_slots("_buffers")
+
+        # What is entered while active; and of that, what a forward repeated in backward needs.
+        self._contexts = self._make_contexts()
+        self._recompute_contexts = [c for c in self._contexts if isinstance(c, FastHalf)]
+
+        # What the last forward used, until its backward pass is over.
+        self._forward_copies: tuple[Tensor, ...] = ()
+        self._forward_buffers: list[tuple[Slot, Tensor]] = []
 
     def __enter__(self) -> "Applied":
         assert not self._swap, "a precision is not re-entrant on one network"
         try:
-            self._put()
+            self._fill_slots()
         except BaseException:
             self._swap.undo()
             raise
@@ -78,173 +129,220 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        low = self._moved = [(slot, slot.get()) for slot, _ in self._buffers]
+        low_buffers = [(slot, slot.get()) for slot, _ in self._buffers]
+        self._forward_buffers = low_buffers
         self._swap.undo()
-        self._exact.clear()
+        self._unrounded.clear()
         if exc[0] is not None:
-            self._last = ()
-        for slot, now in low:  # statistics that a low norm moved
-            _write_back(slot, now)
+            self._forward_copies = ()
+
+        # A forward may have written into low buffers, say statistics of a norm that runs low.
+        for slot, low_buffer in low_buffers:
+            _write_back(slot, low_buffer)
+
         if self._observing and self.observed:
-            self._observing, self._forwards = False, self._wrap(observing=False)
+            self._observing = False
+            self._forwards = self._wrap_forwards(observing=False)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Around the backward pass of the last forward: what computes parts of it anew (activation checkpointing) finds
-        the same copies, casts and kernels. Autocast it brings along itself."""
-        contexts = [c for c in self._contexts if isinstance(c, FastHalf)]
+    def for_recompute(self) -> Iterator[None]:
+        """Around the backward pass of the last forward, for parts of forward that are repeated.
+
+        Activation checkpointing repeats them, and must find the same copies, casts and kernels. It
+        restores autocast itself.
+        """
         try:
-            self._put_again()
+            self._restore_forward()
             with ExitStack() as stack:
-                for context in contexts:
+                for context in self._recompute_contexts:
                     stack.enter_context(context)
                 yield
         finally:
             self._swap.undo()
-            self._last = ()
+            self._forward_copies = ()
 
-    def _put_again(self) -> None:
+    def unrounded_outputs(self, out: Any) -> Any:
+        """`out` with outputs of kept modules as they were before rounding."""
+        return self._unrounded.restore(out) if self.precision.keep else out
+
+    def _fill_slots(self) -> None:
+        """Puts forwards, fresh low weights and low buffers into their slots."""
         for slot, forward in self._forwards:
             self._swap.put(slot, forward)
-        for slot, index in self._weights if self._last else ():
-            self._swap.put(slot, self._last[index])
-        for slot, low in self._moved:
-            self._swap.put(slot, low)
-
-    def unrounded(self, out: Any) -> Any:
-        """Outputs of kept modules as they were before rounding, where `out` holds them as they came."""
-        return self._exact.restore(out) if self.precision.keep else out
-
-    def _put(self) -> None:
-        for slot, forward in self._forwards:
-            self._swap.put(slot, forward)
-        self._last = ()
-        fresh = self._last = self._copies.fresh()
+        self._forward_copies = ()  # frees the last graph before a new one is made
+        copies = self._copies.cast_masters()
+        self._forward_copies = copies
         for slot, index in self._weights:
-            self._swap.put(slot, fresh[index])
+            self._swap.put(slot, copies[index])
         for slot, dtype in self._buffers:
             self._swap.put(slot, slot.get().detach().to(dtype))
 
+    def _restore_forward(self) -> None:
+        """Puts into the slots what the last forward found there, its copies included."""
+        for slot, forward in self._forwards:
+            self._swap.put(slot, forward)
+        if self._forward_copies:
+            for slot, index in self._weights:
+                self._swap.put(slot, self._forward_copies[index])
+        for slot, low_buffer in self._forward_buffers:
+            self._swap.put(slot, low_buffer)
+
     def _make_contexts(self) -> list[Any]:
-        autocast, low = self.cast == "autocast", self.precision.compute
-        contexts: list[Any] = [_OwnLayers()] if self.cast in ("copies", "whole") else []
-        if autocast:  # cache off: an update or a no-grad forward inside one context must not serve stale casts
+        contexts: list[Any] = []
+        if self.cast in ("copies", "whole"):
+            contexts.append(_NoFusedTransformerLayer())
+        if self.cast == "autocast":
+            # No cache: after an update, or a forward without gradients, its casts would be stale.
+            low = self.precision.compute
             contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
-        if self.fast:
-            contexts.append(FastHalf(low, cast=autocast))
+        if self.rounds_fp32_products:
+            contexts.append(FastHalf(self.precision.compute, cast=self.cast == "autocast"))
         return contexts
 
-    def _wrap(self, *, observing: bool) -> list[tuple[Slot, Forward]]:
+    def _wrap_forwards(self, *, observing: bool) -> list[tuple[Slot, Forward]]:
+        """The forwards that are not a module's own: with casts, and with observation if asked."""
         wrapped = []
         for name, module in self.net.named_modules():
-            plain = forward = module.forward
-            if observing and name and _reported(module):
+            is_network = not name
+            own_forward = module.forward
+            forward = own_forward
+
+            # A leaf is observed inside its casts, the network around all of them.
+            if observing and not is_network and _is_observed(module):
                 forward = observe(forward, module, name, self.observed)
-            forward = self._cast(self.places[name], module, forward)
-            if not name and self.cast != "none":
-                forward = self._exact.leave(forward, self.precision.output)
-            if observing and not name:
+            forward = self._add_casts(self.module_dtypes[name], module, forward)
+            if is_network and self.cast != "none":
+                forward = self._unrounded.cast_network_output(forward, self.precision.output)
+            if is_network and observing:
                 forward = observe(forward, module, name, self.observed)
-            if forward is not plain:
+
+            if forward is not own_forward:
                 wrapped.append((Slot(module.__dict__, "forward"), forward))
         return wrapped
 
-    def _cast(self, place: Place, module: nn.Module, forward: Forward) -> Forward:
+    def _add_casts(self, dtypes: ModuleDtype, module: nn.Module, forward: Forward) -> Forward:
+        """`forward` with the casts that this module needs; itself if it needs none."""
         if self.cast == "none":
             return forward
         if self.cast == "autocast":
-            return outside_autocast(forward, self.device.type) if place.kept else forward
-        if place.inside != place.around:
-            if native_mixed(module) and not place.kept:
+            return without_autocast(forward, self.device.type) if dtypes.is_kept else forward
+
+        if dtypes.inside != dtypes.around:
+            if takes_mixed_dtypes(module) and not dtypes.is_kept:
                 return forward
-            return cast_both(
-                forward, place.inside, place.around, self._exact if place.kept else None
-            )
-        if module is self.net or any(True for _ in module.parameters(recurse=False)):
-            return cast_inputs(forward, place.inside)
+            unrounded = self._unrounded if dtypes.is_kept else None
+            return cast_inputs_and_outputs(forward, dtypes.inside, dtypes.around, unrounded)
+
+        if module is self.net or _has_own_parameters(module):
+            return cast_inputs(forward, dtypes.inside)
         return forward
 
     def _low_weights(self) -> tuple[list[tuple[Slot, int]], LowCopies]:
-        """Slots that take a low copy, and the copies: one per (parameter, dtype), so tied weights stay tied."""
-        index: dict[tuple[Tensor, torch.dtype], int] = {}
+        """The slots that take a low copy, each with the number of its copy, and the copies.
+
+        There is one copy for each (parameter, dtype), so that tied weights stay tied.
+        """
+        copy_numbers: dict[tuple[Tensor, torch.dtype], int] = {}
         slots: list[tuple[Slot, int]] = []
-        for slot, dtype in self._floating("_parameters"):
-            slots.append((slot, index.setdefault((slot.get(), dtype), len(index))))
-        return slots, LowCopies([p for p, _ in index], [d for _, d in index])
+        for slot, dtype in self._floating_slots("_parameters"):
+            number = copy_numbers.setdefault((slot.get(), dtype), len(copy_numbers))
+            slots.append((slot, number))
+        masters = [param for param, _ in copy_numbers]
+        dtypes = [dtype for _, dtype in copy_numbers]
+        return slots, LowCopies(masters, dtypes)
 
-    def _low_buffers(self) -> list[tuple[Slot, torch.dtype]]:
-        return self._floating("_buffers")
+    def _floating_slots(self, dictionary: str) -> list[tuple[Slot, torch.dtype]]:
+        """Slots of floating tensors that are stored in another dtype than their module runs in.
 
-    def _floating(self, kind: str) -> list[tuple[Slot, torch.dtype]]:
-        """Slots of floating tensors whose module runs in another dtype than they are stored in (O2, O3)."""
+        Each comes with the module's dtype. `dictionary` is "_parameters" or "_buffers".
+        """
         if self.cast != "copies":
             return []
-        found = []
+        slots = []
         for name, module in self.net.named_modules():
-            owner = getattr(module, kind)
+            owner = getattr(module, dictionary)
+            inside = self.module_dtypes[name].inside
             for key, tensor in owner.items():
-                if (
-                    tensor is not None
-                    and tensor.is_floating_point()
-                    and tensor.dtype != self.places[name].inside
-                ):
-                    found.append((Slot(owner, key), self.places[name].inside))
-        return found
+                is_floating = tensor is not None and tensor.is_floating_point()
+                if is_floating and tensor.dtype != inside:
+                    slots.append((Slot(owner, key), inside))
+        return slots
 
 
-class _OwnLayers:
-    """torch's fused transformer layer reads its children's weights as if they had one dtype: off while active."""
+class _NoFusedTransformerLayer:
+    """Inside, torch's fused transformer layer is off.
+
+    It reads its children's weights as if all had one dtype.
+    """
 
     def __enter__(self) -> None:
-        self._before = torch.backends.mha.get_fastpath_enabled()
+        self._was_enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
     def __exit__(self, *exc: object) -> None:
-        torch.backends.mha.set_fastpath_enabled(self._before)
+        torch.backends.mha.set_fastpath_enabled(self._was_enabled)
 
 
-def _reported(module: nn.Module) -> bool:
-    """Modules whose dtypes are listed: leaves, and those that own weights beside their children."""
-    own = any(True for _ in module.parameters(recurse=False)) or parametrize.is_parametrized(module)
-    return own or not any(True for _ in module.children())
+def _has_own_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
-def _write_back(slot: Slot, now: Tensor | None) -> None:
-    """What forward wrote into a low buffer, into the stored one, element by element: what it did not write stays exact.
+def _is_observed(module: nn.Module) -> bool:
+    """Whether its dtypes are listed: a leaf, or a module with weights beside its children's."""
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf or _has_own_parameters(module) or parametrize.is_parametrized(module)
 
-    (Versions would not tell: batch norm's kernels move the statistics without counting.)
+
+def _write_back(slot: Slot, low_buffer: Tensor | None) -> None:
+    """Copies what forward wrote into a low buffer into the stored one, element by element.
+
+    Elements that forward did not write stay exact. (Tensor versions would not show it: the kernels
+    of batch norm write statistics without counting.)
     """
     stored = slot.get()
-    if now is not None and now.shape == stored.shape:
-        with torch.no_grad():
-            stored.copy_(torch.where(now == stored.to(now.dtype), stored, now.to(stored.dtype)))
+    if low_buffer is None:
+        slot.owner[slot.key] = None
+    elif low_buffer.shape != stored.shape:
+        slot.owner[slot.key] = low_buffer.detach().to(stored.dtype)
     else:
-        slot.owner[slot.key] = None if now is None else now.detach().to(stored.dtype)
+        with torch.no_grad():
+            is_unchanged = low_buffer == stored.to(low_buffer.dtype)
+            stored.copy_(torch.where(is_unchanged, stored, low_buffer.to(stored.dtype)))
 
 
 def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) -> None:
-    for name, p in net.named_parameters():
-        if is_lazy(p):
+    """Raises a ValueError for a parameter without a shape, or in a dtype other than expected."""
+    for name, param in net.named_parameters():
+        if is_lazy(param):
             raise ValueError(
-                f"parameter {name!r} has no shape yet: run one forward of the network before building the step"
+                f"parameter {name!r} has no shape yet: "
+                "run one forward of the network before building the step"
             )
-        if not any_dtype and p.is_floating_point() and p.dtype != precision.params:
+        if any_dtype or not param.is_floating_point():
+            continue
+        if param.dtype != precision.params:
             raise ValueError(
-                f"precision {precision.name!r} keeps parameters in {precision.params}, but {name!r} is {p.dtype}; "
-                "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to train low parameters, "
-                "'fp64' for float64 ones"
+                f"precision {precision.name!r} keeps parameters in {precision.params}, "
+                f"but {name!r} is {param.dtype}; "
+                "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to "
+                "train low parameters, 'fp64' for float64 ones"
             )
 
 
-def _convert(net: nn.Module, places: dict[str, Place]) -> list[str]:
-    """Stores parameters and floating buffers in the precision's dtype, in place: the optimizer keeps its references."""
+def _convert(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]:
+    """Stores parameters and floating buffers in their module's dtype; names of the parameters.
+
+    In place: the optimizer keeps its references.
+    """
     converted = []
     for name, module in net.named_modules():
-        for key, p in module.named_parameters(prefix=name, recurse=False):
-            if p.is_floating_point() and p.dtype != places[name].inside:
-                p.data, p.grad = p.data.to(places[name].inside), None
-                converted.append(key)
+        dtype = module_dtypes[name].inside
+        for param_name, param in module.named_parameters(prefix=name, recurse=False):
+            if param.is_floating_point() and param.dtype != dtype:
+                param.data = param.data.to(dtype)
+                param.grad = None
+                converted.append(param_name)
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                module._buffers[key] = buffer.to(places[name].inside)
+                module._buffers[key] = buffer.to(dtype)
     return converted

@@ -1,4 +1,7 @@
-"""What a device can do, and the backend switches that would change a precision behind the user's back."""
+"""What a device can do, and torch's global flags that would change a precision unnoticed.
+
+Such flags are TF32 for float32 products, cuDNN's choice of algorithms, and deterministic kernels.
+"""
 
 import os
 from collections.abc import Iterator
@@ -9,90 +12,93 @@ import torch
 
 from halfstep.precision.policy import BF16, F64, Precision
 
-_NOTHING = nullcontext()
-_SWITCHES = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
-_get_fp32: Any = (
-    torch._C._get_fp32_precision_getter
-)  # torch.backends.….fp32_precision, without a module look-up
-_set_fp32: Any = torch._C._set_fp32_precision_setter
-_get_benchmark, _set_benchmark = (
-    torch._C._get_cudnn_benchmark,
-    torch._C._set_cudnn_benchmark,
-)  # likewise
+# torch.backends.….fp32_precision and cudnn.benchmark, without looking up modules at every step.
+_get_fp32_precision: Any = torch._C._get_fp32_precision_getter
+_set_fp32_precision: Any = torch._C._set_fp32_precision_setter
+_get_benchmark = torch._C._get_cudnn_benchmark
+_set_benchmark = torch._C._set_cudnn_benchmark
+
+_FP32_PRECISION_FLAGS = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"))
+_REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, by its documentation
+_NO_CHANGE = nullcontext()
 
 
-def refuse(precision: Precision, device: torch.device) -> None:
-    """ValueError when `device` cannot do `precision`, naming what it can."""
-    low, cuda = precision.compute, device.type == "cuda"
-    major = torch.cuda.get_device_capability(device)[0] if cuda else 0
+def check_supported(precision: Precision, device: torch.device) -> None:
+    """Raises a ValueError when `device` cannot do `precision`; its message says what it can do."""
+    is_cuda = device.type == "cuda"
+    major = 0
+    if is_cuda:
+        major = torch.cuda.get_device_capability(device)[0]
+
     if precision.name == "tf32" and major < 8:
         raise ValueError(
             "precision 'tf32' needs a CUDA device of compute capability 8.0 or more, "
             f"this is {device}; use 'fp32', or 'O1' for speed"
         )
-    if low == BF16 and cuda and major < 8:
+    if precision.compute == BF16 and is_cuda and major < 8:
         raise ValueError(
             f"{device} has no bfloat16 units (compute capability {major}.x); use dtype='float16'"
         )
-    if low == F64 and device.type == "mps":
+    if precision.compute == F64 and device.type == "mps":
         raise ValueError("mps has no float64; use precision 'fp32', or move the network to 'cpu'")
 
 
-def backend(
+def check_deterministic(device: torch.device) -> None:
+    """Raises a ValueError unless cuBLAS has the fixed workspace that makes it repeat its results.
+
+    The environment has to name it before CUDA starts.
+    """
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if device.type == "cuda" and workspace not in _REPRODUCIBLE_WORKSPACES:
+        raise ValueError(
+            "deterministic=True: expected CUBLAS_WORKSPACE_CONFIG=:4096:8 (or :16:8) in the "
+            f"environment, received {workspace!r}; "
+            "set it before starting Python: CUBLAS_WORKSPACE_CONFIG=:4096:8 python …"
+        )
+
+
+def set_backend_flags(
     precision: Precision, device: torch.device, *, deterministic: bool, benchmark: bool = True
 ) -> AbstractContextManager[None]:
-    """TF32 exactly as the precision says, cuDNN's algorithms measured or not, deterministic kernels when asked.
+    """Inside, torch's flags are what the precision needs; afterwards they are the caller's again.
 
-    The caller's switches come back after.
+    TF32 is on for "tf32" only. `benchmark`: cuDNN measures its algorithms and takes the fastest.
     """
     if device.type == "cuda":
-        return _cuda("tf32" if precision.name == "tf32" else "ieee", deterministic, benchmark)
-    return _deterministic() if deterministic else _NOTHING
+        fp32_precision = "tf32" if precision.name == "tf32" else "ieee"
+        return _cuda_flags(fp32_precision, deterministic, benchmark)
+    return _deterministic_flags() if deterministic else _NO_CHANGE
 
 
 @contextmanager
-def _cuda(mode: str, deterministic: bool, benchmark: bool) -> Iterator[None]:
-    before = [_get_fp32(*switch) for switch in _SWITCHES]
-    moved = [
-        (switch, value) for switch, value in zip(_SWITCHES, before, strict=True) if value != mode
-    ]
-    measured = _get_benchmark()
+def _cuda_flags(fp32_precision: str, deterministic: bool, benchmark: bool) -> Iterator[None]:
+    # Only the flags that differ are set, and only those are put back.
+    callers_flags = [(flag, _get_fp32_precision(*flag)) for flag in _FP32_PRECISION_FLAGS]
+    changed_flags = [(flag, value) for flag, value in callers_flags if value != fp32_precision]
+    callers_benchmark = _get_benchmark()
     try:
-        if measured != benchmark:
+        if callers_benchmark != benchmark:
             _set_benchmark(benchmark)
-        for switch, _ in moved:
-            _set_fp32(*switch, mode)
-        with _deterministic() if deterministic else _NOTHING:
+        for flag, _ in changed_flags:
+            _set_fp32_precision(*flag, fp32_precision)
+        with _deterministic_flags() if deterministic else _NO_CHANGE:
             yield
     finally:
-        for switch, value in moved:
-            _set_fp32(*switch, value)
-        if measured != benchmark:
-            _set_benchmark(measured)
+        for flag, value in changed_flags:
+            _set_fp32_precision(*flag, value)
+        if callers_benchmark != benchmark:
+            _set_benchmark(callers_benchmark)
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
-    on, warn = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    benchmark = torch.backends.cudnn.benchmark
+def _deterministic_flags() -> Iterator[None]:
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    callers_benchmark = torch.backends.cudnn.benchmark
     try:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         yield
     finally:
-        torch.use_deterministic_algorithms(on, warn_only=warn)
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def check_deterministic(device: torch.device) -> None:
-    """cuBLAS repeats itself only with a fixed workspace, which must be chosen before CUDA starts."""
-    good = (":4096:8", ":16:8")
-    if device.type == "cuda" and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in good:
-        raise ValueError(
-            "deterministic=True: expected CUBLAS_WORKSPACE_CONFIG=:4096:8 (or :16:8) in the environment, "
-            f"received {os.environ.get('CUBLAS_WORKSPACE_CONFIG')!r}; "
-            "set it before starting Python: CUBLAS_WORKSPACE_CONFIG=:4096:8 python …"
-        )
+        torch.use_deterministic_algorithms(was_enabled, warn_only=warned_only)
+        torch.backends.cudnn.benchmark = callers_benchmark

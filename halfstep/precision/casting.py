@@ -1,111 +1,256 @@
-"""Casts at module boundaries, as wrappers of `forward`."""
+"""The dtype of each module: decided once, applied by casts around `forward`, observed in one run.
 
+`plan_dtypes` decides. The casts are wrappers of a module's `forward`; a wrapper casts what comes in
+and, where the module differs from its surroundings, what goes out.
+"""
+
+import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
-from halfstep.precision.policy import F32
+from halfstep.precision.policy import F32, Precision
+from halfstep.utils.text import dtype_name
 
 Forward = Callable[..., Any]
 
+_NORM_NAME = re.compile(r"Norm(\dd)?$")  # BatchNorm2d, LayerNorm, and LlamaRMSNorm and its like
+_MAX_NAMES_SHOWN = 12  # modules listed in an error
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
+
+# Which dtype each module runs in
+
+
+class ModuleDtype(NamedTuple):
+    """The dtype that one module runs in."""
+
+    inside: torch.dtype
+    around: torch.dtype  # of the module that contains it
+    is_kept: bool  # a glob of `keep=` names it
+
+
+def plan_dtypes(net: nn.Module, precision: Precision) -> dict[str, ModuleDtype]:
+    """Module name → its dtype: its parent's, unless a glob of `keep=` or the norm rule says else.
+
+    Parents come before their children.
+    """
+    _check_globs(net, precision)
+    planned: dict[str, ModuleDtype] = {}
+    for name, module in net.named_modules():
+        around = precision.compute
+        if name:
+            parent = name.rpartition(".")[0]
+            around = planned[parent].inside
+
+        kept_dtypes = [dtype for glob, dtype in precision.keep if fnmatchcase(name, glob)]
+        in_kept_block = around != precision.compute
+        if kept_dtypes:
+            # Two globs may name one module: the safer dtype.
+            inside = max(kept_dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+        elif is_norm(module) and not in_kept_block:
+            inside = precision.norms
+        else:
+            inside = around
+        planned[name] = ModuleDtype(inside, around, is_kept=bool(kept_dtypes))
+    return planned
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a norm layer: torch's own, or named like one, without layers inside.
+
+    A wrapper such as PreNorm has layers inside and is none.
+    """
+    has_norm_name = _NORM_NAME.search(type(module).__name__) is not None
+    return has_norm_name and not any(True for _ in module.children())
+
+
+def takes_mixed_dtypes(module: nn.Module) -> bool:
+    """Whether its kernel takes low inputs beside float32 weights, and rounds once: BatchNorm."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def batch_dependent_modules(net: nn.Module) -> list[str]:
+    """Names of the modules whose output for a sample depends on the other samples of its batch."""
+    names = []
+    for name, module in net.named_modules():
+        is_batch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        if is_batch_norm and not isinstance(module, nn.modules.instancenorm._InstanceNorm):
+            names.append(name)
+    return names
+
+
+def _check_globs(net: nn.Module, precision: Precision) -> None:
+    module_names = [name for name, _ in net.named_modules() if name]
+    for glob, _ in precision.keep:
+        if not any(fnmatchcase(name, glob) for name in module_names):
+            listed_names = ", ".join(module_names[:_MAX_NAMES_SHOWN])
+            if len(module_names) > _MAX_NAMES_SHOWN:
+                listed_names += ", …"
+            raise ValueError(
+                f"keep={{{glob!r}: …}} matches no module of the network; "
+                f"its modules are: {listed_names}"
+            )
+
+
+# Casts around forward
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor inside it in `dtype`."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype != dtype and value.is_floating_point() else value
+        needs_cast = value.dtype != dtype and value.is_floating_point()
+        return value.to(dtype) if needs_cast else value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return tree_map(lambda leaf: cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf, value)
+    return tree_map(
+        lambda leaf: cast_floats(leaf, dtype) if isinstance(leaf, Tensor) else leaf, value
+    )
 
 
 def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
-    """A module that owns low weights takes low inputs, wherever they come from."""
+    """`forward` with its inputs in `dtype`: low weights need low inputs, whatever comes in."""
 
     @wraps(forward)
-    def low(*args: Any, **kwargs: Any) -> Any:
-        args = tuple([cast(a, dtype) for a in args])
-        return (
-            forward(*args, **{k: cast(v, dtype) for k, v in kwargs.items()})
-            if kwargs
-            else forward(*args)
-        )
+    def forward_with_cast_inputs(*args: Any, **kwargs: Any) -> Any:
+        args = tuple([cast_floats(arg, dtype) for arg in args])
+        if not kwargs:
+            return forward(*args)
+        return forward(*args, **{key: cast_floats(arg, dtype) for key, arg in kwargs.items()})
 
-    return low
+    return forward_with_cast_inputs
 
 
-def cast_both(
-    forward: Forward, inside: torch.dtype, outside: torch.dtype, exact: "Exact | None"
+def cast_inputs_and_outputs(
+    forward: Forward,
+    inside: torch.dtype,
+    outside: torch.dtype,
+    unrounded: "UnroundedOutputs | None",
 ) -> Forward:
-    """A module kept in another dtype: inputs in, outputs back to the dtype around it."""
-    inner = cast_inputs(forward, inside)
+    """A module that runs in another dtype: inputs cast to it, outputs back to the dtype around it.
+
+    With `unrounded`, outputs are remembered as they were before that.
+    """
+    forward_inside = cast_inputs(forward, inside)
 
     @wraps(forward)
-    def kept(*args: Any, **kwargs: Any) -> Any:
-        out = inner(*args, **kwargs)
-        return exact.round(out, outside) if exact is not None else cast(out, outside)
+    def forward_with_casts(*args: Any, **kwargs: Any) -> Any:
+        out = forward_inside(*args, **kwargs)
+        if unrounded is None:
+            return cast_floats(out, outside)
+        return unrounded.round(out, outside)
 
-    return kept
+    return forward_with_casts
 
 
-def outside_autocast(forward: Forward, device_type: str) -> Forward:
-    """A module kept in fp32 under O1: no autocast inside, fp32 inputs."""
-    inner = cast_inputs(forward, F32)
+def without_autocast(forward: Forward, device_type: str) -> Forward:
+    """A module kept in float32 under O1: autocast is off inside, and its inputs are float32."""
+    fp32_forward = cast_inputs(forward, F32)
 
     @wraps(forward)
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def forward_without_autocast(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            return inner(*args, **kwargs)
+            return fp32_forward(*args, **kwargs)
 
-    return kept
+    return forward_without_autocast
 
 
-class Exact:
-    """Remembers what the outputs of kept modules were before rounding, for those that are the network's outputs."""
+class _RoundedOutput(NamedTuple):
+    rounded: Tensor  # stored so that its id is not used again
+    version: int  # of `rounded` when it was made; writing into it counts up
+    unrounded: Tensor
+
+
+class UnroundedOutputs:
+    """Outputs of kept modules before they were rounded to the dtype around them.
+
+    A kept module is often the last one. The network's output is then its unrounded output, without
+    the detour through the low dtype.
+    """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._by_id: dict[int, _RoundedOutput] = {}
 
     def round(self, out: Any, dtype: torch.dtype) -> Any:
-        def one(leaf: Any) -> Any:
-            low = cast(leaf, dtype)
-            if low is not leaf:
-                self._kept[id(low)] = (
-                    low,
-                    low._version,
-                    leaf,
-                )  # holding `low` keeps its id from being reused
-            return low
+        """`out` in `dtype`; remembers what it was."""
 
-        return one(out) if isinstance(out, Tensor) else tree_map(one, out)
+        def round_leaf(leaf: Any) -> Any:
+            rounded = cast_floats(leaf, dtype)
+            if rounded is not leaf:
+                self._by_id[id(rounded)] = _RoundedOutput(rounded, rounded._version, leaf)
+            return rounded
+
+        return round_leaf(out) if isinstance(out, Tensor) else tree_map(round_leaf, out)
 
     def restore(self, out: Any) -> Any:
-        """`out` without the detour through the low dtype, where nothing was written into it since."""
-        if not self._kept:  # torch 2.11 traces no id() of an intermediate: it would break a compiled program in three
+        """`out` with rounded outputs replaced by unrounded ones, unless they were written into."""
+        # Not needed for the result. But torch 2.11 cannot trace the id() of an intermediate: it
+        # would break a compiled program in three.
+        if not self._by_id:
             return out
 
-        def one(leaf: Any) -> Any:
-            kept = self._kept.get(id(leaf))
-            return leaf if kept is None or leaf._version != kept[1] else kept[2]
+        def restore_leaf(leaf: Any) -> Any:
+            entry = self._by_id.get(id(leaf))
+            if entry is None or leaf._version != entry.version:
+                return leaf
+            return entry.unrounded
 
-        return one(out) if isinstance(out, Tensor) else tree_map(one, out)
+        return restore_leaf(out) if isinstance(out, Tensor) else tree_map(restore_leaf, out)
 
-    def leave(self, forward: Forward, dtype: torch.dtype) -> Forward:
-        """The network's own forward: outputs in `dtype`."""
+    def cast_network_output(self, forward: Forward, dtype: torch.dtype) -> Forward:
+        """The network's own `forward`, with unrounded outputs in `dtype`."""
 
         @wraps(forward)
-        def network(*args: Any, **kwargs: Any) -> Any:
-            return cast(self.restore(forward(*args, **kwargs)), dtype)
+        def network_forward(*args: Any, **kwargs: Any) -> Any:
+            return cast_floats(self.restore(forward(*args, **kwargs)), dtype)
 
-        return network
+        return network_forward
 
     def clear(self) -> None:
-        self._kept.clear()
+        """Forgets all outputs."""
+        self._by_id.clear()
 
 
-def native_mixed(module: nn.Module) -> bool:
-    """BatchNorm takes low inputs beside fp32 statistics in one kernel, rounding once: no casts around it."""
-    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+# The dtypes that modules really received and returned
+
+
+class ObservedDtypes(NamedTuple):
+    """One module's input, weight and output dtypes in one forward ("-" where it has none)."""
+
+    kind: str  # the module's class
+    input: str
+    weight: str
+    output: str
+
+
+def observe(
+    forward: Forward, module: nn.Module, name: str, observed: dict[str, ObservedDtypes]
+) -> Forward:
+    """`forward` that writes the dtypes of its first call into `observed[name]`."""
+
+    @wraps(forward)
+    def observed_forward(*args: Any, **kwargs: Any) -> Any:
+        weights = [weight for weight in module._parameters.values() if weight is not None]
+        out = forward(*args, **kwargs)
+        dtypes = ObservedDtypes(
+            kind=type(module).__name__,
+            input=_list_dtypes((args, kwargs)),
+            weight=_list_dtypes(weights),
+            output=_list_dtypes(out),
+        )
+        observed.setdefault(name, dtypes)
+        return out
+
+    return observed_forward
+
+
+def _list_dtypes(values: Any) -> str:
+    """The floating and complex dtypes in `values`, each once; all dtypes where there is none."""
+    dtypes = [leaf.dtype for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    names = dict.fromkeys(dtype_name(dtype) for dtype in floating or dtypes)
+    return "/".join(names) or "-"

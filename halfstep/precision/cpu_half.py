@@ -1,7 +1,8 @@
-"""Half arithmetic at fp32 speed on CPUs without half units: round(fp32 product of the low operands).
+"""Half arithmetic at fp32 speed on CPUs without half units: round(fp32 product of low operands).
 
-That is what tensor cores compute: low operands, fp32 accumulation, one rounding. Autograd differentiates the casts, so
-the backward products are formed the same way and each gradient is rounded once.
+Tensor cores compute the same: low operands, fp32 accumulation, one rounding. Autograd
+differentiates the casts, so that the products of the backward pass are formed in the same way and
+each gradient is rounded once. Switched off by `kernels="torch"`.
 """
 
 from collections.abc import Callable
@@ -15,34 +16,28 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-_FUNCTIONS: list[Any] = [
-    *(F.linear, F.bilinear, F.scaled_dot_product_attention, torch.einsum, torch.lstm),
-    *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    *(
-        torch.conv1d,
-        torch.conv2d,
-        torch.conv3d,
-        torch.conv_transpose1d,
-        torch.conv_transpose2d,
-        torch.conv_transpose3d,
-    ),
-    *(
-        torch.matmul,
-        torch.mm,
-        torch.bmm,
-        torch.mv,
-        torch.addmm,
-        torch.addmv,
-        torch.addbmm,
-        torch.baddbmm,
-    ),
+_CONVOLUTIONS: list[Any] = [
+    *(F.conv1d, F.conv2d, F.conv3d),
+    *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    *(torch.conv1d, torch.conv2d, torch.conv3d),
+    *(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d),
+]
+_MATRIX_PRODUCTS: list[Any] = [
+    *(torch.matmul, torch.mm, torch.bmm, torch.mv),
+    *(torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm),
     *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv),
     *(Tensor.addmm, Tensor.addmv, Tensor.addbmm, Tensor.baddbmm),
 ]
-PRODUCTS: frozenset[Any] = frozenset(_FUNCTIONS)
+_LAYERS: list[Any] = [
+    *(F.linear, F.bilinear, F.scaled_dot_product_attention, torch.einsum, torch.lstm),
+]
+PRODUCTS: frozenset[Any] = frozenset([*_CONVOLUTIONS, *_MATRIX_PRODUCTS, *_LAYERS])
 """The functions whose products are formed in fp32; every other function runs torch's own kernel."""
 COMPOSITES: frozenset[Any] = frozenset([F.multi_head_attention_forward, torch.autograd.backward])
-"""Python functions with products inside, which are to be seen one by one; in backward, those of forwards run again."""
+"""Python functions that call products; the mode has to see each of these calls.
+
+backward is among them because activation checkpointing repeats forward passes in it.
+"""
 
 
 def has_native(dtype: torch.dtype) -> bool:
@@ -53,11 +48,15 @@ def has_native(dtype: torch.dtype) -> bool:
 
 
 class FastHalf(TorchFunctionMode):
-    """While active, products of low CPU tensors are round(fp32 product). With `cast`, operands are rounded first."""
+    """While active, products of low CPU tensors are round(fp32 product).
+
+    With `cast`, it does autocast's work too: operands are rounded to the low dtype first.
+    """
 
     def __init__(self, low: torch.dtype, *, cast: bool = False) -> None:
         super().__init__()
-        self.low, self.cast = low, cast
+        self.low = low
+        self.cast = cast
 
     def __torch_function__(
         self,
@@ -67,68 +66,80 @@ class FastHalf(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in COMPOSITES:
+            with self:
+                return _without_dispatch(func)(*args, **kwargs)
         if func not in PRODUCTS:
-            if func in COMPOSITES:
-                with self:
-                    return _opened(func)(*args, **kwargs)
             return func(*args, **kwargs)
+
         if self.cast:
-            mine = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == self.low
-            return self._autocast(func, args, kwargs) if mine else func(*args, **kwargs)
-        if any(_is(a, self.low) for a in (*args, *kwargs.values())):
-            return self._product(func, args, kwargs)
+            if not self._is_autocasting():
+                return func(*args, **kwargs)
+            # autocast must not cast the operands of the fp32 product again.
+            with torch.autocast("cpu", enabled=False):
+                return self._rounded_product(func, args, kwargs)
+
+        if any(_is_cpu_tensor_of(arg, self.low) for arg in (*args, *kwargs.values())):
+            return self._rounded_product(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _autocast(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """autocast's rule for its low list, done here so that the product does not reach torch's half kernel."""
-        with torch.autocast("cpu", enabled=False):  # the fp32 product must not be cast again
-            return self._product(func, args, kwargs)
+    def _is_autocasting(self) -> bool:
+        """Whether autocast is on for the CPU, with this low dtype."""
+        return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == self.low
 
-    def _product(
+    def _rounded_product(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """round(fp32 product of the low operands)."""
         out = kwargs.pop("out", None)
-        wide = [self._widen(a) for a in args]
-        result = (
-            func(*wide, **{k: self._widen(v) for k, v in kwargs.items()}) if kwargs else func(*wide)
-        )
-        if isinstance(result, Tensor):
-            result = result.to(self.low) if result.dtype == torch.float32 else result
-            return result if out is None else out.copy_(result)
-        return tree_map(
-            lambda r: r.to(self.low) if _is(r, torch.float32) else r, result
-        )  # an LSTM's (out, h, c)
+        fp32_args = [self._to_fp32(arg) for arg in args]
+        if kwargs:
+            result = func(*fp32_args, **{key: self._to_fp32(arg) for key, arg in kwargs.items()})
+        else:
+            result = func(*fp32_args)
 
-    def _widen(self, value: Any) -> Any:
-        """An operand, rounded to low where autocast would (every floating dtype but fp64), as fp32."""
+        # Most functions return a tensor, an LSTM (out, h, c).
+        if not isinstance(result, Tensor):
+            return tree_map(self._round_leaf, result)
+        if result.dtype == torch.float32:
+            result = result.to(self.low)
+        return result if out is None else out.copy_(result)
+
+    def _round_leaf(self, value: Any) -> Any:
+        is_fp32 = _is_cpu_tensor_of(value, torch.float32)
+        return value.to(self.low) if is_fp32 else value
+
+    def _to_fp32(self, value: Any) -> Any:
+        """A low operand as fp32; with `cast`, rounded to low first where autocast would do that.
+
+        autocast rounds every floating dtype but float64.
+        """
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._to_fp32(item) for item in value)
         if not isinstance(value, Tensor):
-            return (
-                type(value)(self._widen(v) for v in value)
-                if isinstance(value, (list, tuple))
-                else value
-            )
-        if (
-            value.device.type != "cpu"
-            or not value.is_floating_point()
-            or value.dtype == torch.float64
-        ):
             return value
-        low = value.to(self.low) if self.cast else value
-        return low.float() if low.dtype == self.low else low
+        is_cpu_float = value.device.type == "cpu" and value.is_floating_point()
+        if not is_cpu_float or value.dtype == torch.float64:
+            return value
+        operand = value.to(self.low) if self.cast else value
+        return operand.float() if operand.dtype == self.low else operand
 
 
-def _is(value: Any, dtype: torch.dtype) -> bool:
+def _is_cpu_tensor_of(value: Any, dtype: torch.dtype) -> bool:
     return isinstance(value, Tensor) and value.dtype == dtype and value.device.type == "cpu"
 
 
 @cache
-def _opened(func: FunctionType) -> Callable[..., Any]:
-    """A copy of a Python function that does its work instead of handing itself to the mode once more."""
-    names = [n for n in func.__code__.co_names if n.startswith("has_torch_function")]
-    scope = {**func.__globals__, **{n: lambda *args: False for n in names}}
-    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+def _without_dispatch(func: FunctionType) -> Callable[..., Any]:
+    """A copy of a Python function that runs its body, without handing itself to the mode again."""
+    checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
+    never = {name: lambda *args: False for name in checks}
+    copy = FunctionType(
+        func.__code__,
+        {**func.__globals__, **never},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy

@@ -1,34 +1,40 @@
-"""Loss scales: three frozen settings of one shape, and pure transitions of a two-tensor state."""
+"""Loss scales: three frozen settings with the same methods, and pure transitions of their state.
+
+A further rule is a further class here, with `is_active`, `start`, `next` and `kernel_constants`,
+and its transition in kernels/update_triton.py if the fused update is to support it.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from halfstep.utils.checks import expect
+
 OnSkips: TypeAlias = Literal["raise", "bf16", "fp32"]
+
+KernelConstants: TypeAlias = tuple[float, float, int, float, float | None]
+"""growth, backoff, interval, floor, cap of a scale that moves, in the order that a kernel takes."""
 
 
 class ScaleState(NamedTuple):
-    """The scale that the next step uses (float32) and the finite updates since it last moved (int32)."""
+    """The scale that the next step uses, and how many finite updates there were since it moved."""
 
-    scale: Tensor
-    growth: Tensor
-
-
-def _start(value: float, device: torch.device) -> ScaleState:
-    return ScaleState(
-        torch.full((), value, device=device), torch.zeros((), dtype=torch.int32, device=device)
-    )
+    scale: Tensor  # float32
+    growth: Tensor  # int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicScale:
     """torch.amp.GradScaler's state machine with a floor and an optional cap.
 
-    `floor` defaults to 2**-14, the smallest normal float16: below it the seed gradient itself loses bits.
-    After `max_skips` skipped updates in a row, `on_skips` decides: raise, or go on in "bf16" or "fp32".
+    `floor` defaults to 2**-14, the smallest normal float16: below it the seed gradient itself loses
+    bits. After `max_skips` skipped updates in a row, `on_skips` decides: raise, or go on in "bf16"
+    or "fp32".
     """
+
+    is_active: ClassVar[Literal[True]] = True
 
     init: float = 2.0**16
     growth: float = 2.0
@@ -40,70 +46,88 @@ class DynamicScale:
     on_skips: OnSkips = "raise"
 
     def __post_init__(self) -> None:
-        _positive("init", self.init)
-        _expect(self.growth > 1, "growth", "a factor above 1", self.growth)
-        _expect(0 < self.backoff < 1, "backoff", "a factor between 0 and 1", self.backoff)
-        _expect(
-            self.interval >= 1,
-            "interval",
-            "at least 1 update (FixedScale(value=…) never grows)",
-            self.interval,
-        )
-        _expect(
-            0 <= self.floor <= self.init, "floor", f"between 0 and init={self.init}", self.floor
-        )
-        _expect(
-            self.cap is None or self.cap >= self.init,
-            "cap",
-            f"None or at least init={self.init}",
-            self.cap,
-        )
-        _check_skips(self.max_skips, self.on_skips)
+        init = self.init
+        interval_expected = "at least 1 update (FixedScale(value=…) never grows)"
+        cap_is_valid = self.cap is None or self.cap >= init
+        expect(0 < init < float("inf"), "init", "a positive finite number", init)
+        expect(self.growth > 1, "growth", "a factor above 1", self.growth)
+        expect(0 < self.backoff < 1, "backoff", "a factor between 0 and 1", self.backoff)
+        expect(self.interval >= 1, "interval", interval_expected, self.interval)
+        expect(0 <= self.floor <= init, "floor", f"between 0 and init={init}", self.floor)
+        expect(cap_is_valid, "cap", f"None or at least init={init}", self.cap)
+        _check_skip_settings(self.max_skips, self.on_skips)
 
     def start(self, device: torch.device) -> ScaleState:
-        return _start(self.init, device)
+        """The state before the first update."""
+        return _initial_state(self.init, device)
 
     def next(self, state: ScaleState, found: Tensor) -> ScaleState:
-        """The state after an update whose gradients were finite (found == 0) or not; `state` is left as it was."""
-        scale, growth = state.scale.clone(), state.growth.clamp(max=self.interval - 1)
+        """The state after an update; `found` is 1.0 if a gradient was not finite, else 0.0.
+
+        `state` is left as it was.
+        """
+        # torch grows the scale at interval - 1 only: a count beyond it would never grow again.
+        growth = state.growth.clamp(max=self.interval - 1)
+        scale = state.scale.clone()
         torch._amp_update_scale_(scale, growth, found, self.growth, self.backoff, self.interval)
         return ScaleState(scale.clamp_(self.floor, self.cap), growth)
+
+    def kernel_constants(self) -> KernelConstants | None:
+        """What a fused kernel needs to move the scale as `next` does."""
+        return (self.growth, self.backoff, self.interval, self.floor, self.cap)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedScale:
     """A scale that never moves; an overflow still skips its update."""
 
+    is_active: ClassVar[Literal[True]] = True
+
     value: float
     max_skips: int = 50
     on_skips: OnSkips = "raise"
 
     def __post_init__(self) -> None:
-        _positive("value", self.value)
-        _check_skips(self.max_skips, self.on_skips)
+        expect(0 < self.value < float("inf"), "value", "a positive finite number", self.value)
+        _check_skip_settings(self.max_skips, self.on_skips)
 
     def start(self, device: torch.device) -> ScaleState:
-        return _start(self.value, device)
+        """The state before the first update."""
+        return _initial_state(self.value, device)
 
     def next(self, state: ScaleState, found: Tensor) -> ScaleState:
+        """The same state: a fixed scale does not move."""
         return state
+
+    def kernel_constants(self) -> KernelConstants | None:
+        """None: a kernel leaves the scale as it is."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoScale:
     """No loss scaling: the seed gradient is 1."""
 
+    is_active: ClassVar[Literal[False]] = False
+    on_skips: ClassVar[OnSkips] = "raise"  # nothing is skipped for want of a better scale
+
     def start(self, device: torch.device) -> ScaleState:
-        return _start(1.0, device)
+        """The state before the first update."""
+        return _initial_state(1.0, device)
 
     def next(self, state: ScaleState, found: Tensor) -> ScaleState:
+        """The same state: there is no scale that could move."""
         return state
+
+    def kernel_constants(self) -> KernelConstants | None:
+        """None: a kernel leaves the scale as it is."""
+        return None
 
 
 Scale: TypeAlias = DynamicScale | FixedScale | NoScale
 
 
-def inverse(scale: Tensor) -> Tensor:
+def inverse_scale(scale: Tensor) -> Tensor:
     """torch's inv_scale: the reciprocal in float64, rounded once to float32."""
     return scale.double().reciprocal().float()
 
@@ -114,10 +138,14 @@ def parse_scale(value: Any) -> Scale:
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return FixedScale(value=float(value))
-    if isinstance(value, dict) and "kind" in value:  # as Precision.state_dict writes it
-        kinds: dict[str, Any] = {c.__name__: c for c in (DynamicScale, FixedScale, NoScale)}
-        scale: Scale = kinds[value["kind"]](**{k: v for k, v in value.items() if k != "kind"})
+
+    # As Precision.state_dict writes it: the class under "kind", its settings beside it.
+    if isinstance(value, dict) and "kind" in value:
+        classes: dict[str, Any] = {c.__name__: c for c in (DynamicScale, FixedScale, NoScale)}
+        settings = {name: setting for name, setting in value.items() if name != "kind"}
+        scale: Scale = classes[value["kind"]](**settings)
         return scale
+
     if value == "dynamic":
         return DynamicScale()
     if value == "none":
@@ -126,17 +154,14 @@ def parse_scale(value: Any) -> Scale:
     raise ValueError(f"scale: expected {expected}, received {value!r}")
 
 
-def _check_skips(max_skips: int, on_skips: str) -> None:
-    _expect(max_skips >= 1, "max_skips", "at least 1 skipped update", max_skips)
-    _expect(
-        on_skips in ("raise", "bf16", "fp32"), "on_skips", "'raise', 'bf16' or 'fp32'", on_skips
+def _initial_state(scale: float, device: torch.device) -> ScaleState:
+    return ScaleState(
+        scale=torch.full((), scale, device=device),
+        growth=torch.zeros((), dtype=torch.int32, device=device),
     )
 
 
-def _positive(name: str, value: float) -> None:
-    _expect(0 < value < float("inf"), name, "a positive finite number", value)
-
-
-def _expect(ok: bool, name: str, expected: str, received: object) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, received {received!r}")
+def _check_skip_settings(max_skips: int, on_skips: str) -> None:
+    is_known = on_skips in ("raise", "bf16", "fp32")
+    expect(max_skips >= 1, "max_skips", "at least 1 skipped update", max_skips)
+    expect(is_known, "on_skips", "'raise', 'bf16' or 'fp32'", on_skips)

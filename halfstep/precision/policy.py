@@ -8,11 +8,23 @@ import torch
 
 from halfstep.errors import closest_name
 from halfstep.precision.loss_scale import Scale, parse_scale
+from halfstep.utils.checks import one_of
+from halfstep.utils.text import dtype_name
+
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 
 Cast: TypeAlias = Literal["none", "autocast", "copies", "whole"]
+"""How a network gets its dtype.
+
+"none": it does not. "autocast": torch casts op by op. "copies": low copies of float32 parameters.
+"whole": the parameters themselves are stored in it.
+"""
+
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 KERNELS = ("auto", "torch")
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = {
     "fp16": F16,
     "float16": F16,
@@ -25,76 +37,119 @@ DTYPES = {
 }
 
 
-class Row(NamedTuple):
-    """One line of the table. A dtype of None is the low dtype that the user chooses (`dtype=`, float16 by default)."""
+class PrecisionRow(NamedTuple):
+    """One line of the table.
+
+    A dtype of None is the low dtype, which the user chooses (`dtype=`, float16 by default).
+    """
 
     params: torch.dtype | None
     compute: torch.dtype | None
     norms: torch.dtype | None
     cast: Cast
-    scaled: bool
-    says: str
+    scales_fp16: bool  # a dynamic loss scale by default, where the low dtype is float16
+    description: str
 
 
-TABLE: dict[str, Row] = {
-    "fp64": Row(F64, F64, F64, "whole", False, "parameters and compute in float64"),
-    "fp32": Row(F32, F32, F32, "none", False, "parameters and compute in float32, TF32 off"),
-    "tf32": Row(
-        F32,
-        F32,
-        F32,
-        "none",
-        False,
-        "float32 storage, products in TF32 (CUDA, compute capability 8.0 and up)",
+TABLE: dict[str, PrecisionRow] = {
+    "fp64": PrecisionRow(
+        params=F64,
+        compute=F64,
+        norms=F64,
+        cast="whole",
+        scales_fp16=False,
+        description="parameters and compute in float64",
     ),
-    "O1": Row(
-        F32,
-        None,
-        F32,
-        "autocast",
-        True,
-        "fp32 parameters, autocast by op list, dynamic loss scale in float16",
+    "fp32": PrecisionRow(
+        params=F32,
+        compute=F32,
+        norms=F32,
+        cast="none",
+        scales_fp16=False,
+        description="parameters and compute in float32, TF32 off",
     ),
-    "O2": Row(
-        F32,
-        None,
-        F32,
-        "copies",
-        True,
-        "fp32 masters, whole network low, norms fp32, dynamic scale in float16",
+    "tf32": PrecisionRow(
+        params=F32,
+        compute=F32,
+        norms=F32,
+        cast="none",
+        scales_fp16=False,
+        description="float32 storage, products in TF32 (CUDA, compute capability 8.0 and up)",
     ),
-    "O3": Row(
-        F32,
-        None,
-        None,
-        "copies",
-        False,
-        "fp32 masters, whole network low, norms too, no loss scale",
+    "O1": PrecisionRow(
+        params=F32,
+        compute=None,
+        norms=F32,
+        cast="autocast",
+        scales_fp16=True,
+        description="fp32 parameters, autocast by op list, dynamic loss scale in float16",
     ),
-    "fp16": Row(F16, F16, F16, "whole", False, "parameters and compute in float16"),
-    "bf16": Row(BF16, BF16, BF16, "whole", False, "parameters and compute in bfloat16"),
+    "O2": PrecisionRow(
+        params=F32,
+        compute=None,
+        norms=F32,
+        cast="copies",
+        scales_fp16=True,
+        description="fp32 masters, whole network low, norms fp32, dynamic scale in float16",
+    ),
+    "O3": PrecisionRow(
+        params=F32,
+        compute=None,
+        norms=None,
+        cast="copies",
+        scales_fp16=False,
+        description="fp32 masters, whole network low, norms too, no loss scale",
+    ),
+    "fp16": PrecisionRow(
+        params=F16,
+        compute=F16,
+        norms=F16,
+        cast="whole",
+        scales_fp16=False,
+        description="parameters and compute in float16",
+    ),
+    "bf16": PrecisionRow(
+        params=BF16,
+        compute=BF16,
+        norms=BF16,
+        cast="whole",
+        scales_fp16=False,
+        description="parameters and compute in bfloat16",
+    ),
 }
 ALIASES = {"O0": "fp32", "mixed": "O1"}
-# words of other libraries, for the question in an error; they are no names; the short ones only as they are
-_ELSEWHERE = {
-    "half": "fp16", "float16": "fp16", "bfloat16": "bf16", "single": "fp32", "float32": "fp32", "double": "fp64",
-    "float64": "fp64", "amp": "O1",
-}  # fmt: skip
-_EXACT = {
-    "16": "O1", "16-true": "fp16", "32": "fp32", "32-true": "fp32", "no": "fp32", "64": "fp64", "64-true": "fp64",
-    "mixed-float16": "O2", "mixed-bfloat16": "O2+bf16",  # Keras: whole layers low, as in O2
-}  # fmt: skip
+PLANNED = ("fp8", "auto")
 
-
-def names() -> str:
-    """The table as users see it in errors."""
-    alias = {v: f" (also {k!r})" for k, v in ALIASES.items()}
-    return "\n".join(f"  {name:5} {row.says}{alias.get(name, '')}" for name, row in TABLE.items())
+# Words of other libraries. They are not accepted; an error suggests ours instead.
+_FOREIGN_NAMES = {
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "single": "fp32",
+    "float32": "fp32",
+    "double": "fp64",
+    "float64": "fp64",
+    "amp": "O1",
+}
+# Those that are recognized only if they are written exactly like this.
+_EXACT_FOREIGN_NAMES = {
+    "16": "O1",
+    "16-true": "fp16",
+    "32": "fp32",
+    "32-true": "fp32",
+    "no": "fp32",
+    "64": "fp64",
+    "64-true": "fp64",
+    "mixed-float16": "O2",  # Keras: whole layers low, as in O2
+    "mixed-bfloat16": "O2+bf16",
+}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What one word means for every dtype in training. A plus adds a low dtype or a rounding: "O2+bf16", "fp16+kahan".
+    """What one word means for every dtype in training.
+
+    A plus adds a low dtype or a rounding: "O2+bf16", "fp16+kahan".
 
     >>> Precision("O2", dtype="bfloat16", keep={"head*": "fp32"}).compute
     torch.bfloat16
@@ -109,27 +164,47 @@ class Precision:
     keep: Any = ()
     """Module glob → dtype, for instance {"head*": "fp32"}: those modules run in that dtype."""
     keep_batchnorm_fp32: bool | None = None
-    """MindSpore's switch: True keeps norm layers in fp32, False runs them low; None follows the table."""
+    """MindSpore's switch: True keeps norm layers in fp32, False runs them low; None: the table."""
     scale: Any = None
-    """Loss scale: "dynamic", "none", a number (fixed) or a DynamicScale / FixedScale; None follows the table."""
+    """Loss scale: "dynamic", "none", a number (fixed) or a DynamicScale / FixedScale.
+
+    None follows the table.
+    """
     rounding: str = "nearest"
-    """How fp16/bf16 parameters store an update: "nearest" (torch's own), "stochastic" or "kahan"."""
+    """How fp16/bf16 parameters store an update: "nearest" (torch's), "stochastic" or "kahan"."""
     kernels: str = "auto"
-    """"auto": fast half products on CPUs without half units; "torch": torch's own kernels everywhere."""
+    """"auto": fast half products on CPUs without half units; "torch": torch's own everywhere."""
 
     def __post_init__(self) -> None:
-        self._read_words()
-        self._set("dtype", self._low())
-        self._set(
-            "keep",
-            tuple(sorted((g, _dtype(d, f"keep[{g!r}]")) for g, d in dict(self.keep).items())),
-        )
+        # The choices, from words to values.
+        self._parse_name()
+        self._set("dtype", self._compute_dtype())
+        rules = {glob: _parse_dtype(f"keep[{glob!r}]", d) for glob, d in dict(self.keep).items()}
+        self._set("keep", tuple(sorted(rules.items())))
+
+        # What follows from them, as plain attributes. They are no fields: equality, repr and
+        # state_dict see the choices only.
+        self.row: PrecisionRow
+        self.params: torch.dtype
+        self.compute: torch.dtype
+        self.norms: torch.dtype
+        self.output: torch.dtype  # what loss, metrics and caller receive: at least float32
+        self.cast: Cast
+        self.loss_scale: Scale
+        row = TABLE[self.name]
+        self._set("row", row)
+        self._set("params", row.params or self.dtype)
+        self._set("compute", self.dtype)
+        self._set("norms", self._norm_dtype(row))
+        self._set("output", torch.promote_types(self.dtype, F32))
+        self._set("cast", row.cast)
+
         self._check_choices()
-        dynamic = TABLE[self.name].scaled and self.dtype == F16
-        self._set(
-            "scale",
-            parse_scale(self.scale if self.scale is not None else "dynamic" if dynamic else "none"),
-        )
+        if self.scale is None:
+            is_dynamic = row.scales_fp16 and self.dtype == F16
+            self._set("scale", "dynamic" if is_dynamic else "none")
+        self._set("scale", parse_scale(self.scale))
+        self._set("loss_scale", self.scale)
 
     @classmethod
     def parse(cls, value: "str | Precision") -> "Precision":
@@ -138,154 +213,170 @@ class Precision:
             return value
         if not isinstance(value, str):
             raise TypeError(
-                f"precision: expected a name or a Precision, received {type(value).__name__}; names:\n{names()}"
-                f"{_hint(value, [])}"
+                "precision: expected a name or a Precision, "
+                f"received {type(value).__name__}; names:\n{describe_table()}"
+                f"{_suggest_name(value, [])}"
             )
         return cls(value)
 
     @property
-    def row(self) -> Row:
-        return TABLE[self.name]
-
-    @property
-    def params(self) -> torch.dtype:
-        return self.row.params or self.dtype
-
-    @property
-    def compute(self) -> torch.dtype:
-        return self.row.compute or self.dtype
-
-    @property
-    def norms(self) -> torch.dtype:
-        if self.keep_batchnorm_fp32 is None:
-            return self.row.norms or self.dtype
-        return F32 if self.keep_batchnorm_fp32 else self.compute
-
-    @property
-    def output(self) -> torch.dtype:
-        """What loss, metrics and caller receive: at least float32."""
-        return torch.promote_types(self.compute, F32)
-
-    @property
-    def cast(self) -> Cast:
-        return self.row.cast
-
-    @property
-    def loss_scale(self) -> Scale:
-        assert isinstance(self.scale, Scale)
-        return self.scale
-
-    @property
     def rules(self) -> Mapping[str, torch.dtype]:
+        """`keep` as a dictionary: module glob → dtype."""
         return dict(self.keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """The choices as plain values: `Precision(**p.state_dict())` is `p` again, scale settings included."""
-        scale = {"kind": type(self.scale).__name__, **vars(self.scale)}
-        keep = {g: _name(d) for g, d in self.keep}
-        plain = {
-            k: getattr(self, k) for k in ("name", "keep_batchnorm_fp32", "rounding", "kernels")
-        }
+        """The choices as plain values: `Precision(**p.state_dict())` is equal to `p`."""
+        chosen_dtype = None
+        if self.row.compute is None:
+            chosen_dtype = dtype_name(self.dtype)
         return {
-            **plain,
-            "dtype": _name(self.dtype) if self.row.compute is None else None,
-            "keep": keep,
-            "scale": scale,
+            "name": self.name,
+            "keep_batchnorm_fp32": self.keep_batchnorm_fp32,
+            "rounding": self.rounding,
+            "kernels": self.kernels,
+            "dtype": chosen_dtype,
+            "keep": {glob: dtype_name(dtype) for glob, dtype in self.keep},
+            "scale": {"kind": type(self.scale).__name__, **vars(self.scale)},
         }
 
-    def _read_words(self) -> None:
-        """The name, and what stands after a plus, into the fields."""
-        given = self.name
-        name, *words = given.split("+") if isinstance(given, str) else [given]
+    def _parse_name(self) -> None:
+        """Splits the name at its pluses, and puts the words behind them into their fields."""
+        received = self.name
+        name: Any = received
+        words: list[str] = []
+        if isinstance(received, str):
+            name, *words = received.split("+")
         self._set("name", ALIASES.get(name, name))
         if self.name not in TABLE:
-            raise ValueError(_unknown(given, name, words))
+            raise ValueError(_unknown_name_message(received, name, words))
+
         for word in words:
-            if word not in DTYPES and word not in ROUNDINGS:
-                raise ValueError(_unknown_word(given, word))
-            field, unsaid = ("dtype", None) if word in DTYPES else ("rounding", "nearest")
-            if getattr(self, field) != unsaid:
-                twice = f"{getattr(self, field)!r} too, expected one {field}"
+            if word in DTYPES:
+                field, default = "dtype", None
+            elif word in ROUNDINGS:
+                field, default = "rounding", "nearest"
+            else:
+                raise ValueError(_unknown_word_message(received, word))
+            present = getattr(self, field)
+            if present != default:
                 raise ValueError(
-                    f"precision: received {given!r} and {twice}; leave one of them out"
+                    f"precision: received {received!r} and {present!r} too, "
+                    f"expected one {field}; leave one of them out"
                 )
             self._set(field, word)
 
-    def _low(self) -> torch.dtype:
-        row = TABLE[self.name]
-        if row.compute is not None:
-            if self.dtype is not None and _dtype(self.dtype, "dtype") != row.compute:
-                takes = f"{self.name!r} computes in {_name(row.compute)}; only O1, O2 and O3 take dtype="
-                raise ValueError(f"dtype: received {self.dtype!r}, but {takes}")
-            return row.compute
-        low = F16 if self.dtype is None else _dtype(self.dtype, "dtype")
+    def _compute_dtype(self) -> torch.dtype:
+        """The dtype that the network computes in: the table's, or the low one that was chosen."""
+        fixed = TABLE[self.name].compute
+        if fixed is not None:
+            if self.dtype is not None and _parse_dtype("dtype", self.dtype) != fixed:
+                raise ValueError(
+                    f"dtype: received {self.dtype!r}, but {self.name!r} computes in "
+                    f"{dtype_name(fixed)}; only O1, O2 and O3 take dtype="
+                )
+            return fixed
+
+        if self.dtype is None:
+            return F16
+        low = _parse_dtype("dtype", self.dtype)
         if low not in (F16, BF16):
             raise ValueError(
-                f"dtype: expected 'float16' or 'bfloat16' for {self.name!r}, received {self.dtype!r}"
+                f"dtype: expected 'float16' or 'bfloat16' for {self.name!r}, "
+                f"received {self.dtype!r}"
             )
         return low
 
+    def _norm_dtype(self, row: PrecisionRow) -> torch.dtype:
+        if self.keep_batchnorm_fp32 is None:
+            return row.norms or self.compute
+        return F32 if self.keep_batchnorm_fp32 else self.compute
+
     def _check_choices(self) -> None:
-        for field, options in (("rounding", ROUNDINGS), ("kernels", KERNELS)):
-            if getattr(self, field) not in options:
-                raise ValueError(
-                    f"{field}: expected one of {', '.join(options)}, received {getattr(self, field)!r}"
-                )
+        """Raises a ValueError for choices that this precision cannot honour."""
+        one_of("rounding", self.rounding, ROUNDINGS)
+        one_of("kernels", self.kernels, KERNELS)
         if self.rounding != "nearest" and self.params not in (F16, BF16):
-            stores = (
-                f"{self.name!r} stores {_name(self.params)} parameters, where no update is lost"
-            )
             raise ValueError(
-                f"rounding: received {self.rounding!r}, but {stores}; use 'nearest', or 'fp16' or 'bf16'"
+                f"rounding: received {self.rounding!r}, but {self.name!r} stores "
+                f"{dtype_name(self.params)} parameters, where no update is lost; "
+                "use 'nearest', or 'fp16' or 'bf16'"
             )
         if self.keep_batchnorm_fp32 is not None and self.name not in ("O2", "O3", "fp16", "bf16"):
             raise ValueError(
-                f"keep_batchnorm_fp32: expected None for {self.name!r}; it is for O2, O3, fp16, bf16"
+                f"keep_batchnorm_fp32: expected None for {self.name!r}; "
+                "it is for O2, O3, fp16, bf16"
             )
         if self.keep and self.name in ("fp32", "tf32"):
             raise ValueError(
                 f"keep: expected no globs for {self.name!r}, which has one dtype; choose O1 or O2"
             )
-        if self.name == "O1" and any(d != F32 for _, d in self.keep):
+        if self.name == "O1" and any(dtype != F32 for _, dtype in self.keep):
             raise ValueError(
-                "keep: expected 'fp32' under O1, where a kept module leaves autocast; O2 takes others"
+                "keep: expected 'fp32' under O1, where a kept module leaves autocast; "
+                "O2 takes others"
             )
 
-    def _set(self, field: str, value: Any) -> None:
-        object.__setattr__(self, field, value)
+    def _set(self, attribute: str, value: Any) -> None:
+        """Sets an attribute of the frozen instance, while it is constructed."""
+        object.__setattr__(self, attribute, value)
 
 
-def _unknown(given: Any, name: Any, words: list[str]) -> str:
-    if name in ("fp8", "auto"):
-        return f"precision: received {given!r} (planned, not there yet), expected one of\n{names()}"
-    return f"precision: received {given!r}, expected one of\n{names()}{_hint(name, words)}"
+def describe_table() -> str:
+    """The names and what they mean, as users see them in errors."""
+    alias_notes = {name: f" (also {alias!r})" for alias, name in ALIASES.items()}
+    lines = []
+    for name, row in TABLE.items():
+        lines.append(f"  {name:5} {row.description}{alias_notes.get(name, '')}")
+    return "\n".join(lines)
 
 
-def _hint(name: Any, words: list[str]) -> str:
+def _unknown_name_message(received: Any, name: Any, words: list[str]) -> str:
+    table = describe_table()
+    if name in PLANNED:
+        return (
+            f"precision: received {received!r} (planned, not there yet), expected one of\n{table}"
+        )
+    suggestion = _suggest_name(name, words)
+    return f"precision: received {received!r}, expected one of\n{table}{suggestion}"
+
+
+def _suggest_name(name: Any, words: list[str]) -> str:
+    """The closest name of the table as the end of a message, an empty text where none is close.
+
+    `words` are those behind the plus, which the suggestion keeps.
+    """
     word = str(name).removeprefix("torch.").casefold().replace("_", "-")
-    mixed = (
-        ("O1+bf16" if "bf" in word else "O1") if "mixed" in word and word != "mixed" else None
-    )  # 16-mixed: not fp16
-    close = _EXACT.get(word) or mixed or closest_name(word, [*TABLE, *ALIASES, *_ELSEWHERE])
+    close: str | None
+    if word in _EXACT_FOREIGN_NAMES:
+        close = _EXACT_FOREIGN_NAMES[word]
+    elif "mixed" in word and word != "mixed":  # Lightning's 16-mixed is autocast, not fp16
+        close = "O1+bf16" if "bf" in word else "O1"
+    else:
+        close = closest_name(word, [*TABLE, *ALIASES, *_FOREIGN_NAMES])
     if close is None:
         return ""
-    said = "+".join(dict.fromkeys([*_ELSEWHERE.get(close, close).split("+"), *words]))
-    return f"\nDid you mean {said!r}?"
+
+    our_words = _FOREIGN_NAMES.get(close, close).split("+")
+    suggestion = "+".join(dict.fromkeys([*our_words, *words]))
+    return f"\nDid you mean {suggestion!r}?"
 
 
-def _unknown_word(given: str, word: str) -> str:
+def _unknown_word_message(received: str, word: str) -> str:
+    suggestion = ""
     close = closest_name(word, [*DTYPES, *ROUNDINGS])
-    hint = f" Did you mean {given.replace(f'+{word}', f'+{close}')!r}?" if close else ""
-    known = f"fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus"
-    return f"precision: received {given!r}, expected {known}, as in O2+bf16 or fp16+kahan.{hint}"
+    if close:
+        corrected = received.replace(f"+{word}", f"+{close}")
+        suggestion = f" Did you mean {corrected!r}?"
+    return (
+        f"precision: received {received!r}, "
+        f"expected fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus, "
+        f"as in O2+bf16 or fp16+kahan.{suggestion}"
+    )
 
 
-def _dtype(value: Any, where: str) -> torch.dtype:
-    found = value if isinstance(value, torch.dtype) else DTYPES.get(value)
-    if found not in (F16, BF16, F32, F64):
-        raise ValueError(f"{where}: expected one of {', '.join(DTYPES)}, received {value!r}")
-    return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _parse_dtype(argument: str, value: Any) -> torch.dtype:
+    """A dtype from its name or itself; only those of DTYPES."""
+    dtype = value if isinstance(value, torch.dtype) else DTYPES.get(value)
+    if dtype not in (F16, BF16, F32, F64):
+        raise ValueError(f"{argument}: expected one of {', '.join(DTYPES)}, received {value!r}")
+    return dtype

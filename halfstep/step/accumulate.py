@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.precision import Applied, NoScale
+from halfstep.precision import Applied
 from halfstep.precision.low_params import widen
-from halfstep.step.commit__select import Buffers
+from halfstep.step.batch_context import attach_batch
 from halfstep.step.gradients import add_gradients_
-from halfstep.step.loss_terms import Number
-from halfstep.step.objective import Batch, Objective, rows
+from halfstep.step.loss_terms import Count
+from halfstep.step.objective import Batch, Objective, batch_size
 from halfstep.step.options import StepOptions
+from halfstep.step.plain_paths import ForwardPath
+from halfstep.step.rollback import Buffers
 from halfstep.step.state import Cycle, StepState
 
 
@@ -30,19 +32,21 @@ class Accumulate:
     def __init__(
         self,
         objective: Objective,
+        forward_path: ForwardPath,
         applied: Applied,
         params: list[Tensor],
         options: StepOptions,
         buffers: Buffers,
     ) -> None:
         self.objective = objective
+        self.forward_path = forward_path  # the objective as it is, or compiled
         self.applied = applied
         self.params = params
         self.options = options
         self.buffers = buffers
 
         self.accumulates = options.accumulate > 1
-        self.scales_loss = not isinstance(applied.precision.loss_scale, NoScale)
+        self.scales_loss = applied.precision.loss_scale.is_active
         self.sum_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
         self.sens = options.sens
         if isinstance(self.sens, Tensor):
@@ -54,15 +58,23 @@ class Accumulate:
 
     def __call__(self, state: StepState, batch: Batch) -> Tensor:
         """Adds one micro-batch to the open cycle. Returns its own loss, 0 if it has no terms."""
+        try:
+            return self._add_batch(state, batch)
+        except Exception as error:
+            attach_batch(error, batch)
+            raise
+
+    def _add_batch(self, state: StepState, batch: Batch) -> Tensor:
         cycle = state.cycle
         if cycle.micro == 0:
             self._open_cycle(cycle)
 
-        if rows(batch) == 0:
+        if batch_size(batch) == 0:
             loss_value = self._add_empty_batch(cycle)
         else:
             # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
-            loss, count = self.objective.run(self.applied, batch, weighted=self.accumulates)
+            forward_and_loss = self.forward_path.forward_and_loss
+            loss, count = forward_and_loss(self.applied, batch, weighted=self.accumulates)
             if not self.accumulates:
                 loss_value = self._add_only_batch(state, loss, count)
             elif self.objective.is_sum:
@@ -91,7 +103,7 @@ class Accumulate:
             cycle.loss = self.zero_loss
         return self.zero_loss
 
-    def _add_only_batch(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+    def _add_only_batch(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
         """The only micro-batch of its cycle: weight 1, so G and the loss are taken as they are."""
         cycle = state.cycle
         cycle.loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
@@ -117,7 +129,7 @@ class Accumulate:
         cycle.loss = cycle.loss + loss_value
         return loss_value.to(loss.dtype)
 
-    def _add_mean(self, state: StepState, loss: Tensor, count: Number | None) -> Tensor:
+    def _add_mean(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
         """A loss that is a mean over n terms: weight n / nominal."""
         cycle = state.cycle
         assert count is not None
@@ -160,7 +172,7 @@ class Accumulate:
 
         # `again`: activation checkpointing repeats parts of forward, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
-        with self.applied.again():
+        with self.applied.for_recompute():
             torch.autograd.backward(loss, seed, inputs=trainable)
 
         grads = [p.grad if p.requires_grad else None for p in self.params]

@@ -1,21 +1,20 @@
 """The optimizer step as a transaction: all of it happens, or everything is as before the cycle.
 
 `step` and `roll_back` are for a host that has decided; `step_unless` takes the decision as a flag
-on the device. Learning rates are set by the caller.
+on the device. Learning rates are set by the caller. At the end of the file: the exponential moving
+average of the weights (EMA), which only committed updates move.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.kernels import foreach__spread as spread
-from halfstep.precision.low_params__rounding import Widened
-from halfstep.step import commit__ema as ema
-from halfstep.step.commit__select import Buffers, Snapshot
-from halfstep.step.optimizer import Kind, state_tensors
-from halfstep.step.optimizer__rates import Rates
+from halfstep.precision.low_params import Fp32Update
+from halfstep.step.optimizer import LearningRates, OptimizerKind, state_tensors
+from halfstep.step.rollback import Buffers, Snapshot
 from halfstep.step.state import StepState
 
 
@@ -25,18 +24,18 @@ class Commit:
     def __init__(
         self,
         optimizer: Optimizer,
-        optimizer_kind: Kind,
+        optimizer_kind: OptimizerKind,
         params: list[Tensor],
         buffers: Buffers,
-        rates: Rates,
+        learning_rates: LearningRates,
         ema_decay: float | None,
-        fp32_update: Widened | None,
+        fp32_update: Fp32Update | None,
     ) -> None:
         self.optimizer = optimizer
         self.optimizer_kind = optimizer_kind
         self.params = params
         self.buffers = buffers
-        self.rates = rates
+        self.learning_rates = learning_rates
         self.ema_decay = ema_decay
         self.fp32_update = fp32_update
 
@@ -45,6 +44,8 @@ class Commit:
         self.optimizer_can_skip = optimizer_kind == "fused" and fp32_update is None
 
         # Fused kernels on smaller pieces: faster on the device, slower on the host. For captures.
+        # The function returns False where it cannot do the step.
+        self.fused_step_in_pieces: Callable[[Optimizer, Tensor], bool] | None = None
         self.step_in_pieces = False
 
     def step(
@@ -60,7 +61,7 @@ class Commit:
         with self._fp32_params(state):
             self._run_optimizer(grads, found_inf)
         if self.ema_decay is not None:
-            ema.update_(state.ema, self.params, self.ema_decay)
+            update_averages_(state.ema, self.params, self.ema_decay)
 
     def roll_back(self, state: StepState) -> None:
         """Restores the buffers that forward has moved; nothing else has moved yet."""
@@ -103,8 +104,10 @@ class Commit:
             self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
         try:
             stepped = False
-            if self.step_in_pieces and found_inf is not None:
-                stepped = spread.step(self.optimizer, found_inf)
+            can_split = self.step_in_pieces and self.fused_step_in_pieces is not None
+            if can_split and found_inf is not None:
+                assert self.fused_step_in_pieces is not None
+                stepped = self.fused_step_in_pieces(self.optimizer, found_inf)
             if not stepped:
                 self.optimizer.step()
         finally:
@@ -118,4 +121,37 @@ class Commit:
         """Inside, 16-bit parameters are float32, where the rounding asks for it (Kahan, …)."""
         if self.fp32_update is None:
             return nullcontext()
-        return self.fp32_update.wide(state.residue, state.updates)
+        return self.fp32_update.fp32_params(state.residue, state.updates)
+
+
+def start_averages(params: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the weights, in float32 or wider: a 16-bit average would not move."""
+    dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
+    return [p.detach().to(dtype, copy=True) for p, dtype in zip(params, dtypes, strict=True)]
+
+
+def update_averages_(averages: list[Tensor], params: Sequence[Tensor], decay: float) -> None:
+    """average ← decay · average + (1 − decay) · weight, in place."""
+    weights = [p.detach().to(a.dtype) for a, p in zip(averages, params, strict=True)]
+    torch._foreach_lerp_(averages, weights, 1 - decay)
+
+
+@contextmanager
+def averages_as_weights(
+    params: Sequence[Tensor], averages: list[Tensor], storage: list[Tensor]
+) -> Iterator[None]:
+    """Inside, the parameters hold copies of the averages; afterwards their own memory again.
+
+    `storage` is filled on first use and holds the copies: a captured evaluation finds them at the
+    same address every time.
+    """
+    own_data = [p.data for p in params]
+    if not storage:
+        storage.extend(torch.empty_like(p, requires_grad=False) for p in params)
+    for p, average, copy in zip(params, averages, storage, strict=True):
+        p.data = copy.copy_(average)
+    try:
+        yield
+    finally:
+        for p, data in zip(params, own_data, strict=True):
+            p.data = data

@@ -9,17 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
-from halfstep.precision.backend_flags import backend
-from halfstep.step.loss_terms import Number
-from halfstep.step.objective import Objective, arguments, own_loss, rows, to_device, wide
+from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.step.batch_context import attach_loss_arguments
+from halfstep.step.loss_terms import Count
+from halfstep.step.objective import (
+    Batch,
+    Objective,
+    at_least_fp32,
+    batch_size,
+    find_loss,
+    loss_arguments,
+    to_device,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     """One evaluated batch, on the device.
 
-    `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the mean over a whole
-    data set, a last short batch included. `outputs` are in float32 or wider.
+    `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the
+    mean over a whole data set, a last short batch included. `outputs` are in float32 or wider.
     """
 
     loss: Tensor
@@ -28,7 +37,10 @@ class EvalRecord:
 
 
 class EvalStep:
-    """`record = evaluate(*batch)`: the network in eval mode under a precision; its train/eval flags come back after."""
+    """`record = evaluate(*batch)`: the network in eval mode, under a precision.
+
+    Afterwards every module has its own train/eval flag again.
+    """
 
     def __init__(
         self,
@@ -37,70 +49,90 @@ class EvalStep:
         *,
         precision: str | Precision = "fp32",
         forward: Callable[..., Any] | None = None,
-        count: Callable[[Any], Number] | None = None,
+        count: Callable[[Any], Count] | None = None,
         _applied: Callable[[], Applied] | None = None,
         _benchmark: bool = True,
     ) -> None:
-        tensor = next(iter([*net.parameters(), *net.buffers()]), None)
-        self.device = tensor.device if tensor is not None else torch.device("cpu")
-        self.net, self._benchmark = net, _benchmark
-        self._applied = _applied or self._own(
-            Precision.parse(precision)
-        )  # a training step may switch its precision
+        first_tensor = next(iter([*net.parameters(), *net.buffers()]), None)
+        self.device = torch.device("cpu")
+        if first_tensor is not None:
+            self.device = first_tensor.device
+        self.net = net
+        self._measures_algorithms = _benchmark
+        # A function, because the training step that shares its precision may switch to another.
+        self._get_applied = _applied or self._apply_precision(Precision.parse(precision))
         self.objective = Objective(net, loss, forward, count)
 
     @property
     def applied(self) -> Applied:
         """The network under its precision, as it is now."""
-        return self._applied()
+        return self._get_applied()
 
-    def _own(self, precision: Precision) -> Callable[[], Applied]:
-        own = Applied(self.net, precision, self.device, convert=False)
-        return lambda: own
+    def _apply_precision(self, precision: Precision) -> Callable[[], Applied]:
+        applied = Applied(self.net, precision, self.device, convert=False)
+        return lambda: applied
 
     @torch.no_grad()
     def __call__(self, *batch: Any) -> EvalRecord:
         """Loss, count and outputs of one batch, on the device."""
-        batch, applied = to_device(batch, self.device), self._applied()
+        batch = to_device(batch, self.device)
+        applied = self._get_applied()
         with eval_mode(self.net), self._backend(applied):
             return self._evaluate(applied, batch)
 
     @torch.no_grad()
     def predict(self, *inputs: Any) -> Any:
         """The network's outputs in eval mode, in float32 or wider; no loss and no target."""
-        inputs, applied = to_device(inputs, self.device), self._applied()
-        named = len(inputs) == 1 and isinstance(inputs[0], dict)
+        inputs = to_device(inputs, self.device)
+        applied = self._get_applied()
         with eval_mode(self.net), self._backend(applied), applied:
-            out = self.net(**inputs[0]) if named else self.net(*inputs)
-        return wide(applied.unrounded(out), applied.precision.output)
+            if len(inputs) == 1 and isinstance(inputs[0], dict):
+                out = self.net(**inputs[0])
+            else:
+                out = self.net(*inputs)
+        return at_least_fp32(applied.unrounded_outputs(out), applied.precision.output)
 
     def _backend(self, applied: Applied) -> AbstractContextManager[None]:
-        return backend(
-            applied.precision, self.device, deterministic=False, benchmark=self._benchmark
+        return set_backend_flags(
+            applied.precision,
+            self.device,
+            deterministic=False,
+            benchmark=self._measures_algorithms,
         )
 
-    def _evaluate(self, applied: Applied, batch: tuple[Any, ...]) -> EvalRecord:
-        o, least = self.objective, applied.precision.output
+    def _evaluate(self, applied: Applied, batch: Batch) -> EvalRecord:
+        objective = self.objective
+        min_dtype = applied.precision.output
         with applied:
-            out = applied.unrounded(o.forward(self.net, *batch))
-        if o.loss is None:
-            out = wide(out, least)
-            loss, n = own_loss(out), o.number(batch, ())
+            out = applied.unrounded_outputs(objective.forward(self.net, *batch))
+
+        if objective.loss is None:
+            outputs = at_least_fp32(out, min_dtype)
+            loss = find_loss(outputs)
+            count = objective.count_terms(batch, ())
         else:
-            taken = arguments(out, least)
-            loss, n, out = wide(o.loss(*taken), least), o.number(batch, taken), taken[0]
-        if (
-            n is None
-        ):  # a sum counts once; of an unknown loss it is assumed that it averages over the batch
-            n = 1 if o.is_sum else rows(batch)
-        count = n if isinstance(n, Tensor) else torch.full((), n, device=loss.device)
-        return EvalRecord(torch.where(count > 0, loss.sum(), 0), count, out)
+            try:
+                arguments = loss_arguments(out, min_dtype)
+                loss = at_least_fp32(objective.loss(*arguments), min_dtype)
+            except Exception as error:
+                attach_loss_arguments(error, objective.loss, out)
+                raise
+            count = objective.count_terms(batch, arguments)
+            outputs = arguments[0]
+
+        # A sum counts once. A loss that is not known is taken to average over the batch.
+        if count is None:
+            count = 1 if objective.is_sum else batch_size(batch)
+        if not isinstance(count, Tensor):
+            count = torch.full((), count, device=loss.device)
+        mean_loss = torch.where(count > 0, loss.sum(), 0)
+        return EvalRecord(loss=mean_loss, count=count, outputs=outputs)
 
 
 @contextmanager
 def eval_mode(net: nn.Module) -> Iterator[None]:
-    """Every module in eval mode; each one's own flag comes back after."""
-    modes = [(m, m.training) for m in net.modules()]
+    """Inside, every module is in eval mode; afterwards each has its own flag again."""
+    modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
         yield

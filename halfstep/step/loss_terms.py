@@ -1,4 +1,9 @@
-"""The denominator of a mean loss: what makes micro-batches of different sizes add up to the full batch."""
+"""How many terms a mean loss averages.
+
+With that number micro-batches of different sizes add up to the full batch: each is weighted by its
+terms. It is known for the losses of torch.nn and torch.nn.functional, for halfstep's cross entropy
+and for the usual losses inside Hugging Face models.
+"""
 
 import inspect
 import math
@@ -13,142 +18,194 @@ from torch import Tensor, nn
 
 from halfstep.losses import CrossEntropy
 
-Number: TypeAlias = int | float | Tensor
-Counter: TypeAlias = Callable[..., Number]
+Count: TypeAlias = int | float | Tensor
+CountFn: TypeAlias = Callable[..., Count]
+
+HF_IGNORED_LABEL = -100
 
 
-def _elements(s: Any, x: Tensor, target: Tensor, *rest: Any) -> int:
+# Each function counts the terms of some losses: (settings of the loss, *its arguments) → n.
+
+
+def _count_elements(settings: Any, x: Tensor, target: Tensor, *others: Any) -> int:
     return math.prod(torch.broadcast_shapes(x.shape, target.shape))
 
 
-def _rows(s: Any, x: Tensor, *rest: Any) -> int:
+def _count_rows(settings: Any, x: Tensor, *others: Any) -> int:
     return x.numel() // x.shape[-1]
 
 
-def _ranked(s: Any, x: Tensor, *rest: Any) -> int:
+def _count_ranked_pairs(settings: Any, x: Tensor, *others: Any) -> int:
     return x.numel()
 
 
-def _kl(s: Any, x: Tensor, target: Tensor) -> int:
-    return x.shape[0] if s["reduction"] == "batchmean" else x.numel()
+def _count_kl_terms(settings: Any, x: Tensor, target: Tensor) -> int:
+    return x.shape[0] if settings["reduction"] == "batchmean" else x.numel()
 
 
-def _sequences(s: Any, log_probs: Tensor, *rest: Any) -> int:
+def _count_sequences(settings: Any, log_probs: Tensor, *others: Any) -> int:
     return log_probs.shape[1] if log_probs.dim() == 3 else 1
 
 
-def _classes(s: Any, x: Tensor, target: Tensor, weight: Tensor | None = None) -> Number:
-    """Σ class weight over targets that are not ignored: a device value. Probability targets count every position."""
+def _count_class_targets(
+    settings: Any, x: Tensor, target: Tensor, weight: Tensor | None = None
+) -> Count:
+    """The sum of class weights over targets that are not ignored, as a device value.
+
+    Targets that are probabilities count every position.
+    """
     if target.is_floating_point():
         return x.numel() // x.shape[1 if x.dim() > 1 else 0]
     target = target.long()  # in uint8, -100 would be class 156
-    kept = target != s["ignore_index"]
-    weight = s["weight"] if weight is None else weight
+    counted = target != settings["ignore_index"]
+    weight = settings["weight"] if weight is None else weight
     if weight is None:
-        return torch.sum(kept)
-    each = weight.index_select(0, torch.where(kept, target, 0).flatten())
-    return torch.sum(each.double() * kept.flatten())
+        return torch.sum(counted)
+    target_weights = weight.index_select(0, torch.where(counted, target, 0).flatten())
+    return torch.sum(target_weights.double() * counted.flatten())
 
 
-_MODULES: dict[type[nn.Module], Counter] = {
-    nn.CrossEntropyLoss: _classes, nn.NLLLoss: _classes, nn.MSELoss: _elements, nn.L1Loss: _elements,
-    nn.SmoothL1Loss: _elements, nn.HuberLoss: _elements, nn.BCELoss: _elements, nn.BCEWithLogitsLoss: _elements,
-    nn.PoissonNLLLoss: _elements, nn.GaussianNLLLoss: _elements, nn.SoftMarginLoss: _elements,
-    nn.HingeEmbeddingLoss: _elements, nn.KLDivLoss: _kl, nn.MarginRankingLoss: _ranked, nn.MultiMarginLoss: _rows,
-    nn.MultiLabelMarginLoss: _rows, nn.MultiLabelSoftMarginLoss: _rows, nn.CosineEmbeddingLoss: _rows,
-    nn.TripletMarginLoss: _rows, nn.CTCLoss: _sequences, CrossEntropy: _classes,
-}  # fmt: skip
-_FUNCTIONS: dict[Callable[..., Any], Counter] = {
-    F.cross_entropy: _classes, F.nll_loss: _classes, F.mse_loss: _elements, F.l1_loss: _elements,
-    F.smooth_l1_loss: _elements, F.huber_loss: _elements, F.binary_cross_entropy: _elements,
-    F.binary_cross_entropy_with_logits: _elements, F.poisson_nll_loss: _elements, F.gaussian_nll_loss: _elements,
-    F.soft_margin_loss: _elements, F.hinge_embedding_loss: _elements, F.kl_div: _kl, F.margin_ranking_loss: _ranked,
-    F.multi_margin_loss: _rows, F.multilabel_margin_loss: _rows, F.multilabel_soft_margin_loss: _rows,
-    F.cosine_embedding_loss: _rows, F.triplet_margin_loss: _rows, F.ctc_loss: _sequences,
-}  # fmt: skip
+_MODULE_COUNTS: dict[type[nn.Module], CountFn] = {
+    CrossEntropy: _count_class_targets,
+    nn.BCELoss: _count_elements,
+    nn.BCEWithLogitsLoss: _count_elements,
+    nn.CTCLoss: _count_sequences,
+    nn.CosineEmbeddingLoss: _count_rows,
+    nn.CrossEntropyLoss: _count_class_targets,
+    nn.GaussianNLLLoss: _count_elements,
+    nn.HingeEmbeddingLoss: _count_elements,
+    nn.HuberLoss: _count_elements,
+    nn.KLDivLoss: _count_kl_terms,
+    nn.L1Loss: _count_elements,
+    nn.MSELoss: _count_elements,
+    nn.MarginRankingLoss: _count_ranked_pairs,
+    nn.MultiLabelMarginLoss: _count_rows,
+    nn.MultiLabelSoftMarginLoss: _count_rows,
+    nn.MultiMarginLoss: _count_rows,
+    nn.NLLLoss: _count_class_targets,
+    nn.PoissonNLLLoss: _count_elements,
+    nn.SmoothL1Loss: _count_elements,
+    nn.SoftMarginLoss: _count_elements,
+    nn.TripletMarginLoss: _count_rows,
+}
+_FUNCTION_COUNTS: dict[Callable[..., Any], CountFn] = {
+    F.binary_cross_entropy: _count_elements,
+    F.binary_cross_entropy_with_logits: _count_elements,
+    F.cosine_embedding_loss: _count_rows,
+    F.cross_entropy: _count_class_targets,
+    F.ctc_loss: _count_sequences,
+    F.gaussian_nll_loss: _count_elements,
+    F.hinge_embedding_loss: _count_elements,
+    F.huber_loss: _count_elements,
+    F.kl_div: _count_kl_terms,
+    F.l1_loss: _count_elements,
+    F.margin_ranking_loss: _count_ranked_pairs,
+    F.mse_loss: _count_elements,
+    F.multi_margin_loss: _count_rows,
+    F.multilabel_margin_loss: _count_rows,
+    F.multilabel_soft_margin_loss: _count_rows,
+    F.nll_loss: _count_class_targets,
+    F.poisson_nll_loss: _count_elements,
+    F.smooth_l1_loss: _count_elements,
+    F.soft_margin_loss: _count_elements,
+    F.triplet_margin_loss: _count_rows,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Denominator:
-    """How many terms a loss averages over, and whether classes have weights (which may be 0).
+class LossTerms:
+    """What is known of the terms of a loss."""
 
-    `count` gives n from the loss's arguments (None: the loss is a sum). `summed` is the same loss as a sum, for
-    micro-batches whose targets are all ignored, where the mean would be 0/0.
-    """
-
-    known: bool
-    weights: bool = False
-    count: Counter | None = None
-    summed: Callable[..., Tensor] | None = None
+    is_known: bool
+    has_class_weights: bool = False  # which may be 0
+    count: CountFn | None = None  # the loss's arguments → n; None: the loss is a sum
+    sum_loss: Callable[..., Tensor] | None = None
+    """The same loss as a sum, for micro-batches whose targets are all ignored: their mean is 0/0."""
 
 
-def denominator(loss: Any) -> Denominator:
-    """What is known of `loss`, a module of torch.nn, a function of torch.nn.functional, or a partial of one."""
-    settings, counter = _look_up(loss)
-    if counter is None:
-        return Denominator(known=False)
+def loss_terms(loss: Any) -> LossTerms:
+    """What is known of a loss: a module of torch.nn, a function of torch.nn.functional, or a
+    partial of one."""
+    settings, count_fn = _find_count_fn(loss)
+    if count_fn is None:
+        return LossTerms(is_known=False)
     if settings["reduction"] in ("sum", "none"):
-        return Denominator(known=True)
-    masked = _with_sum(loss) if counter is _classes else None
-    live = isinstance(
-        loss, nn.Module
-    )  # a module's settings may change; a function's are read once: no tracer follows
-    return Denominator(
-        known=True,
-        weights=settings.get("weight") is not None,
-        count=lambda *args: counter(_settings(loss) if live else settings, *args),
-        summed=masked,
+        return LossTerms(is_known=True)
+
+    def count(*arguments: Any) -> Count:
+        # A module's settings may change. A function's are read once: no tracer follows `inspect`.
+        current = _loss_settings(loss) if isinstance(loss, nn.Module) else settings
+        return count_fn(current, *arguments)
+
+    return LossTerms(
+        is_known=True,
+        has_class_weights=settings.get("weight") is not None,
+        count=count,
+        sum_loss=_as_sum(loss) if count_fn is _count_class_targets else None,
     )
 
 
-def _look_up(loss: Any) -> tuple[dict[str, Any], Counter | None]:
+def _find_count_fn(loss: Any) -> tuple[dict[str, Any], CountFn | None]:
     if isinstance(loss, nn.Module):
-        return _settings(loss), _MODULES.get(
-            type(loss)
-        )  # a subclass may average otherwise: exact types only
-    base = loss.func if isinstance(loss, partial) and not loss.args else loss
-    settings = _settings(loss) if base in _FUNCTIONS else {}
-    legacy = any(settings.get(k) is not None for k in ("size_average", "reduce"))
-    return settings, None if legacy else _FUNCTIONS.get(base)
+        # Exact types only: a subclass may average otherwise.
+        return _loss_settings(loss), _MODULE_COUNTS.get(type(loss))
+    function = loss.func if isinstance(loss, partial) and not loss.args else loss
+    if function not in _FUNCTION_COUNTS:
+        return {}, None
+    settings = _loss_settings(loss)
+    has_legacy_setting = any(settings.get(name) is not None for name in ("size_average", "reduce"))
+    return settings, None if has_legacy_setting else _FUNCTION_COUNTS[function]
 
 
-def _settings(loss: Any) -> dict[str, Any]:
+def _loss_settings(loss: Any) -> dict[str, Any]:
     if isinstance(loss, nn.Module):
         return {name: getattr(loss, name, None) for name in ("reduction", "ignore_index", "weight")}
-    base, given = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-    defaults = {k: p.default for k, p in inspect.signature(base).parameters.items()}
-    return {**defaults, **given}
+    function = loss
+    keywords: dict[str, Any] = {}
+    if isinstance(loss, partial):
+        function = loss.func
+        keywords = loss.keywords
+    parameters = inspect.signature(function).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return {**defaults, **keywords}
 
 
-def _with_sum(loss: Any) -> Callable[..., Tensor]:
+def _as_sum(loss: Any) -> Callable[..., Tensor]:
+    """The same loss with reduction="sum"."""
     if not isinstance(loss, nn.Module):
         return partial(loss, reduction="sum")
 
-    def summed(*args: Any) -> Tensor:
-        before = loss.reduction
+    def sum_loss(*arguments: Any) -> Tensor:
+        reduction = loss.reduction
         loss.reduction = "sum"  # type: ignore[assignment]
         try:
-            out: Tensor = loss(*args)
+            out: Tensor = loss(*arguments)
             return out
         finally:
-            loss.reduction = before
+            loss.reduction = reduction
 
-    return summed
+    return sum_loss
 
 
-def hugging_face(net: nn.Module) -> Callable[[Any], Number] | None:
-    """The count of a Hugging Face model's own loss from the batch's labels, by the model's declared loss type."""
-    kind, name = getattr(net, "loss_type", None), type(net).__name__
-    whole = getattr(getattr(net, "config", None), "is_encoder_decoder", False)
-    shifts = (
-        kind == "ForConditionalGeneration" and not whole
-    )  # image-text models; T5 and Whisper do not shift
-    if kind == "ForCausalLM" or shifts or name in ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel"):
-        return lambda batch: (
-            batch["labels"][..., 1:].long() != -100
-        ).sum()  # position t predicts label t+1
-    if kind in ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"):
-        return lambda batch: (batch["labels"].long() != -100).sum()
-    if kind == "ForSequenceClassification":
+def hugging_face_count(net: nn.Module) -> Callable[[Any], Count] | None:
+    """The count for a Hugging Face model's own loss, from the labels of the batch.
+
+    The model's declared loss type says which labels count; None for a type that is not known.
+    """
+    loss_type = getattr(net, "loss_type", None)
+    has_decoder = getattr(getattr(net, "config", None), "is_encoder_decoder", False)
+
+    # Position t predicts label t + 1. Of conditional generation, image-text models shift so;
+    # T5 and Whisper, with a decoder of their own, do not.
+    shifts_labels = (
+        loss_type == "ForCausalLM"
+        or (loss_type == "ForConditionalGeneration" and not has_decoder)
+        or type(net).__name__ in ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")
+    )
+    if shifts_labels:
+        return lambda batch: (batch["labels"][..., 1:].long() != HF_IGNORED_LABEL).sum()
+    if loss_type in ("ForMaskedLM", "ForTokenClassification", "ForConditionalGeneration"):
+        return lambda batch: (batch["labels"].long() != HF_IGNORED_LABEL).sum()
+    if loss_type == "ForSequenceClassification":
         return lambda batch: batch["labels"].numel()
     return None

@@ -1,4 +1,4 @@
-"""From a batch to its loss and the number of terms that loss averages."""
+"""From a batch to its loss, in float32 or wider, and the number of terms that the loss averages."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
-from halfstep.step.loss_terms import Number, denominator, hugging_face
+from halfstep.step.batch_context import attach_loss_arguments
+from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
 
 Batch = tuple[Any, ...]
-Run = Callable[..., tuple[Tensor, Number | None]]
 
 
 class Objective:
@@ -22,170 +22,194 @@ class Objective:
         net: nn.Module,
         loss: Any,
         forward: Callable[..., Any] | None,
-        count: Callable[[Any], Number] | None,
+        count_fn: Callable[[Any], Count] | None,
     ) -> None:
         if loss is not None and not callable(loss):
             expected = "a loss module, a function, or None when the network returns its loss"
             raise TypeError(f"loss: expected {expected}, received {loss!r}")
-        self.net, self.loss, self.given = net, loss, count
-        self.forward = forward or _by_convention(loss)
-        self.terms = denominator(loss)
-        self.labels = (
-            hugging_face(net) if loss is None and forward is None and count is None else None
-        )
-        self.run: Run = (
-            self.__call__
-        )  # what a training batch goes through: this, or its compiled form
+        self.net = net
+        self.loss = loss
+        self.count_fn = count_fn
+        self.forward = forward or _forward_by_convention(loss)
+        self.terms = loss_terms(loss)
+        self.hf_count_fn: Callable[[Any], Count] | None = None
+        if loss is None and forward is None and count_fn is None:
+            self.hf_count_fn = hugging_face_count(net)
 
-    @property
-    def known(self) -> bool:
-        """Whether micro-batches of different sizes can be weighted."""
-        return self.terms.known or self.given is not None or self.labels is not None
+        # The count comes from the batch, by a function, or from the loss's own arguments.
+        self.counts_batch = count_fn is not None or self.hf_count_fn is not None
 
-    @property
-    def is_sum(self) -> bool:
-        """The loss is a sum, not a mean: micro-batches add up as they are."""
-        return self.given is None and self.terms.known and self.terms.count is None
+        # Whether micro-batches of different sizes can be weighted.
+        self.can_weight = self.terms.is_known or self.counts_batch
 
-    @property
-    def ignores_targets(self) -> bool:
-        """One of torch's losses that skip ignored targets: all ignored, its mean is 0/0 and its gradients are 0."""
-        return self.given is None and self.terms.summed is not None
+        # The loss is a sum, not a mean: micro-batches add up as they are.
+        self.is_sum = count_fn is None and self.terms.is_known and self.terms.count is None
 
-    @property
-    def may_be_none(self) -> bool:
-        """n may be 0 in a way that loss and gradients do not tell, so that even a cycle of one needs it."""
-        zero_weights = self.ignores_targets and self.terms.weights
-        return self.given is not None or self.labels is not None or zero_weights
+        # One of torch's losses that skip ignored targets. With all targets ignored its mean is 0/0
+        # and its gradients are 0.
+        self.ignores_targets = count_fn is None and self.terms.sum_loss is not None
 
-    @property
-    def whole(self) -> bool:
-        """The loss is torch's, or the network's own: nothing of it may read weights outside their forward."""
-        return self.loss is None or self.terms.known
+        # The count may be 0 in a way that neither loss nor gradients show, so that even a cycle of
+        # one batch has to know it.
+        has_zero_weights = self.ignores_targets and self.terms.has_class_weights
+        self.count_may_be_zero = self.counts_batch or has_zero_weights
+
+        # The loss is torch's or the network's own: it cannot read weights outside their forward.
+        self.is_known_loss = loss is None or self.terms.is_known
 
     def __call__(
         self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Number | None]:
-        """The loss in float32 or wider, and its n; n is None where it need not be known.
+    ) -> tuple[Tensor, Count | None]:
+        """The loss in float32 or wider, and its count n; None where n need not be known.
 
-        `weighted` asks for n always, and for a loss that is 0, not 0/0, when n is 0 and torch knows the sum form.
+        `weighted` asks for n always, and for a loss that is 0 instead of 0/0 when n is 0 and torch
+        has the loss as a sum.
         """
         with applied:
-            out = applied.unrounded(self.forward(self.net, *batch))
-        loss, n = self.value(out, applied.precision.output, weighted=weighted)
-        return loss, self.told(batch, n, weighted=weighted)
+            out = applied.unrounded_outputs(self.forward(self.net, *batch))
+        try:
+            loss, count = self.loss_and_count(out, applied.precision.output, weighted=weighted)
+        except Exception as error:
+            attach_loss_arguments(error, self.loss, out)
+            raise
+        return loss, self.count_from_batch(batch, count, weighted=weighted)
 
-    def value(
-        self, out: Any, least: torch.dtype, *, weighted: bool
-    ) -> tuple[Tensor, Number | None]:
-        """The loss of what forward returned, and its n where the loss's own arguments tell it."""
-        taken = () if self.loss is None else arguments(out, least)
-        asked = (
-            (weighted or self.may_be_none) and self.given is None and self.terms.count is not None
-        )
-        n = self.terms.count(*taken) if asked and self.terms.count is not None else None
+    def loss_and_count(
+        self, out: Any, min_dtype: torch.dtype, *, weighted: bool
+    ) -> tuple[Tensor, Count | None]:
+        """The loss of what forward returned, and n where the loss's own arguments give it."""
+        arguments: tuple[Any, ...] = ()
+        if self.loss is not None:
+            arguments = loss_arguments(out, min_dtype)
+
+        count = None
+        needs_count = weighted or self.count_may_be_zero
+        if needs_count and self.count_fn is None and self.terms.count is not None:
+            count = self.terms.count(*arguments)
+
         if weighted and self.ignores_targets:
-            assert self.terms.summed is not None
-            above = torch.where(n > 0, n, 1) if isinstance(n, Tensor) else n
-            return wide(self.terms.summed(*taken), least) / above, n
-        return wide(own_loss(out) if self.loss is None else _tensor(self.loss(*taken)), least), n
+            assert self.terms.sum_loss is not None
+            divisor = count
+            if isinstance(count, Tensor):
+                divisor = torch.where(count > 0, count, 1)
+            return at_least_fp32(self.terms.sum_loss(*arguments), min_dtype) / divisor, count
+        if self.loss is None:
+            loss = find_loss(out)
+        else:
+            loss = _check_loss(self.loss(*arguments))
+        return at_least_fp32(loss, min_dtype), count
 
-    def told(self, batch: Batch, n: Number | None, *, weighted: bool) -> Number | None:
-        """n, from the batch where that is what tells it."""
-        asked = weighted or self.may_be_none
-        return (
-            self.number(batch, ())
-            if asked and (self.given is not None or self.labels is not None)
-            else n
-        )
+    def count_from_batch(
+        self, batch: Batch, count: Count | None, *, weighted: bool
+    ) -> Count | None:
+        """The count that a function of the batch gives; else `count` as it is."""
+        if self.counts_batch and (weighted or self.count_may_be_zero):
+            return self.count_terms(batch, ())
+        return count
 
-    def number(self, batch: Batch, arguments: tuple[Any, ...]) -> Number | None:
+    def count_terms(self, batch: Batch, arguments: tuple[Any, ...]) -> Count | None:
         """How many terms the loss of this batch averages; None when nobody knows."""
-        whole = batch[0] if len(batch) == 1 else batch
-        if self.given is not None:
-            return self.given(whole)
-        if self.labels is not None:
-            return self.labels(whole)
-        return self.terms.count(*arguments) if self.terms.count is not None else None
+        batch_value = batch[0] if len(batch) == 1 else batch
+        if self.count_fn is not None:
+            return self.count_fn(batch_value)
+        if self.hf_count_fn is not None:
+            return self.hf_count_fn(batch_value)
+        if self.terms.count is not None:
+            return self.terms.count(*arguments)
+        return None
 
 
-def _by_convention(loss: Any) -> Callable[..., Any]:
-    """(net, *batch) → what the loss takes: the last item is the target; without a loss, all is the network's."""
+def _forward_by_convention(loss: Any) -> Callable[..., Any]:
+    """(net, *batch) → the arguments of the loss. The last item of the batch is the target.
 
-    def with_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
+    Without a loss the whole batch goes to the network.
+    """
+
+    def inputs_and_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
         if len(batch) < 2:
-            came = f"one {type(batch[0]).__name__}" if batch else "nothing"
+            received = f"one {type(batch[0]).__name__}" if batch else "nothing"
             raise ValueError(
-                f"step: expected inputs and a target, received {came}; "
+                f"step: expected inputs and a target, received {received}; "
                 "say how to use it, for instance forward=lambda net, b: (net(b['x']), b['y'])"
             )
         return net(*batch[:-1]), batch[-1]
 
-    def own(net: nn.Module, *batch: Any) -> Any:
-        return net(**batch[0]) if len(batch) == 1 and isinstance(batch[0], dict) else net(*batch)
+    def whole_batch(net: nn.Module, *batch: Any) -> Any:
+        if len(batch) == 1 and isinstance(batch[0], dict):
+            return net(**batch[0])
+        return net(*batch)
 
-    return own if loss is None else with_target
+    return whole_batch if loss is None else inputs_and_target
 
 
-def arguments(out: Any, least: torch.dtype) -> tuple[Any, ...]:
-    """What a forward returned, as the arguments of the loss, in float32 or wider."""
+def loss_arguments(out: Any, min_dtype: torch.dtype) -> tuple[Any, ...]:
+    """What forward returned, as the arguments of the loss, in float32 or wider."""
     if not isinstance(out, tuple):
         raise TypeError(
             f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "
             "return (outputs, target), or give loss=None and return the loss"
         )
-    return tuple(wide(a, least) for a in out)
+    return tuple(at_least_fp32(argument, min_dtype) for argument in out)
 
 
-def own_loss(out: Any) -> Tensor:
-    """The loss inside what a network returned: a tensor, `.loss`, ["loss"], or the first of a tuple."""
+def find_loss(out: Any) -> Tensor:
+    """The loss in what a network returned: a tensor, `.loss`, ["loss"], or a tuple's first."""
     loss = out
     if isinstance(out, dict):
         loss = out.get("loss")
     elif not isinstance(out, Tensor):
-        loss = getattr(out, "loss", out[0] if isinstance(out, (tuple, list)) and out else None)
+        first_item = out[0] if isinstance(out, (tuple, list)) and out else None
+        loss = getattr(out, "loss", first_item)
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), received "
-            f"{type(out).__name__} without one; give loss=, or put the labels in the batch"
+            "loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), "
+            f"received {type(out).__name__} without one; "
+            "give loss=, or put the labels in the batch"
         )
     return loss
 
 
-def _tensor(loss: Any) -> Tensor:
+def _check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
-        parts = " with the loss first" if isinstance(loss, (tuple, list)) else ""
+        detail = " with the loss first" if isinstance(loss, (tuple, list)) else ""
         raise TypeError(
-            f"loss: expected it to return a tensor, the loss, received {type(loss).__name__}{parts}; return the tensor "
-            "alone, not .item(): what else is worth knowing goes into metrics="
+            "loss: expected it to return a tensor, the loss, "
+            f"received {type(loss).__name__}{detail}; return the tensor alone, not .item(): "
+            "what else is worth knowing goes into metrics="
         )
     return loss
 
 
-def wide(value: Any, least: torch.dtype) -> Any:
-    """Floating tensors in `least` (float32, or float64) or wider: a loss in half loses what the network kept."""
-    if isinstance(value, Tensor):
-        narrow = (
-            value.is_floating_point() and torch.finfo(value.dtype).bits < torch.finfo(least).bits
+def at_least_fp32(value: Any, min_dtype: torch.dtype) -> Any:
+    """Floating tensors in `min_dtype` (float32 or float64) or wider.
+
+    A loss computed in half would lose what the network kept.
+    """
+    if not isinstance(value, Tensor):
+        return tree_map(
+            lambda leaf: at_least_fp32(leaf, min_dtype) if isinstance(leaf, Tensor) else leaf,
+            value,
         )
-        return value.to(least) if narrow else value
-    return tree_map(lambda leaf: wide(leaf, least) if isinstance(leaf, Tensor) else leaf, value)
+    if not value.is_floating_point():
+        return value
+    if torch.finfo(value.dtype).bits < torch.finfo(min_dtype).bits:
+        return value.to(min_dtype)
+    return value
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on `device`, structure kept."""
+    """The batch with every tensor on `device`; its structure stays."""
     if all(isinstance(x, Tensor) and x.device == device for x in batch):
         return batch
-    plain = tuple(
-        dict(x) if isinstance(x, Mapping) else x for x in batch
-    )  # Hugging Face's batches are mappings
-    moved: Batch = tree_map(
+    # Hugging Face's batches are mappings, which tree_map would take for leaves.
+    plain = tuple(dict(x) if isinstance(x, Mapping) else x for x in batch)
+    on_device: Batch = tree_map(
         lambda x: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x, plain
     )
-    return moved
+    return on_device
 
 
-def rows(batch: Batch) -> int:
+def batch_size(batch: Batch) -> int:
     """The samples of a batch: the rows of its first tensor, 1 when it has none."""
     first = batch[0] if batch and isinstance(batch[0], Tensor) else None
     if first is None:

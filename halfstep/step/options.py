@@ -1,14 +1,25 @@
-"""The options of a step, checked when it is built."""
+"""The options of a step, and everything that is refused or remarked on when a step is built."""
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from halfstep.errors import Notice
+from halfstep.precision import Precision
+from halfstep.precision.casting import batch_dependent_modules
+from halfstep.step.objective import Objective
+from halfstep.step.optimizer import OptimizerKind, named_parameters
+from halfstep.utils.checks import expect
+from halfstep.utils.text import dtype_name, list_some
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
-Auto: TypeAlias = bool | Literal["auto"]
+AutoFlag: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +33,17 @@ class StepOptions:
     clip_value: float | None = None
     """Largest absolute value of a gradient element, after unscaling, before clip_norm."""
     lr: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None
-    """Learning rates by update number (one row, or one row per parameter group); the last one holds past the end."""
+    """Learning rates by update number: one row, or one row for each parameter group.
+
+    Past the end of the table its last rate holds.
+    """
     ema: float | None = None
-    """Decay of an exponential moving average of the weights, moved by real updates only."""
+    """Decay of an exponential moving average of the weights. Only real updates move it."""
     count: Callable[[Any], float | Tensor] | None = None
-    """batch → how many terms its mean loss averages; needed with accumulate > 1 and a loss halfstep does not know."""
+    """batch → how many terms its mean loss averages.
+
+    Needed with accumulate > 1 and a loss that halfstep does not know.
+    """
     forward: Callable[..., Any] | None = None
     """(net, *batch) → the loss's arguments as a tuple, or the loss itself when `loss` is None."""
     sens: float | Tensor = 1.0
@@ -38,86 +55,75 @@ class StepOptions:
     fingerprint_every: int = 0
     """Record a 64-bit fingerprint of the whole state every n steps (0: never)."""
     decide: Literal["auto", "host", "device"] = "auto"
-    """Where an update is committed or skipped; "auto" keeps it on the device whenever the optimizer allows."""
-    compile: Auto = "auto"
+    """Where an update is committed or skipped; "auto": the device if the optimizer allows."""
+    compile: AutoFlag = "auto"
     """Forward and loss compiled; "auto": once a long `fit` asks for it."""
-    channels_last: Auto = "auto"
+    channels_last: AutoFlag = "auto"
     """2-d convolutions in channels-last order; "auto": on CUDA, below float64."""
-    polish: Auto = "auto"
-    """Captured on CUDA: bookkeeping in few kernels by Triton, graphs of many steps; "auto": once a run is long."""
-    cudnn_benchmark: Auto = "auto"
-    """cuDNN measures its algorithms for each new shape, inside the step; "auto": on CUDA, unless deterministic."""
+    polish: AutoFlag = "auto"
+    """Captured on CUDA: bookkeeping in few Triton kernels, graphs of many steps.
+
+    "auto": once a run is long.
+    """
+    cudnn_benchmark: AutoFlag = "auto"
+    """cuDNN measures its algorithms for each new shape; "auto": on CUDA, unless deterministic."""
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.accumulate, int) and self.accumulate >= 1
-        _expect(whole, "accumulate", "1 or more batches per update", self.accumulate)
+        is_count = isinstance(self.accumulate, int) and self.accumulate >= 1
+        expect(is_count, "accumulate", "1 or more batches per update", self.accumulate)
         for name in ("clip_norm", "clip_value"):
-            value = getattr(self, name)
-            _expect(
-                value is None or (_is_number(value) and value > 0),
-                name,
-                "a positive number or None",
-                value,
-            )
-        decay = self.ema is None or (_is_number(self.ema) and 0 < self.ema < 1)
-        _expect(decay, "ema", "a decay between 0 and 1, or None", self.ema)
-        _expect(
-            isinstance(self.sens, Tensor) or self.sens != 0,
-            "sens",
-            "a number other than 0",
-            self.sens,
-        )
-        _expect(
-            self.nonfinite in (None, "raise", "skip", "ignore"),
-            "nonfinite",
-            "'raise', 'skip', 'ignore' or None",
-            self.nonfinite,
-        )
-        _expect(
-            self.fingerprint_every >= 0,
-            "fingerprint_every",
-            "0 (never) or a number of steps",
-            self.fingerprint_every,
-        )
-        for ok, name, expected in self._switches():
-            _expect(ok, name, expected, getattr(self, name))
-        for name in ("count", "forward"):
-            value = getattr(self, name)
-            _expect(value is None or callable(value), name, "a function", value)
+            limit = getattr(self, name)
+            is_limit = limit is None or (_is_number(limit) and limit > 0)
+            expect(is_limit, name, "a positive number or None", limit)
+        is_decay = self.ema is None or (_is_number(self.ema) and 0 < self.ema < 1)
+        expect(is_decay, "ema", "a decay between 0 and 1, or None", self.ema)
+        is_factor = isinstance(self.sens, Tensor) or self.sens != 0
+        expect(is_factor, "sens", "a number other than 0", self.sens)
+        is_policy = self.nonfinite in (None, "raise", "skip", "ignore")
+        expect(is_policy, "nonfinite", "'raise', 'skip', 'ignore' or None", self.nonfinite)
+        is_period = self.fingerprint_every >= 0
+        expected = "0 (never) or a number of steps"
+        expect(is_period, "fingerprint_every", expected, self.fingerprint_every)
+        is_place = self.decide in ("auto", "host", "device")
+        expect(is_place, "decide", "'auto', 'host' or 'device'", self.decide)
 
-    def _switches(self) -> Iterator[tuple[bool, str, str]]:
-        yield self.decide in ("auto", "host", "device"), "decide", "'auto', 'host' or 'device'"
         for name in ("compile", "channels_last", "cudnn_benchmark", "polish"):
-            value = getattr(self, name)
-            yield isinstance(value, bool) or value == "auto", name, "True, False or 'auto'"
-        repeats = self.cudnn_benchmark is not True or not self.deterministic
-        yield (
-            repeats,
-            "cudnn_benchmark",
-            "'auto' or False beside deterministic=True, since no measurement repeats",
-        )
+            flag = getattr(self, name)
+            is_flag = isinstance(flag, bool) or flag == "auto"
+            expect(is_flag, name, "True, False or 'auto'", flag)
+        can_repeat = self.cudnn_benchmark is not True or not self.deterministic
+        expected = "'auto' or False beside deterministic=True, since no measurement repeats"
+        expect(can_repeat, "cudnn_benchmark", expected, self.cudnn_benchmark)
+
+        for name in ("count", "forward"):
+            function = getattr(self, name)
+            expect(function is None or callable(function), name, "a function", function)
 
     @property
-    def benchmark(self) -> bool:
+    def measures_algorithms(self) -> bool:
         """Whether cuDNN may choose its algorithms by measuring them."""
-        return not self.deterministic if self.cudnn_benchmark == "auto" else self.cudnn_benchmark
+        if self.cudnn_benchmark == "auto":
+            return not self.deterministic
+        return self.cudnn_benchmark
 
     @property
-    def kernels(self) -> dict[str, bool]:
-        """The switches that a step hands to backend()."""
-        return {"deterministic": self.deterministic, "benchmark": self.benchmark}
+    def backend_flags(self) -> dict[str, bool]:
+        """The switches of torch's backends that hold during a step."""
+        return {"deterministic": self.deterministic, "benchmark": self.measures_algorithms}
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> "StepOptions":
-        """Options by name; an unknown name is a TypeError that lists the known ones."""
+        """Options by name. An unknown name is a TypeError that lists the known ones."""
         known = [f.name for f in fields(cls)]
         for name in options:
-            if name not in known:
-                close = ["lr"] if name == "schedule" else get_close_matches(name, known, 1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
-                raise TypeError(
-                    f"TrainStep: unknown option {name!r}; {hint}options are: precision, {', '.join(known)}"
-                )
+            if name in known:
+                continue
+            close = ["lr"] if name == "schedule" else get_close_matches(name, known, 1)
+            suggestion = f"did you mean {close[0]!r}? " if close else ""
+            raise TypeError(
+                f"TrainStep: unknown option {name!r}; {suggestion}"
+                f"options are: precision, {', '.join(known)}"
+            )
         return cls(**options)
 
 
@@ -125,6 +131,144 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _expect(ok: bool, name: str, expected: str, received: object) -> None:
-    if not ok:
-        raise ValueError(f"{name}: expected {expected}, received {received!r}")
+def find_parameters(net: Any, loss: Any, optimizer: Optimizer) -> tuple[list[str], list[Tensor]]:
+    """Names and tensors of everything the optimizer trains, in the network's order."""
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net: expected a torch.nn.Module, received {type(net).__name__}")
+    named = named_parameters(optimizer, ("", net), ("loss.", loss))
+    net_ids = {id(p) for p in net.parameters()}
+    if not any(id(p) in net_ids for _, p in named):
+        raise ValueError(
+            "optimizer: it holds none of the network's parameters; build it from net.parameters(), "
+            "after any net.to(device) that replaces them"
+        )
+    names = [name for name, _ in named]
+    params = [p for _, p in named]
+    return names, params
+
+
+def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
+    """The one device of all parameters and buffers."""
+    devices = {t.device for t in (*params, *net.parameters(), *net.buffers())}
+    if len(devices) != 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ValueError(
+            f"net: expected every parameter and buffer on one device, found {names}; "
+            "call net.to(device) first"
+        )
+    return devices.pop()
+
+
+def check_cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
+    """Refuses a cycle whose weights nobody knows. Returns notices on one that is not exact."""
+    if accumulate == 1:
+        return []
+    if not objective.can_weight:
+        raise ValueError(_unknown_loss_message(objective.loss, accumulate))
+
+    coupled_layers = batch_dependent_modules(net)
+    if not coupled_layers:
+        return []
+    notice = (
+        f"batch-coupled layers see micro-batches: {list_some(list(map(repr, coupled_layers)), 3)}; "
+        f"accumulate={accumulate} is then not exactly the full batch"
+    )
+    warnings.warn(notice, Notice, stacklevel=3)
+    return [notice]
+
+
+def _unknown_loss_message(loss: Any, accumulate: int) -> str:
+    example = "len(batch[1])"
+    if loss is None:
+        name = "the network's own loss"
+        example = 'len(batch["labels"])'
+    elif isinstance(loss, nn.Module):
+        name = type(loss).__name__
+    else:
+        name = getattr(loss, "__name__", str(loss))
+    return (
+        f"accumulate={accumulate}: expected to know how many terms the loss averages, "
+        f"but {name} is not a loss of torch.nn; "
+        f"give count=, for instance count=lambda batch: {example}"
+    )
+
+
+def check_optimizer_precision(
+    optimizer: Optimizer, precision: Precision, device: torch.device
+) -> None:
+    """Warns of settings that are 0 in half, and refuses a kernel of torch's that does nothing.
+
+    torch's fused SGD leaves half parameters on a CPU where they were (pytorch#191763).
+    """
+    is_half = precision.params in (torch.float16, torch.bfloat16)
+    if not is_half or precision.rounding != "nearest":
+        return
+    _warn_eps_underflow(optimizer, precision.params)
+
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    is_fused_sgd = is_sgd and any(group["fused"] for group in optimizer.param_groups)
+    if not is_fused_sgd or device.type != "cpu":
+        return
+    # Newer versions of torch have mended it: try.
+    p = nn.Parameter(torch.ones(256, dtype=precision.params))
+    p.grad = torch.ones_like(p)
+    torch.optim.SGD([p], lr=1.0, fused=True).step()
+    if p.any():
+        raise ValueError(
+            f"optimizer: torch {torch.__version__}'s fused SGD does not update {precision.params} "
+            "parameters on a CPU (pytorch#191763); build it without fused=True, "
+            "or use rounding='kahan' or 'stochastic'"
+        )
+
+
+def _warn_eps_underflow(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    """Adam's 1e-8 is 0 in float16: a gradient whose square underflows is then divided by 0."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if not isinstance(eps, float) or eps <= 0 or torch.tensor(eps, dtype=dtype):
+            continue
+        warnings.warn(
+            f"{type(optimizer).__name__}: eps={eps:g} is 0 in {dtype_name(dtype)}, "
+            "and weights may become inf; give eps=1e-4, or rounding='kahan', "
+            "or a precision with float32 parameters (O1, O2, O3)",
+            Notice,
+            stacklevel=5,
+        )
+        return
+
+
+def where_to_decide(requested: str, kind: OptimizerKind, device: torch.device) -> str:
+    """Where updates are committed or skipped: "host" or "device".
+
+    "auto" is the device where the optimizer allows it and a wait for the device costs something.
+    """
+    if requested == "device" and kind == "host":
+        raise ValueError(
+            "decide='device': this optimizer reads values on the host or keeps state there; "
+            "build it with fused=True or capturable=True, or use decide='host'"
+        )
+    if requested != "auto":
+        return requested
+    return "device" if kind != "host" and device.type != "cpu" else "host"
+
+
+def parameter_storage(precision: Precision) -> tuple[Any, ...]:
+    """How a precision stores parameters: what a switch of precision must not change."""
+    kept_modules = None
+    if precision.cast == "whole":
+        kept_modules = (precision.keep, precision.norms)
+    return (precision.params, precision.rounding, kept_modules)
+
+
+def check_switch(old: Precision, new: Precision, open_micro_batches: int) -> None:
+    """Refuses a switch that could not continue from the same weights and gradients."""
+    if parameter_storage(new) != parameter_storage(old):
+        raise ValueError(
+            f"switch: {new.name!r} stores parameters otherwise than {old.name!r}; "
+            "build a new TrainStep"
+        )
+    if open_micro_batches:
+        raise ValueError(
+            "switch: an update cycle is open and its gradients carry the old scale; "
+            "call flush() first"
+        )

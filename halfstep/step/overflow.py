@@ -1,4 +1,8 @@
-"""What happens when gradients will not become finite: a named error, or another precision."""
+"""What happens when gradients will not become finite: a named error, or another precision.
+
+A host that decides updates knows at once. Where the device decides, the host learns of it some
+updates later, from the counters in StepState: `halted` and `streak`.
+"""
 
 import warnings
 from typing import TYPE_CHECKING
@@ -6,95 +10,120 @@ from typing import TYPE_CHECKING
 import torch
 
 from halfstep.errors import NonFiniteError, Notice
-from halfstep.precision import NoScale, Precision
-from halfstep.step.state__record import UpdateResult
-from halfstep.utils.device_values import Watch
+from halfstep.precision import Precision
+from halfstep.step.state import UpdateResult
+from halfstep.utils.device_values import AsyncHostRead
+from halfstep.utils.text import list_some
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
-
-def culprits(step: "TrainStep", most: int = 6) -> str:
-    """The parameters whose gradients were non-finite at the last skip, by name."""
-    bad = [name for name, flag in zip(step.names, step.state.bad.tolist(), strict=True) if flag]
-    more = f" and {len(bad) - most} more" if len(bad) > most else ""
-    return (", ".join(bad[:most]) + more) or "none that is still known"
+POLL_EVERY_UPDATES = 16  # how often the device's counters are copied to the host
+MAX_NAMES = 6  # parameters that a message names
 
 
-def nonfinite(step: "TrainStep", at: int) -> NonFiniteError:
-    """The error of nonfinite="raise" for the update that ended at step `at`."""
+def nonfinite_names(step: "TrainStep") -> str:
+    """The parameters whose gradients were non-finite at the last skip, for a message."""
+    flags = step.state.bad.tolist()
+    names = [name for name, flag in zip(step.names, flags, strict=True) if flag]
+    return list_some(names, MAX_NAMES) or "none that is still known"
+
+
+def nonfinite_error(step: "TrainStep", at_step: int) -> NonFiniteError:
+    """The error of nonfinite="raise" for the update that ended at that step."""
     return NonFiniteError(
-        f"step {at}: non-finite gradient in {culprits(step)}. Nothing of this update was committed. "
+        f"step {at_step}: non-finite gradient in {nonfinite_names(step)}. "
+        "Nothing of this update was committed. "
         "Look for log(0), 0/0 or a learning rate that diverged; "
         "nonfinite='skip' drops such updates, nonfinite='ignore' applies them."
     )
 
 
-def look(step: "TrainStep", outcome: UpdateResult) -> None:
-    """Raises or switches when skips go on. Deciding on the device, it learns of them some updates late."""
+def check_after_update(step: "TrainStep", result: UpdateResult) -> None:
+    """Raises or changes the precision where an update was stopped, or skips go on too long."""
     state = step.state
-    if (
-        outcome.skipped is step.update.true
-    ):  # the host decided, a first update under decide="device" too
-        halted = step.tries * (step.options.nonfinite == "raise")
-        heed(step, halted, int(step.host.read(state.streak)))
-    elif step.on_device:
-        news = step.watch.look(lambda: torch.stack([state.halted, state.streak]), step.device)
-        heed(step, *(news or (0, 0)))
-
-
-def heed(step: "TrainStep", halted: int, skips: int) -> None:
-    """What the device reports: the number of the cycle that nonfinite="raise" stopped at (0: none), skips in a row."""
-    if halted:
-        error = nonfinite(step, step.ends.get(halted, step.state.steps))
-        step.state.halted.zero_()  # the user knows now, and may go on
-        step.watch = Watch(every_calls=16)
-        raise error
-    streak(step, skips)
-
-
-def streak(step: "TrainStep", skips: int) -> None:
-    """After max_skips skipped updates in a row: raise, or go on in bf16 or fp32, as the scale says."""
-    scale = step.precision.loss_scale
-    if isinstance(scale, NoScale) or skips < scale.max_skips:
-        return
-    at = f"step {step.state.steps}, scale {step.state.scale.item():g}"
-    said = f"{at}: {skips} updates in a row overflowed, in {culprits(step)}"
-    if scale.on_skips == "raise":
-        advice = "A learning rate that diverges does this in any precision: try a smaller one first. If gradients are that"
-        raise NonFiniteError(
-            f"{said}. {advice} large, use dtype='bfloat16', 'fp32', or on_skips='bf16'."
+    # The host decided; a first update under decide="device" too.
+    if result.skipped is step.update.true:
+        halted_cycle = step.cycles_ended if step.options.nonfinite == "raise" else 0
+        skips_in_a_row = int(step.host_reads.read(state.streak))
+        raise_or_fall_back(step, halted_cycle, skips_in_a_row)
+    elif step.decides_on_device:
+        counters = step.device_watch.poll(
+            lambda: torch.stack([state.halted, state.streak]), step.device
         )
-    fallback = _fallback(step.precision, scale.on_skips)
-    warnings.warn(f"{said}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=6)
+        if counters is not None:
+            raise_or_fall_back(step, *counters)
+
+
+def check_device(step: "TrainStep", halted_cycle: int, skips_in_a_row: int) -> None:
+    """Raises or falls back for counters that were read from the device at a host visit."""
+    # Inside a cycle no precision can change: the fallback waits for the cycle's end.
+    falls_back = step.precision.loss_scale.on_skips != "raise"
+    if falls_back and step.state.cycle.micro > 0:
+        skips_in_a_row = 0
+    raise_or_fall_back(step, halted_cycle, skips_in_a_row)
+
+
+def raise_or_fall_back(step: "TrainStep", halted_cycle: int, skips_in_a_row: int) -> None:
+    """Acts on the counters: the cycle that nonfinite="raise" stopped at (0: none), and skips."""
+    if halted_cycle:
+        error = nonfinite_error(step, step.last_steps.get(halted_cycle, step.state.steps))
+        step.state.halted.zero_()  # the user knows now, and may continue
+        step.device_watch = AsyncHostRead(every_calls=POLL_EVERY_UPDATES)
+        raise error
+    handle_skip_streak(step, skips_in_a_row)
+
+
+def handle_skip_streak(step: "TrainStep", skips_in_a_row: int) -> None:
+    """After max_skips skipped updates in a row: raises, or continues in bf16 or fp32."""
+    loss_scale = step.precision.loss_scale
+    if not loss_scale.is_active or skips_in_a_row < loss_scale.max_skips:
+        return
+    message = (
+        f"step {step.state.steps}, scale {step.state.scale.item():g}: "
+        f"{skips_in_a_row} updates in a row overflowed, in {nonfinite_names(step)}"
+    )
+    fallback = fallback_precision(step.precision)
+    if fallback is None:
+        raise NonFiniteError(
+            f"{message}. A learning rate that diverges does this in any precision: "
+            "try a smaller one first. If gradients are that large, use dtype='bfloat16', 'fp32', "
+            "or on_skips='bf16'."
+        )
+    warnings.warn(
+        f"{message}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=6
+    )
     step.switch(fallback)
 
 
-def check(precision: Precision) -> None:
+def check_fallback(precision: Precision) -> None:
     """Refuses an on_skips that could not be carried out when it is needed."""
-    to = getattr(precision.loss_scale, "on_skips", "raise")
-    if to == "raise":
+    on_skips = precision.loss_scale.on_skips
+    if on_skips == "raise":
         return
     try:
-        other = _fallback(precision, to)
-        same = (other.params, other.rounding) == (precision.params, precision.rounding)
+        fallback = _build_fallback(precision, on_skips)
+        stored_before = (precision.params, precision.rounding)
+        can_switch = (fallback.params, fallback.rounding) == stored_before
     except ValueError:
-        same = False
-    if not same:
-        can = "O1, O2 and O3 can go on in bf16 or fp32"
+        can_switch = False
+    if not can_switch:
         raise ValueError(
-            f"on_skips: expected 'raise' for {precision.name!r}, received {to!r}; {can}"
+            f"on_skips: expected 'raise' for {precision.name!r}, received {on_skips!r}; "
+            "O1, O2 and O3 can go on in bf16 or fp32"
         )
 
 
-def fallen(precision: Precision) -> Precision | None:
-    """What a run in this precision goes on in when skips do not end; None: it raises."""
-    to = getattr(precision.loss_scale, "on_skips", "raise")
-    return None if to == "raise" else _fallback(precision, to)
+def fallback_precision(precision: Precision) -> Precision | None:
+    """The precision that a run continues in when skips do not end; None: it raises."""
+    on_skips = precision.loss_scale.on_skips
+    if on_skips == "raise":
+        return None
+    return _build_fallback(precision, on_skips)
 
 
-def _fallback(precision: Precision, to: str) -> Precision:
-    if to == "fp32":
+def _build_fallback(precision: Precision, on_skips: str) -> Precision:
+    if on_skips == "fp32":
         return Precision("fp32")
     return Precision(
         precision.name,

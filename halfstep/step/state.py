@@ -1,8 +1,12 @@
-"""What decides the next step, in one structure. Its saved form is derived from its fields."""
+"""What decides the next step, what a step reports, and the counted way to read device values.
+
+Saved checkpoints, graph guards and fingerprints take their fields from StepState itself, so a field
+added there is saved, guarded and fingerprinted without another list.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,78 +16,179 @@ from halfstep.precision.loss_scale import ScaleState
 
 @dataclass
 class Cycle:
-    """The open update cycle: gradients so far, their weight, and the buffers as they were when it began."""
+    """The open update cycle: the micro-batches since the last update.
 
-    micro: int = 0
-    grads: list[Tensor | None] = field(default_factory=list)
-    weight: Tensor | None = None
-    nominal: Tensor | None = None
-    loss: Tensor | None = None
-    buffers: list[Tensor] = field(default_factory=list)
+    The names of the fields are keys of saved checkpoints.
+    """
 
-    def drop(self) -> None:
-        """No open cycle; the buffers' storage is kept for the next."""
-        self.micro, self.grads, self.weight, self.nominal, self.loss = 0, [], None, None, None
+    micro: int = 0  # micro-batches so far
+    grads: list[Tensor | None] = field(default_factory=list)  # G: sums, one for each parameter
+    weight: Tensor | None = None  # N: sum of the micro-batches' weights
+    nominal: Tensor | None = None  # number of terms that counts as weight 1
+    loss: Tensor | None = None  # weighted sum of the losses
+    buffers: list[Tensor] = field(default_factory=list)  # as they were when the cycle began
+
+    def close(self) -> None:
+        """No open cycle. The memory of `buffers` is used again by the next one."""
+        self.micro = 0
+        self.grads = []
+        self.weight = None
+        self.nominal = None
+        self.loss = None
 
 
 @dataclass
 class StepState:
-    """Counters, loss scale, averages and the open cycle, beside the network's and the optimizer's own state.
+    """Counters, loss scale, averages and the open cycle.
 
-    `updates` is the schedule position, `streak` the skips in a row, `bad` the parameters whose gradients were
-    non-finite at the last skip, `halted` the cycle at which nonfinite="raise" tripped and after which nothing may move,
-    counted by the Update that ran it (0: none).
+    The network's and the optimizer's own state stand beside it. The names of the fields are keys of
+    saved checkpoints.
     """
 
-    steps: int
-    updates: Tensor
-    skips: Tensor
-    streak: Tensor
-    scale: Tensor
-    growth: Tensor
-    halted: Tensor
-    bad: Tensor
-    ema: list[Tensor]
-    residue: list[Tensor]
+    steps: int  # batches
+    updates: Tensor  # optimizer steps: the position in the learning-rate schedule
+    skips: Tensor  # updates that were skipped for a non-finite gradient
+    streak: Tensor  # skips in a row
+    scale: Tensor  # the loss scale
+    growth: Tensor  # finite updates since the scale last changed
+    halted: Tensor  # cycle at which nonfinite="raise" stopped everything; 0: none
+    bad: Tensor  # for each parameter: was its gradient non-finite at the last skip?
+    ema: list[Tensor]  # moving averages of the weights
+    residue: list[Tensor]  # what Kahan rounding still owes the weights
     cycle: Cycle = field(default_factory=Cycle)
 
     @classmethod
-    def start(cls, device: torch.device, scale: ScaleState, parameters: int) -> "StepState":
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        bad = torch.zeros(parameters, dtype=torch.bool, device=device)
-        updates, skips, streak = (zero.clone() for _ in range(3))
-        return cls(0, updates, skips, streak, scale.scale, scale.growth, zero, bad, [], [])
+    def start(cls, device: torch.device, scale: ScaleState, param_count: int) -> "StepState":
+        """The state before the first step."""
+
+        def counter() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=device)
+
+        return cls(
+            steps=0,
+            updates=counter(),
+            skips=counter(),
+            streak=counter(),
+            scale=scale.scale,
+            growth=scale.growth,
+            halted=counter(),
+            bad=torch.zeros(param_count, dtype=torch.bool, device=device),
+            ema=[],
+            residue=[],
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor outside the open cycle. A graph of a step is stale when one has moved."""
+        tensors: list[Tensor] = []
+        for state_field in fields(self):
+            value = getattr(self, state_field.name)
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif isinstance(value, list):
+                tensors.extend(value)
+        return tensors
 
 
-def save(state: Any) -> Any:
+def state_to_dict(state: Any) -> Any:
     """Plain dicts, lists, numbers and cloned tensors, field by field."""
     if is_dataclass(state) and not isinstance(state, type):
-        return {f.name: save(getattr(state, f.name)) for f in fields(state)}
+        return {f.name: state_to_dict(getattr(state, f.name)) for f in fields(state)}
     if isinstance(state, Tensor):
         return state.detach().clone()
-    return [save(v) for v in state] if isinstance(state, list) else state
+    if isinstance(state, list):
+        return [state_to_dict(value) for value in state]
+    return state
 
 
-def load(state: Any, saved: dict[str, Any], device: torch.device) -> None:
-    """Puts every field of `saved` into `state`; a missing or unknown field is an error."""
+def load_state(state: Any, saved: dict[str, Any], device: torch.device) -> None:
+    """Sets every field of `state` from `saved`. A missing or unknown field is an error."""
     names = [f.name for f in fields(state)]
     if sorted(names) != sorted(saved):
         raise ValueError(
             f"step state: expected the fields {', '.join(names)}; received {', '.join(saved)}"
         )
     for name in names:
-        mine, value = getattr(state, name), saved[name]
-        if is_dataclass(mine):
-            load(mine, value, device)
+        present_value = getattr(state, name)
+        if is_dataclass(present_value):
+            load_state(present_value, saved[name], device)
         else:
-            setattr(state, name, _copy(value, device))
+            setattr(state, name, _copy_to(saved[name], device))
 
 
-def _copy(value: Any, device: torch.device) -> Any:
+def _copy_to(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device, copy=True)
-    return (
-        [_copy(v, device) for v in value]
-        if isinstance(value, Sequence) and not isinstance(value, str)
-        else value
-    )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_copy_to(item, device) for item in value]
+    return value
+
+
+class Record(NamedTuple):
+    """What one step reports, as device tensors: reading one is up to the caller, and waits.
+
+    `loss` is this batch's, `cycle_loss` the weighted mean of the open cycle: on a step that updates,
+    the loss of the full batch. `scale` is the one this step used. `skipped`: the update was dropped
+    for a non-finite gradient. `updated`: the weights moved. `lr` has one entry for each parameter
+    group when there are several. `grad_norm` is taken after unscaling and before clipping; it is 0
+    on steps that do not end a cycle. `fingerprint` is 0 unless this step recorded one.
+    """
+
+    loss: Tensor
+    cycle_loss: Tensor
+    lr: Tensor
+    scale: Tensor
+    skipped: Tensor
+    grad_norm: Tensor
+    updated: Tensor
+    fingerprint: Tensor
+
+
+# A record as one row of float64 numbers: these fields in this order, then the learning rates, one
+# for each parameter group. The fingerprint, 64 bits of integer, does not fit and goes beside it.
+ROW_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
+
+
+class RecordTarget(Protocol):
+    """A table of rows on the device, and the number of the next row, [1], on the device too."""
+
+    @property
+    def table(self) -> Tensor: ...
+
+    @property
+    def next_row(self) -> Tensor: ...
+
+
+class UpdateResult(NamedTuple):
+    """What became of an update: the cycle's loss, the values it used, and whether it happened.
+
+    The wide dtypes stand first, so that the tensors can be packed into bytes without gaps.
+    """
+
+    lr: Tensor
+    loss: Tensor
+    norm: Tensor
+    scale: Tensor
+    skipped: Tensor
+    updated: Tensor
+    record_written: bool = False  # the row is in the RecordTarget already
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.lr, self.loss, self.norm, self.scale, self.skipped, self.updated)
+
+
+class HostReads:
+    """The one way in which a step reads device values. Each read waits, and is counted."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def read(self, value: Tensor) -> float:
+        """A device value as a number."""
+        self.reads += 1
+        return value.item()
+
+    def read_all(self, values: Tensor) -> list[float]:
+        """A small device vector as numbers: one wait."""
+        self.reads += 1
+        numbers: list[float] = values.tolist()
+        return numbers

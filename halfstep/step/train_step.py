@@ -1,4 +1,9 @@
-"""One training step as a value: forward, backward, unscale, check, clip, update — or, on overflow, no step at all."""
+"""TrainStep: one training step as a value.
+
+Forward, backward, unscale, check, clip, update; or, on overflow, no step at all. The two halves
+stand in files of their own and read like the formula: accumulate.py (one micro-batch) and update.py
+(the end of a cycle). This file wires them together.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -8,47 +13,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.precision import Applied, NoScale, Precision
-from halfstep.precision.backend_flags import backend, check_deterministic
-from halfstep.precision.low_params__rounding import Widened
-from halfstep.step import (
-    commit__ema as ema,
-)
-from halfstep.step import (
-    optimizer as optim,
-)
-from halfstep.step import (
-    options__checks as checks,
-)
-from halfstep.step import (
-    overflow as trouble,
-)
-from halfstep.step import (
-    state_dict as inspect,
-)
+from halfstep.precision import Applied, Precision
+from halfstep.precision.backend_flags import set_backend_flags, check_deterministic
+from halfstep.precision.low_params import Fp32Update
+from halfstep.step import overflow
 from halfstep.step.accumulate import Accumulate
-from halfstep.step.commit import Commit
-from halfstep.step.commit__select import Buffers
+from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
-from halfstep.step.fast import channels_last as layout
-from halfstep.step.fast import compiled_forward as compiled
-from halfstep.step.fast.update_graph import Replay
-from halfstep.step.fingerprint import combine
+from halfstep.step.fingerprint import combine, fingerprints
 from halfstep.step.objective import Objective, to_device
-from halfstep.step.optimizer__rates import Rates
-from halfstep.step.options import StepOptions
-from halfstep.step.state import StepState
-from halfstep.step.state__host import Host
-from halfstep.step.state__record import Record, UpdateResult
+from halfstep.step.optimizer import (
+    LearningRates,
+    OptimizerGuard,
+    check_optimizer,
+    classify_optimizer,
+)
+from halfstep.step.options import (
+    NonFinite,
+    StepOptions,
+    check_cycle,
+    check_optimizer_precision,
+    check_switch,
+    find_device,
+    find_parameters,
+    where_to_decide,
+)
+from halfstep.step.plain_paths import Paths, PlainPaths
+from halfstep.step.rollback import Buffers
+from halfstep.step.state import HostReads, Record, StepState, UpdateResult
+from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
+from halfstep.step.step_report import Report, report_step
 from halfstep.step.update import Update
-from halfstep.utils.device_values import Watch
+from halfstep.utils.device_values import AsyncHostRead
+
+MAX_REMEMBERED_CYCLES = 1 << 14  # how far back a device that stopped can say at which step it was
+
+
+def choose_paths() -> Paths:
+    """The fast form of each path where the folder step/fast is there, else the plain one."""
+    try:
+        from halfstep.step.fast import FastPaths
+    except ImportError:
+        return PlainPaths()
+    return FastPaths()
 
 
 class TrainStep:
-    """`record = step(*batch)`: one batch of one update cycle, as one transaction over network and optimizer.
+    """`record = step(*batch)`: one batch of one update cycle, as one transaction.
 
-    The loss is `loss(net(*inputs), target)`, the network's own when `loss` is None, or whatever `forward=` says.
-    Options are those of StepOptions.
+    The loss is `loss(net(*inputs), target)`, the network's own when `loss` is None, or whatever
+    `forward=` says. Options are those of StepOptions.
     """
 
     def __init__(
@@ -60,255 +74,326 @@ class TrainStep:
         precision: str | Precision = "fp32",
         **options: Any,
     ) -> None:
+        # Check everything that can be refused.
         self.options = StepOptions.parse(options)
-        optim.check(optimizer)
-        self.net, self.optimizer = net, optimizer
-        self.names, self.params = checks.parameters(net, loss, optimizer)
-        self.device = checks.device_of(net, self.params)
+        check_optimizer(optimizer)
+        self.net = net
+        self.optimizer = optimizer
+        self.names, self.params = find_parameters(net, loss, optimizer)
+        self.device = find_device(net, self.params)
         if self.options.deterministic:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
-        self.notices = checks.cycle(self.objective, net, self.options.accumulate)
-        self.host, self.watch, self.buffers = Host(), Watch(every_calls=16), Buffers(net, loss)
-        self.kind = optim.classify(optimizer, tensor_lr=self.options.lr is not None)
-        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
-        self.rates = Rates(
-            optimizer, self.options.lr, self.device, self.host, tensors=self.kind != "host"
+        self.notices = check_cycle(self.objective, net, self.options.accumulate)
+
+        # Host reads, buffers to roll back, learning rates.
+        self.host_reads = HostReads()
+        self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+        self.buffers = Buffers(net, loss)
+        self._classify_optimizer(tensor_lr=self.options.lr is not None)
+        self._params_with_state: set[int] = set()  # moved by a committed update
+        self._optimizer_guard = OptimizerGuard(optimizer)
+        self._requested_nonfinite = self.options.nonfinite
+        self._holds_averages = False
+        self._ema_buffers: list[Tensor] = []
+
+        # Paths: compiled or not, channels-last or not.
+        precision = Precision.parse(precision)
+        overflow.check_fallback(precision)
+        self._paths = choose_paths()
+        self.compiled = self._paths.forward_path(
+            self.objective,
+            self.options.compile,
+            self.device,
+            deterministic=self.options.deterministic,
         )
-        self._moved: set[int] = (
-            set()
-        )  # parameters that a committed update has moved, so that their state exists
-        self._given = optim.Given(optimizer)
-        self._wish, self._averaged, self._room = self.options.nonfinite, False, list[Tensor]()
-        trouble.check(Precision.parse(precision))
-        wish, kept = self.options.compile, self.options.deterministic
-        self.compiled = compiled.Compiled(self.objective, wish, self.device, deterministic=kept)
-        self.layout = layout.Layout(
-            net, optimizer, self.options.channels_last, Precision.parse(precision), self.device
+        self.channels_last = self._paths.memory_format(
+            net, optimizer, self.options.channels_last, precision, self.device
         )
-        self._apply(Precision.parse(precision))
-        self.state = StepState.start(
-            self.device, self.precision.loss_scale.start(self.device), len(self.params)
-        )
-        self.state.ema = ema.start(self.params) if self.options.ema is not None else []
-        self.state.residue = self._widened.residue() if self._widened is not None else []
+
+        # Precision and state.
+        self._set_precision(precision)
+        scale_state = self.precision.loss_scale.start(self.device)
+        self.state = StepState.start(self.device, scale_state, len(self.params))
+        if self.options.ema is not None:
+            self.state.ema = start_averages(self.params)
+        if self._fp32_update is not None:
+            self.state.residue = self._fp32_update.new_residues()
+
+        # Constants on the device, so that no step has to copy them there.
         self._zero = torch.zeros((), device=self.device)
-        self._no, self._no_print = self._zero.bool(), self._zero.long()
+        self._false = self._zero.bool()
+        self._no_fingerprint = self._zero.long()
 
     def __call__(self, *batch: Any) -> Record:
-        """Runs one batch; every `accumulate` batches the gradients become one update. Nothing waits for the device."""
-        self._check_weights()
-        with backend(self.precision, self.device, **self.options.kernels):
-            loss = self.accumulator(self.state, self.layout.inputs(to_device(batch, self.device)))
+        """Runs one batch; every `accumulate` batches become one update. Waits for nothing."""
+        self._check_usable()
+        with set_backend_flags(self.precision, self.device, **self._backend_flags):
+            batch = self.channels_last.convert_batch(to_device(batch, self.device))
+            loss = self.accumulator(self.state, batch)
             self.state.steps += 1
-            open_still = self.state.cycle.micro < self.options.accumulate
-            return self._printed(self.during(loss) if open_still else self._end(loss))
+            if self.state.cycle.micro < self.options.accumulate:
+                record = self.record_open_cycle(loss)
+            else:
+                record = self._end_cycle(loss)
+            return self._with_fingerprint(record)
 
     def flush(self) -> Record | None:
-        """Ends the open cycle: a tail shorter than `accumulate` is an update of its own, weighted by what it holds."""
-        self._check_weights()
+        """Ends the open cycle: a short tail is an update of its own, weighted by what it holds."""
+        self._check_usable()
         if self.state.cycle.micro == 0:
             return None
-        with backend(self.precision, self.device, **self.options.kernels):
-            return self._printed(self._end(self.accumulator.zero_loss))
+        with set_backend_flags(self.precision, self.device, **self._backend_flags):
+            record = self._end_cycle(self.accumulator.zero_loss)
+            return self._with_fingerprint(record)
 
     def check(self) -> None:
-        """Waits for the device and raises what it has run into: for decide="device", where steps do not wait."""
-        trouble.heed(
-            self, int(self.host.read(self.state.halted)), int(self.host.read(self.state.streak))
-        )
+        """Waits for the device and raises what it has run into.
+
+        For decide="device", where steps do not wait.
+        """
+        halted_cycle = int(self.host_reads.read(self.state.halted))
+        skips_in_a_row = int(self.host_reads.read(self.state.streak))
+        overflow.raise_or_fall_back(self, halted_cycle, skips_in_a_row)
 
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
         return EvalStep(
-            self.net, self.objective.loss, precision=self.precision, forward=self.options.forward,
-            count=self.options.count, _applied=lambda: self.applied, _benchmark=self.options.benchmark,
-        )  # fmt: skip
+            self.net,
+            self.objective.loss,
+            precision=self.precision,
+            forward=self.options.forward,
+            count=self.options.count,
+            _applied=lambda: self.applied,
+            _benchmark=self.options.measures_algorithms,
+        )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the network holds the moving average of its weights, to evaluate; afterwards its weights again."""
-        self._check_weights()
+        """Inside, the network holds the moving average of its weights, to evaluate."""
+        self._check_usable()
         if not self.state.ema:
             raise ValueError("averaged: this step keeps no moving average; build it with ema=0.999")
-        self._averaged = True
+        self._holds_averages = True
         try:
-            with ema.averages_as_weights(self.params, self.state.ema, self._room):
+            with averages_as_weights(self.params, self.state.ema, self._ema_buffers):
                 yield
         finally:
-            self._averaged = False
+            self._holds_averages = False
 
     def switch(self, precision: str | Precision) -> None:
-        """Goes on in another precision: same weights, same optimizer state, a fresh loss scale."""
-        self._check_weights()
-        new = Precision.parse(precision)
-        checks.switch(self.precision, new, self.state.cycle.micro)
-        self._apply(new)
-        self.state.scale, self.state.growth = new.loss_scale.start(self.device)
+        """Continues in another precision: same weights and optimizer state, a fresh loss scale."""
+        self._check_usable()
+        precision = Precision.parse(precision)
+        check_switch(self.precision, precision, self.state.cycle.micro)
+        self._set_precision(precision)
+        scale_state = precision.loss_scale.start(self.device)
+        self.state.scale = scale_state.scale
+        self.state.growth = scale_state.growth
 
-    def set_rates(self, table: Tensor) -> None:
-        """Another table of learning rates, where the step was built with one or with none; positions stay."""
-        self.kind = optim.classify(self.optimizer, tensor_lr=True)
-        self._decides = checks.decide(self.options.decide, self.kind, self.device) == "device"
+    def set_learning_rates(self, table: Tensor) -> None:
+        """Replaces the table of learning rates, or gives one; the position in it stays."""
         self.options = replace(self.options, lr=table)
-        self.rates = Rates(
-            self.optimizer, table, self.device, self.host, tensors=self.kind != "host"
-        )
-        self._apply(self.precision)
+        self._classify_optimizer(tensor_lr=True)
+        self._set_precision(self.precision)
 
-    def report(self) -> inspect.Report:
-        """The dtypes really used, module by module, and every choice made for the user; print it."""
-        return inspect.report(self)
+    def report(self) -> Report:
+        """The dtypes really used, module by module, and every choice made for the user."""
+        return report_step(self)
 
     def fingerprints(self) -> dict[str, Tensor]:
         """A 64-bit fingerprint of each tensor that decides the next step, by name."""
-        return inspect.fingerprints(self)
+        return fingerprints(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides the next step, as plain dicts, numbers and tensors; torch's random state is the caller's."""
-        self._check_weights()
-        return inspect.save_step(self)
+        """What decides the next step, as plain dicts, numbers and tensors.
+
+        torch's random state is the caller's to save.
+        """
+        self._check_usable()
+        return step_to_dict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continues exactly where `saved` was taken, inside a cycle too; restore torch's random state beside it."""
-        self._check_weights()
-        inspect.load_step(self, saved)
+        """Continues exactly where `saved` was taken, inside a cycle too.
 
-    def load_optimizer(self, saved: dict[str, Any]) -> None:
-        """The optimizer's state, unrounded: torch would cast it to its parameter's dtype."""
-        with self._widened.as_wide() if self._widened is not None else nullcontext():
-            self.optimizer.load_state_dict(saved)
-        self.layout.follow(self.optimizer)
+        torch's random state is the caller's to restore.
+        """
+        self._check_usable()
+        load_step(self, saved)
 
-    def _apply(self, precision: Precision) -> None:
-        """Puts the network under a precision and builds the two halves of the step for it."""
-        scaled = not isinstance(precision.loss_scale, NoScale)
-        self.precision = precision
-        self.options = replace(
-            self.options, nonfinite=self._wish or ("skip" if scaled else "raise")
-        )
-        checks.kernel(self.optimizer, precision, self.device)
-        self.applied = Applied(self.net, precision, self.device)
-        self._widened = (
-            Widened(self.params, precision.rounding) if precision.rounding != "nearest" else None
-        )
-        if self.optimizer.state and (self.applied.converted or self._widened is not None):
-            self.load_optimizer(
-                self.optimizer.state_dict()
-            )  # torch casts state to its parameter's dtype
-        commit = Commit(
+    # What a new precision, table of rates or saved state changes in the parts of the step.
+
+    def _classify_optimizer(self, *, tensor_lr: bool) -> None:
+        """Decides how this optimizer can skip, where that is decided, and its learning rates."""
+        self.optimizer_kind = classify_optimizer(self.optimizer, tensor_lr=tensor_lr)
+        decider = where_to_decide(self.options.decide, self.optimizer_kind, self.device)
+        self._decides_on_device = decider == "device"
+        self.learning_rates = LearningRates(
             self.optimizer,
-            self.kind,
-            self.params,
-            self.buffers,
-            self.rates,
-            self.options.ema,
-            self._widened,
+            self.options.lr,
+            self.device,
+            self.host_reads,
+            as_tensors=self.optimizer_kind != "host",
         )
+
+    def _set_precision(self, precision: Precision) -> None:
+        """Puts the network under a precision and builds the two halves of the step for it."""
+        self.precision = precision
+        default_nonfinite: NonFinite = "skip" if precision.loss_scale.is_active else "raise"
+        self.options = replace(
+            self.options, nonfinite=self._requested_nonfinite or default_nonfinite
+        )
+        self._backend_flags = self.options.backend_flags
+        check_optimizer_precision(self.optimizer, precision, self.device)
+        self.applied = Applied(self.net, precision, self.device)
+        self._fp32_update: Fp32Update | None = None
+        if precision.rounding != "nearest":
+            self._fp32_update = Fp32Update(self.params, precision.rounding)
+
+        # torch casts optimizer state to its parameter's dtype when it loads it.
+        params_changed = self.applied.converted_names or self._fp32_update is not None
+        if self.optimizer.state and params_changed:
+            self.load_optimizer_state(self.optimizer.state_dict())
+
         self.accumulator = Accumulate(
-            self.objective, self.applied, self.params, self.options, self.buffers
+            objective=self.objective,
+            forward_path=self.compiled,
+            applied=self.applied,
+            params=self.params,
+            options=self.options,
+            buffers=self.buffers,
         )
-        objective = self.objective
+        commit = Commit(
+            optimizer=self.optimizer,
+            optimizer_kind=self.optimizer_kind,
+            params=self.params,
+            buffers=self.buffers,
+            learning_rates=self.learning_rates,
+            ema_decay=self.options.ema,
+            fp32_update=self._fp32_update,
+        )
         self.update = Update(
             self.params,
             precision,
             self.options,
             commit,
-            self.host,
-            is_sum=objective.is_sum,
-            ignores_targets=objective.ignores_targets,
+            self.host_reads,
+            is_sum=self.objective.is_sum,
+            ignores_targets=self.objective.ignores_targets,
         )
-        self._replay = Replay(self.update)
-        self.tries = 0
-        self.ends: dict[
-            int, int
-        ] = {}  # cycle → its last step, of late: the device tells where it stopped
+        self._update_on_device = self._paths.device_update(self.update)
 
-    def during(self, loss: Tensor) -> Record:
+        # Cycles are counted by the Update that ran them: a device that stopped says at which one.
+        self.cycles_ended = 0
+        self.last_steps: dict[int, int] = {}  # cycle → its last step
+
+    def load_optimizer_state(self, saved: dict[str, Any]) -> None:
+        """Loads the optimizer's state unrounded: torch would cast it to its parameter's dtype."""
+        with (
+            nullcontext()
+            if self._fp32_update is None
+            else self._fp32_update.fp32_params_for_loading()
+        ):
+            self.optimizer.load_state_dict(saved)
+        self.channels_last.match_optimizer_state(self.optimizer)
+
+    def after_load(self) -> None:
+        """Forgets what was known of the state before a load."""
+        self._params_with_state.clear()
+        self.channels_last.match_step_state(self.state, self.optimizer, self.params)
+        self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+
+    # The end of a batch and of a cycle. Captured steps use these too.
+
+    def record_open_cycle(self, loss: Tensor) -> Record:
         """The record of a batch that does not end its cycle."""
         cycle = self.state.cycle
         assert cycle.loss is not None
         assert cycle.weight is not None
-        mean = (cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)).to(
-            self.precision.output
-        )
-        scale = self.state.scale.clone()
+        mean_loss = cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)
         return Record(
-            loss, mean, self.rates.current(), scale, self._no, self._zero, self._no, self._no_print
+            loss=loss,
+            cycle_loss=mean_loss.to(self.precision.output),
+            lr=self.learning_rates.current(),
+            scale=self.state.scale.clone(),
+            skipped=self._false,
+            grad_norm=self._zero,
+            updated=self._false,
+            fingerprint=self._no_fingerprint,
         )
 
-    def ended(self, loss: Tensor, outcome: UpdateResult) -> Record:
+    def record_update(self, loss: Tensor, result: UpdateResult) -> Record:
         """The record of a batch that ends its cycle, by what became of the update."""
-        own = loss if self.options.accumulate > 1 else outcome.loss
-        rest = (
-            outcome.loss,
-            outcome.lr,
-            outcome.scale,
-            outcome.skipped,
-            outcome.norm,
-            outcome.updated,
+        batch_loss = loss if self.options.accumulate > 1 else result.loss
+        return Record(
+            loss=batch_loss,
+            cycle_loss=result.loss,
+            lr=result.lr,
+            scale=result.scale,
+            skipped=result.skipped,
+            grad_norm=result.norm,
+            updated=result.updated,
+            fingerprint=self._no_fingerprint,
         )
-        return Record(own, *rest, self._no_print)
 
-    def _end(self, loss: Tensor) -> Record:
-        """The update that ends a cycle, by the device where it can, and its record."""
-        cycle, state = self.state.cycle, self.state
-        live = [i for i, g in enumerate(cycle.grads) if g is not None]
-        if self.on_device and self.settled(cycle.grads, live):
-            outcome = self._replay(state, live)
+    def _end_cycle(self, loss: Tensor) -> Record:
+        """The update that ends a cycle, decided by the device where it can, and its record."""
+        state = self.state
+        grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
+        can_decide = self.decides_on_device
+        if can_decide and self.has_optimizer_state(state.cycle.grads, grad_indices):
+            result = self._update_on_device(state, grad_indices)
         else:
-            outcome = self.update.on_host(state, live)
-            if outcome.updated is self.update.true:
-                self._moved.update(live)
-        self.tried()
-        cycle.drop()
-        trouble.look(self, outcome)
-        return self.ended(loss, outcome)
+            result = self.update.on_host(state, grad_indices)
+            if result.updated is self.update.true:
+                self._params_with_state.update(grad_indices)
+        self.count_cycle()
+        state.cycle.close()
+        overflow.check_after_update(self, result)
+        return self.record_update(loss, result)
 
-    def tried(self) -> None:
-        """One more cycle is over: the device tells by this number where it stopped."""
-        self.tries += 1
-        self.ends[self.tries] = self.state.steps
-        self.ends.pop(self.tries - (1 << 14), None)
-
-    def forget(self) -> None:
-        """After a load: what was known of the state before it no longer holds."""
-        self._moved.clear()
-        self.layout.settle(self)
-        self.watch = Watch(every_calls=16)
-
-    def _check_weights(self) -> None:
-        if self._averaged:
-            raise ValueError(
-                "step: inside averaged() the network holds averages, to evaluate; leave the block first"
-            )
-        self._given.check()
+    def count_cycle(self) -> None:
+        """Notes that one more cycle has ended, and at which step."""
+        self.cycles_ended += 1
+        self.last_steps[self.cycles_ended] = self.state.steps
+        self.last_steps.pop(self.cycles_ended - MAX_REMEMBERED_CYCLES, None)
 
     @property
-    def on_device(self) -> bool:
-        """Whether the device decides updates: by code that can be replayed, or that is part of a program."""
-        return self._decides or self.compiled.inside
+    def decides_on_device(self) -> bool:
+        """Whether the device decides updates: alone, or as part of a compiled program."""
+        return self._decides_on_device or self.compiled.inside_whole_step
 
     @property
-    def ready(self) -> bool:
-        """Whether it may by now: an update has gone through, so that optimizer state exists."""
-        return self.on_device and bool(self._moved)
+    def ready_for_capture(self) -> bool:
+        """Whether an update has been committed, so that optimizer state exists."""
+        return self.decides_on_device and bool(self._params_with_state)
 
-    def settled(self, grads: list[Tensor | None], live: list[int]) -> bool:
-        """Whether the device may decide: every parameter has moved before, and no gradient is sparse."""
-        if self._given.switched():
-            self._moved.clear()
-        dense = not any(g is not None and g.is_sparse for g in grads)
-        return bool(live) and dense and self._moved.issuperset(live)
+    def has_optimizer_state(self, grads: list[Tensor | None], grad_indices: list[int]) -> bool:
+        """Whether the device may decide: each parameter has moved before, no gradient is sparse."""
+        if self._optimizer_guard.settings_switched():
+            self._params_with_state.clear()
+        has_sparse = any(grad is not None and grad.is_sparse for grad in grads)
+        all_moved = self._params_with_state.issuperset(grad_indices)
+        return bool(grad_indices) and not has_sparse and all_moved
 
-    def _printed(self, record: Record) -> Record:
-        every = self.options.fingerprint_every
-        return (
-            record._replace(fingerprint=self.print())
-            if every and self.state.steps % every == 0
-            else record
-        )
+    def extra_tensors(self) -> dict[str, Tensor]:
+        """Tensors that decide the next step and are not in the network's state_dict, by name."""
+        return find_extra_tensors(self)
 
-    def print(self) -> Tensor:
+    def state_fingerprint(self) -> Tensor:
         """One fingerprint of the whole state."""
         return combine(self.fingerprints().values())
+
+    def _with_fingerprint(self, record: Record) -> Record:
+        every_steps = self.options.fingerprint_every
+        if every_steps and self.state.steps % every_steps == 0:
+            return record._replace(fingerprint=self.state_fingerprint())
+        return record
+
+    def _check_usable(self) -> None:
+        if self._holds_averages:
+            raise ValueError(
+                "step: inside averaged() the network holds averages, to evaluate; "
+                "leave the block first"
+            )
+        self._optimizer_guard.check()

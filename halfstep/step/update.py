@@ -7,27 +7,19 @@ reads nothing: each `if` becomes a flag and a torch.where, so that a CUDA graph 
 """
 
 import math
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.precision import NoScale, Precision
-from halfstep.precision.loss_scale import ScaleState, inverse
+from halfstep.precision import Precision
+from halfstep.precision.loss_scale import ScaleState, inverse_scale
 from halfstep.precision.low_params import widen
 from halfstep.step import gradients
 from halfstep.step.commit import Commit
-from halfstep.step.fast.fused_update__quick_plan import UpdateSignature
 from halfstep.step.options import StepOptions
-from halfstep.step.state import Cycle, StepState
-from halfstep.step.state__host import Host
-from halfstep.step.state__record import RecordTarget, UpdateResult
-
-if TYPE_CHECKING:
-    from halfstep.step.fast.fused_update import FusedUpdate
-
-MAX_SIGNATURES = 16  # kinds of updates that are remembered, to load their kernels before a capture
+from halfstep.step.plain_paths import FusedPath
+from halfstep.step.state import Cycle, HostReads, RecordTarget, StepState, UpdateResult
 
 
 class UnscaledGrads(NamedTuple):
@@ -50,7 +42,7 @@ class Update:
         precision: Precision,
         options: StepOptions,
         commit: Commit,
-        host: Host,
+        host_reads: HostReads,
         *,
         is_sum: bool,
         ignores_targets: bool,
@@ -58,14 +50,14 @@ class Update:
         self.params = params
         self.options = options
         self.commit = commit
-        self.host = host
+        self.host_reads = host_reads
         self.loss_scale = precision.loss_scale
         self.loss_dtype = precision.output
         self.ignores_targets = ignores_targets  # a loss that is 0/0 when it ignores every target
 
         self.accumulates = options.accumulate > 1
         self.averages = self.accumulates and not is_sum
-        self.scales_loss = not isinstance(self.loss_scale, NoScale)
+        self.scales_loss = self.loss_scale.is_active
         self.clips = bool(options.clip_norm or options.clip_value)
         self.edits_grads = self.scales_loss or self.accumulates or self.clips
         self.wide_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
@@ -81,14 +73,14 @@ class Update:
         # Cycles that have ended, updated or not: nonfinite="raise" notes which one it stopped at.
         self.cycles_ended = torch.zeros((), dtype=torch.int64, device=self.device)
 
-        # For captured steps: where a fused kernel may write the record, and updates met so far.
-        self.record_target: RecordTarget | None = None
+        # on_device in few kernels, for captured steps; None without the folder step/fast.
+        self.fused_update: FusedPath | None = None
         self._use_fused_kernels = False
-        self._signatures: set[UpdateSignature] = set()
 
     def on_host(self, state: StepState, grad_indices: list[int]) -> UpdateResult:
         """Ends the cycle, decided by the host: one read of the flag, one of N where it may be 0."""
-        self._remember_signature(state.cycle, grad_indices)
+        if self.fused_update is not None:
+            self.fused_update.remember(state.cycle, grad_indices)
 
         # Unscale, average, check.
         on_cpu = self.device.type == "cpu"
@@ -98,12 +90,12 @@ class Update:
 
         # Decide. A cycle without terms is held back: it is neither an update nor a skip.
         hold = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
-        overflow = not hold and self.host.read(grads.overflow) != 0
+        overflow = not hold and self.host_reads.read(grads.overflow) != 0
         skipped = overflow
         updated = not (overflow or hold)
 
         # Clip and commit, or roll back.
-        self.commit.rates.set(state.updates)
+        self.commit.learning_rates.set(state.updates)
         if updated:
             self._clip(grads)
             self.commit.step(state, self._optimizer_grads(grads))
@@ -129,7 +121,7 @@ class Update:
             state.growth.copy_(next_state.growth)
 
         return UpdateResult(
-            lr=self.commit.rates.current(),
+            lr=self.commit.learning_rates.current(),
             loss=self._cycle_loss(state.cycle, self.true if hold else None),
             norm=grads.total_norm,
             scale=scale_used,
@@ -137,11 +129,20 @@ class Update:
             updated=self.true if updated else self.false,
         )
 
-    def on_device(self, state: StepState, grad_indices: list[int]) -> UpdateResult:
-        """Ends the cycle, decided by the device: on_host with flags, without a host read."""
-        self._remember_signature(state.cycle, grad_indices)
-        if self.use_fused_kernels and self._fused_update.fits(state, grad_indices):
-            return self._fused_update(state, grad_indices)
+    def on_device(
+        self,
+        state: StepState,
+        grad_indices: list[int],
+        record_target: RecordTarget | None = None,
+    ) -> UpdateResult:
+        """Ends the cycle, decided by the device: on_host with flags, without a host read.
+
+        The fused kernels also write the record, into `record_target`; the result says if they did.
+        """
+        if self.fused_update is not None:
+            self.fused_update.remember(state.cycle, grad_indices)
+            if self.use_fused_kernels and self.fused_update.fits(state, grad_indices):
+                return self.fused_update(state, grad_indices, record_target)
 
         # Unscale, average, check.
         grads = self._unscale_and_check(state, grad_indices, reads_are_free=False)
@@ -160,7 +161,7 @@ class Update:
         updated = ~roll_back
 
         # Clip and commit, or roll back.
-        self.commit.rates.set(state.updates)
+        self.commit.learning_rates.set(state.updates)
         self._clip(grads)
         self.commit.step_unless(roll_back, state, self._optimizer_grads(grads))
 
@@ -182,7 +183,7 @@ class Update:
             state.growth.copy_(torch.where(hold, state.growth, next_state.growth))
 
         return UpdateResult(
-            lr=self.commit.rates.current(),
+            lr=self.commit.learning_rates.current(),
             loss=self._cycle_loss(state.cycle, empty),
             norm=grads.total_norm,
             scale=scale_used,
@@ -204,7 +205,7 @@ class Update:
         # Unscale. The kernel checks in the same pass; times 1, it only checks.
         overflow = None
         if self.scales_loss:
-            overflow = gradients.unscale_(values, inverse(state.scale))
+            overflow = gradients.unscale_(values, inverse_scale(state.scale))
         elif self.options.nonfinite != "ignore" and not reads_are_free:
             overflow = gradients.unscale_(values, self.one)
 
@@ -289,7 +290,7 @@ class Update:
         if cycle.weight is None and self.device.type == "cpu" and total_norm.item() != 0:
             return False
         empty = self._has_no_terms(cycle, total_norm)
-        return empty is not None and self.host.read(empty) != 0
+        return empty is not None and self.host_reads.read(empty) != 0
 
     def _cycle_loss(self, cycle: Cycle, empty: Tensor | None) -> Tensor:
         """The loss of the whole cycle: the weighted mean of its micro-batches, 0 without terms."""
@@ -312,7 +313,7 @@ class Update:
         no_flags = torch.zeros(len(self.params), dtype=torch.bool, device=self.device)
         return no_flags.index_copy(0, self._index_tensors[key], flags)
 
-    # The fast form of on_device, for captured steps: see quick.py.
+    # The fast form of on_device, for captured steps: see fast/fused_update.py.
 
     @property
     def use_fused_kernels(self) -> bool:
@@ -324,17 +325,5 @@ class Update:
         self._use_fused_kernels = value
         self.commit.step_in_pieces = value
         # A capture must load no code: load the kernels for the updates met so far.
-        if value:
-            for signature in self._signatures:
-                self._fused_update.prepare(signature)
-
-    @cached_property
-    def _fused_update(self) -> "FusedUpdate":
-        from halfstep.step.fast.fused_update import FusedUpdate
-
-        return FusedUpdate(self)
-
-    def _remember_signature(self, cycle: Cycle, grad_indices: list[int]) -> None:
-        is_fused = self.commit.optimizer_kind == "fused"
-        if is_fused and len(self._signatures) < MAX_SIGNATURES:
-            self._signatures.add(UpdateSignature.of(cycle, grad_indices))
+        if value and self.fused_update is not None:
+            self.fused_update.prepare_remembered()

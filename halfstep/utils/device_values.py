@@ -1,36 +1,57 @@
-"""Device values that reach the host without anybody waiting for them."""
+"""Values on a device: reading them on the host without waiting, and what reads them."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+# Operations whose result the host must know: each waits for the device.
+HOST_READ_OPS = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+)
 
-class Watch:
-    """Learns of a device tensor some calls late: a copy to pinned memory and an event, looked at when it is done."""
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being recorded. A torch without CUDA cannot even be asked."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class AsyncHostRead:
+    """Brings the values of a small device tensor to the host some calls later, without a wait.
+
+    The values are copied to pinned memory behind the work already launched. A later call finds the
+    copy complete and returns them.
+    """
 
     def __init__(self, every_calls: int = 1) -> None:
-        self.every, self._turn = every_calls, 0
-        self._landing: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
+        self.every_calls = every_calls
+        self._calls = 0
+        self._pinned: Tensor | None = None
+        self._copy_done: torch.cuda.Event | None = None
 
-    def look(self, value: Callable[[], Tensor], device: torch.device) -> list[int] | None:
-        """The newest values that have arrived, or None when there is no news; on a CPU always the present ones."""
+    def poll(self, value: Callable[[], Tensor], device: torch.device) -> list[int] | None:
+        """The newest values that have arrived, or None. On a CPU always the present values."""
         if device.type != "cuda":
-            return [int(v) for v in value().tolist()]
+            return [int(number) for number in value().tolist()]
         if torch.cuda.is_current_stream_capturing():  # a capture has no values
             return None
-        news = None
-        if self._landing is not None and self._event is not None and self._event.query():
-            news, self._event = [int(v) for v in self._landing.tolist()], None
-        self._turn += 1
-        if self._event is None and self._turn % self.every == 0:
-            self._send(value())
-        return news
 
-    def _send(self, value: Tensor) -> None:
-        if self._landing is None:
-            self._landing = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        self._landing.copy_(value, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+        values = None
+        if self._pinned is not None and self._copy_done is not None and self._copy_done.query():
+            values = [int(number) for number in self._pinned.tolist()]
+            self._copy_done = None
+
+        # One copy at a time, and not at every call: most steps have nothing to report.
+        self._calls += 1
+        if self._copy_done is None and self._calls % self.every_calls == 0:
+            self._start_copy(value())
+        return values
+
+    def _start_copy(self, value: Tensor) -> None:
+        if self._pinned is None:
+            self._pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._pinned.copy_(value, non_blocking=True)
+        self._copy_done = torch.cuda.Event()
+        self._copy_done.record()

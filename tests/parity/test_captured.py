@@ -90,10 +90,10 @@ def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
     torch.manual_seed(7)
     sink = hs.sink(b, batches * 4, every=5)
     if device.type == "cpu":
-        from halfstep.engine.captured.runner import Sunk
+        from halfstep.engine.captured.runner import CapturedRunner
         from halfstep.engine.feed import Feed
 
-        sink.sunk = Sunk.of(b, Feed(batches * 4), direct=True)
+        sink.sunk = CapturedRunner.of(b, Feed(batches * 4), direct=True)
     seen = 0
     for records in sink:
         seen += len(records)

@@ -59,7 +59,7 @@ def switches(name: str) -> list[dict[str, bool]]:
 def variants(*kinds: str) -> list[Any]:
     """Optimizers and implementations that this device classifies as one of `kinds`."""
     every = [(name, flags) for name in OPTIMIZERS for flags in switches(name)]
-    found = [(name, flags) for name, flags in every if build(name, flags).kind in kinds]
+    found = [(name, flags) for name, flags in every if build(name, flags).optimizer_kind in kinds]
     return [
         pytest.param(n, f, id="-".join([n, *(f"{k}={v}" for k, v in f.items())])) for n, f in found
     ]
@@ -90,7 +90,7 @@ def eventful(net: nn.Module, accumulate: int = 1) -> Batches:
 
 @cache
 def takes_tensor_rates(name: str, **flags: bool) -> bool:
-    return build(name, flags, lr=RATES).kind != "host"
+    return build(name, flags, lr=RATES).optimizer_kind != "host"
 
 
 def test_fused_flags_are_seen() -> None:
@@ -108,12 +108,12 @@ def test_fused_flags_are_seen() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if {"capturable": True} in switches(n)])
 def test_capturable_flags_are_seen(name: str) -> None:
-    assert build(name, {"capturable": True}).kind == "capturable"
+    assert build(name, {"capturable": True}).optimizer_kind == "capturable"
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "SparseAdam"])
 def test_optimizers_that_must_read_on_the_host_are_known(name: str) -> None:
-    assert build(name, {}).kind == "host"
+    assert build(name, {}).optimizer_kind == "host"
 
 
 @pytest.mark.parametrize(("name", "flags"), ON_HOST)
@@ -204,7 +204,7 @@ def test_device_decisions_read_nothing_after_the_first_committed_update(
     reads = []
     for x, y in eventful(step.net, accumulate):
         step(x, y)
-        reads.append((step.state.updates.item(), step.host.reads))
+        reads.append((step.state.updates.item(), step.host_reads.reads))
     after = {count for updates, count in reads if updates > 0}
     assert len(after) == 1
 

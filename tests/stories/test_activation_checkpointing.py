@@ -67,5 +67,7 @@ def test_after_backward_no_copy_of_the_forward_is_held() -> None:
         net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
     )
     step(torch.randn(8, 6, device=DEVICE), torch.zeros(8, dtype=torch.int64, device=DEVICE))
-    assert step.applied._last == ()  # their graph would keep gradients on the stream of this step
+    assert (
+        step.applied._forward_copies == ()
+    )  # their graph would keep gradients on the stream of this step
     assert all(p.dtype == torch.float32 for p in net.parameters())

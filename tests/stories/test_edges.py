@@ -116,7 +116,7 @@ class Counting(torch.optim.SGD):
 
 def test_an_optimizer_that_counts_in_python_is_decided_on_the_host() -> None:
     step = build(Counting, nonfinite="skip")
-    assert step.kind == "host"
+    assert step.optimizer_kind == "host"
     step(X, Y)
     step(BAD, Y)
     assert step.optimizer.param_groups[0]["k"] == int(step.state.updates) == 1
@@ -159,7 +159,7 @@ def test_a_halted_device_moves_nothing() -> None:
     step(X, Y)
     before = [p.detach().clone() for p in step.params]
     step.state.halted.fill_(1)
-    step._replay(step.state, halted_cycle(step))
+    step._update_graph(step.state, halted_cycle(step))
     assert all(torch.equal(a, b) for a, b in zip(before, step.params, strict=True))
 
 

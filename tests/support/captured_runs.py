@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.runner import Sunk
-from halfstep.engine.captured.runner__pace import Pace
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.runner import CapturedRunner
+from halfstep.engine.captured.runner__pace import HostThrottle
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
 
@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class Hasty(Pace):
+class Hasty(HostThrottle):
     """Steps that count as short from the first on, so that graphs hold many of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -98,9 +98,9 @@ def sunk(
     """The same through hs.sink; `direct` replays by calling, on devices without graphs. `polished`: as a long run."""
     sink = hs.sink(step, batches, every=every)
     if direct:
-        sink.sunk = Sunk.of(step, Feed(batches), direct=True)
+        sink.sunk = CapturedRunner.of(step, Feed(batches), direct=True)
     if polished:
-        assert isinstance(sink.sunk.program, Program)
+        assert isinstance(sink.sunk.program, StepProgram)
         sink.sunk.program.polish()
         sink.sunk.pace = Hasty(step.device)
     return rows(sink, passes), sink

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
-from halfstep.cuda_graphs.capture__graph import Captured, Graphs
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.programs__own import OwnProgram
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.runner import Sunk
+from halfstep.cuda_graphs.capture__graph import CapturedGraph, GraphCache
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.programs__own import FunctionProgram
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
 from halfstep.utils import rng
@@ -65,12 +65,12 @@ class Recording(TorchDispatchMode):
                     held.detach().copy_(got)
 
 
-class Emulated(Graphs):
+class Emulated(GraphCache):
     @property
     def usable(self) -> bool:
         return not self._stopped
 
-    def capture(self, key: Hashable, body: Callable[[], Any]) -> Captured:
+    def capture(self, key: Hashable, body: Callable[[], Any]) -> CapturedGraph:
         numbers, recording = rng.save(), Recording()
         try:
             with recording:
@@ -79,7 +79,7 @@ class Emulated(Graphs):
             recording.take_back()
             rng.load(numbers)
         self.captures += 1
-        self._held[key] = Captured(recording.replay, result)
+        self._held[key] = CapturedGraph(recording.replay, result)
         return self._held[key]
 
 
@@ -87,12 +87,12 @@ def sinking(
     step: Any, batches: Any, *, every: int = 5, policy: Any = "raise", state: Any = ()
 ) -> Sink:
     """hs.sink with emulated graphs."""
-    sink, ring = hs.sink(step, batches, every=every), Ring(8192, CPU)
+    sink, ring = hs.sink(step, batches, every=every), RecordBuffer(8192, CPU)
     own = not isinstance(step, hs.TrainStep)
     program = (
-        OwnProgram(step, ring, Emulated(CPU), policy, state)
+        FunctionProgram(step, ring, Emulated(CPU), policy, state)
         if own
-        else Program(step, ring, Emulated(CPU), policy)
+        else StepProgram(step, ring, Emulated(CPU), policy)
     )
-    sink.sunk = Sunk(program, Feed(batches))
+    sink.sunk = CapturedRunner(program, Feed(batches))
     return sink

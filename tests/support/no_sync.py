@@ -5,15 +5,15 @@ from contextlib import contextmanager
 
 import torch
 
-from halfstep.cuda_graphs.capture import sync_mode
+from halfstep.cuda_graphs.capture import set_sync_debug_mode
 
 
 @contextmanager
 def no_sync() -> Iterator[None]:
     """Inside, an operation that waits for the device is an error."""
     before = torch.cuda.get_sync_debug_mode()
-    sync_mode("error")
+    set_sync_debug_mode("error")
     try:
         yield
     finally:
-        sync_mode(before)
+        set_sync_debug_mode(before)

@@ -77,7 +77,9 @@ def test_gradients_accumulate_over_several_backwards() -> None:
 
 
 def test_only_attached_tensors_that_y_depends_on_change() -> None:
-    used, unused, stranger = leaf(1.0), leaf(2.0), leaf(3.0)
+    used = leaf(1.0)
+    unused = leaf(2.0)
+    stranger = leaf(3.0)
     unused.grad = kept = torch.tensor([7.0])
     fresh = leaf(4.0)
     gm = GradManager().attach([used, unused, fresh])
@@ -92,7 +94,8 @@ def test_only_attached_tensors_that_y_depends_on_change() -> None:
 
 
 def test_attach_makes_leaves_require_grad_and_freezing_later_is_respected() -> None:
-    w, v = torch.ones(2), torch.ones(2)
+    w = torch.ones(2)
+    v = torch.ones(2)
     gm = GradManager().attach([w, v])
     assert w.requires_grad
     v.requires_grad_(False)
@@ -137,7 +140,8 @@ def test_scalar_dy_is_broadcast_and_cast(dy: Any, dtype: torch.dtype) -> None:
 
 
 def test_full_dy_and_default_ones() -> None:
-    w, dy = leaf(1.0, 2.0, 3.0), torch.tensor([1.0, 0.0, -2.0])
+    w = leaf(1.0, 2.0, 3.0)
+    dy = torch.tensor([1.0, 0.0, -2.0])
     gm = GradManager().attach(w)
     with gm:
         gm.backward(w.square(), dy=dy)
@@ -157,7 +161,9 @@ def test_tensor_scale_that_overflows_y_gives_inf_for_the_scaler_to_see() -> None
 
 
 def test_grad_never_aliases_the_scale() -> None:
-    scale, w, h = torch.tensor(4.0), leaf(1.0).sum().detach(), leaf(1.0).sum()
+    scale = torch.tensor(4.0)
+    w = leaf(1.0).sum().detach()
+    h = leaf(1.0).sum()
     gm = GradManager().attach([w, h], callbacks=lambda t, g: g)
     for y in (w, h):
         with gm:
@@ -180,7 +186,9 @@ def test_a_forward_before_record_counts() -> None:
 
 
 def test_attached_tensors_in_order_each_once() -> None:
-    a, b, c = leaf(1.0), leaf(2.0), leaf(3.0)
+    a = leaf(1.0)
+    b = leaf(2.0)
+    c = leaf(3.0)
     gm = GradManager()
     assert gm.attach([c, a]) is gm
     gm.attach(b).attach(a)
@@ -203,7 +211,8 @@ def test_attached_tensors_are_held_weakly() -> None:
 
 
 def test_attach_while_recording_takes_effect_at_once_for_intermediates_too() -> None:
-    w, x = leaf(2.0), leaf(3.0)
+    w = leaf(2.0)
+    x = leaf(3.0)
     gm = GradManager().attach(w)
     with gm:
         h = w * x
@@ -218,7 +227,8 @@ def test_attach_while_recording_takes_effect_at_once_for_intermediates_too() -> 
 
 
 def test_intermediate_without_another_owner_lives_until_release() -> None:
-    w, seen = leaf(2.0), []
+    w = leaf(2.0)
+    seen = []
     gm = GradManager().attach(w)
 
     def forward() -> Tensor:
@@ -272,7 +282,8 @@ def test_callbacks_chain_in_order_before_accumulation() -> None:
 
 
 def test_a_callback_gets_the_tensor_itself_and_acts_in_this_pass_only() -> None:
-    w, seen = leaf(1.0), []
+    w = leaf(1.0)
+    seen = []
     gm = GradManager().attach(w, callbacks=lambda t, g: seen.append(t) or g)
     with gm:
         gm.backward(w * 2)
@@ -282,7 +293,8 @@ def test_a_callback_gets_the_tensor_itself_and_acts_in_this_pass_only() -> None:
 
 
 def test_hooks_fire_once_per_backward_in_order() -> None:
-    w, events = leaf(1.0), []
+    w = leaf(1.0)
+    events = []
     w.register_post_accumulate_grad_hook(lambda t: events.append(("accumulated", t.grad.item())))
     gm = GradManager().attach(
         w, callbacks=lambda t, g: events.append(("callback", g.item())) or g + 1
@@ -298,7 +310,8 @@ def test_hooks_fire_once_per_backward_in_order() -> None:
 def test_distributed_data_parallel_reduces_each_backward() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        net, reduced = nn.parallel.DistributedDataParallel(nn.Linear(3, 2)), []
+        net = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        reduced = []
 
         def reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             reduced.append(bucket.index())
@@ -332,7 +345,8 @@ def test_a_raising_callback_releases_and_leaves_no_hook_behind() -> None:
 
 
 def test_a_raising_callback_of_an_intermediate_keeps_its_grad() -> None:
-    w, fail = leaf(1.0), []
+    w = leaf(1.0)
+    fail = []
     gm = GradManager()
     with gm:
         h = w * 2
@@ -433,7 +447,8 @@ def test_nothing_attached_or_alive_is_refused() -> None:
 
 def test_y_without_history_is_refused_and_the_advice_works() -> None:
     w = torch.ones(1)
-    y, gm = w * 2, GradManager().attach(w)
+    y = w * 2
+    gm = GradManager().attach(w)
     with torch.no_grad():
         z = w * 2
     for bad in (y, z, (w * 2).detach(), [w * 2, y]):
@@ -504,7 +519,8 @@ def test_number_too_large_for_y_is_refused_and_a_float32_loss_helps() -> None:
 def test_group_backward_is_one_pass_for_all() -> None:
     (a, plain_a), (b, plain_b) = (twins() for _ in range(2))
     passes: list[int] = []
-    gm1, gm2 = GradManager().attach(a.parameters()), GradManager().attach(b.parameters())
+    gm1 = GradManager().attach(a.parameters())
+    gm2 = GradManager().attach(b.parameters())
     x = torch.randn(4, 5)
     with gm1 | gm2 as group:
         assert gm1.recording
@@ -520,8 +536,10 @@ def test_group_backward_is_one_pass_for_all() -> None:
 
 
 def test_members_of_a_recording_group_run_backward_on_one_graph() -> None:
-    w, v = leaf(2.0), leaf(3.0)
-    gm1, gm2 = GradManager().attach(w), GradManager().attach(v)
+    w = leaf(2.0)
+    v = leaf(3.0)
+    gm1 = GradManager().attach(w)
+    gm2 = GradManager().attach(v)
     with gm1 | gm2:
         y = (w * v).exp()
         gm1.backward(y)
@@ -533,7 +551,8 @@ def test_members_of_a_recording_group_run_backward_on_one_graph() -> None:
 
 
 def test_a_tensor_in_two_managers_gets_one_gradient_through_both_chains() -> None:
-    w, v = leaf(1.0), leaf(1.0)
+    w = leaf(1.0)
+    v = leaf(1.0)
     gm1 = GradManager().attach([v, w], callbacks=lambda t, g: g + 1)
     gm2 = GradManager().attach(w, callbacks=lambda t, g: g * 10)
     with gm1 | gm2 as group:
@@ -544,7 +563,9 @@ def test_a_tensor_in_two_managers_gets_one_gradient_through_both_chains() -> Non
 
 
 def test_groups_join_and_hold_each_manager_once() -> None:
-    a, b, c = GradManager(), GradManager(), GradManager()
+    a = GradManager()
+    b = GradManager()
+    c = GradManager()
     for group in (a | b | c, a | (b | c), (a | b) | (b | c), (a | b) | GradManagerGroup(a, c)):
         assert group.managers == (a, b, c)
     with pytest.raises(TypeError, match="unsupported operand"):
@@ -552,7 +573,8 @@ def test_groups_join_and_hold_each_manager_once() -> None:
 
 
 def test_group_records_all_or_none() -> None:
-    gm1, gm2 = GradManager().attach(w := leaf(1.0)), GradManager().attach(v := leaf(1.0))
+    gm1 = GradManager().attach(w := leaf(1.0))
+    gm2 = GradManager().attach(v := leaf(1.0))
     gm2.record()
     with pytest.raises(RuntimeError, match="record\\(\\) twice"):
         (gm1 | gm2).record()
@@ -566,7 +588,8 @@ def test_group_records_all_or_none() -> None:
 
 
 def test_exception_inside_a_group_releases_all() -> None:
-    gm1, gm2 = GradManager(), GradManager()
+    gm1 = GradManager()
+    gm2 = GradManager()
     with pytest.raises(LookupError), gm1 | gm2:
         raise LookupError
     assert not gm1.recording
@@ -582,7 +605,8 @@ def island(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_backward_inside_autocast_keeps_the_dtypes_of_the_forward() -> None:
-    x, w = torch.randn(8, 8), torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(8, 8)
+    w = torch.randn(8, 8, requires_grad=True)
     expected = torch.autograd.grad(island(x, w), w)[0]
     gm = GradManager().attach(w)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -598,7 +622,8 @@ def test_backward_inside_autocast_keeps_the_dtypes_of_the_forward() -> None:
 
 def test_backward_inside_autocast_equals_backward_outside() -> None:
     ours, plain = twins()
-    x, label = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    x = torch.randn(4, 5)
+    label = torch.tensor([0, 1, 2, 0])
     gm = GradManager().attach(ours.parameters())
     with torch.autocast("cpu", dtype=torch.bfloat16), gm:
         gm.backward(F.cross_entropy(ours(x), label))
@@ -626,11 +651,9 @@ def test_other_device_types_pass() -> None:
 
 
 def test_gradients_equal_torch_with_zeros_for_the_unused_and_touch_no_grad() -> None:
-    w, v, unused = (
-        leaf(1.0, 2.0),
-        leaf(3.0, 4.0),
-        torch.ones(2, 3, dtype=torch.float64, requires_grad=True),
-    )
+    w = leaf(1.0, 2.0)
+    v = leaf(3.0, 4.0)
+    unused = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     found = gradients((w * v).exp(), [v, unused, w], dy=2)
     expected = torch.autograd.grad(y := (w * v).exp(), [v, w], torch.full_like(y, 2.0))
     assert all_equal(found, [expected[0], torch.zeros(2, 3, dtype=torch.float64), expected[1]])
@@ -645,7 +668,8 @@ def test_gradients_keep_the_graph_when_asked() -> None:
 
 
 def test_gradients_refuse_the_frozen_and_the_empty() -> None:
-    w, frozen = leaf(1.0), torch.ones(1)
+    w = leaf(1.0)
+    frozen = torch.ones(1)
     for bad, named in (([w, frozen], "a frozen one"), ([], "none")):
         with pytest.raises(ValueError, match=f"received {named}, do pass trainable ones only"):
             gradients(w * frozen, bad)
@@ -661,8 +685,12 @@ def weighted(x: Tensor, y: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sens", [None, 3.0, torch.tensor(3.0), torch.tensor([1.0, -2.0])], ids=str)
 def test_four_forms_equal_torch(sens: Any) -> None:
-    x, y, w, b = torch.randn(2), torch.randn(2), leaf(0.5, 0.7), leaf(1.0, 2.0)
-    x_, y_ = x.clone().requires_grad_(), y.clone().requires_grad_()
+    x = torch.randn(2)
+    y = torch.randn(2)
+    w = leaf(0.5, 0.7)
+    b = leaf(1.0, 2.0)
+    x_ = x.clone().requires_grad_()
+    y_ = y.clone().requires_grad_()
     out = weighted(x_, y_, w, b)
     seed = torch.ones(2) if sens is None else torch.as_tensor(sens).expand(2)
     dx, dy, dw, db = torch.autograd.grad(out, (x_, y_, w, b), seed)
@@ -682,14 +710,17 @@ def test_four_forms_equal_torch(sens: Any) -> None:
 
 
 def test_one_gradient_is_bare_and_several_are_a_tuple() -> None:
-    net, x = make_net(), torch.ones(1, 5)
+    net = make_net()
+    x = torch.ones(1, 5)
     assert isinstance(GradOperation(get_all=True)(net)(x), Tensor)
     assert isinstance(GradOperation(get_by_list=True)(net, net[0].weight)(x), Tensor)
     assert isinstance(GradOperation(get_by_list=True)(net, net.parameters())(x), tuple)
 
 
 def test_unused_and_integer_inputs_get_zeros() -> None:
-    x, unused, label = torch.randn(2, 3), torch.randn(4), torch.tensor([0, 2])
+    x = torch.randn(2, 3)
+    unused = torch.randn(4)
+    label = torch.tensor([0, 2])
     spare = torch.ones(2, 2, requires_grad=True)
     inputs, weights = GradOperation(True, True)(
         lambda x, u, label: F.cross_entropy(x, label), [spare]
@@ -710,7 +741,8 @@ def test_works_under_no_grad_and_can_be_called_again() -> None:
 
 
 def test_modules_work_and_a_generator_of_weights_lasts() -> None:
-    net, x = make_net(), torch.randn(4, 5)
+    net = make_net()
+    x = torch.randn(4, 5)
     grad = GradOperation(get_by_list=True)(net, net.parameters())
     expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
     assert all_equal(grad(x), expected)
@@ -724,8 +756,10 @@ def call(
 
 
 def test_errors_of_grad_operation_and_their_advice() -> None:
-    net, x = make_net(), torch.ones(2, 5)
-    by_list, sens = GradOperation(get_by_list=True), GradOperation(sens_param=True)
+    net = make_net()
+    x = torch.ones(2, 5)
+    by_list = GradOperation(get_by_list=True)
+    sens = GradOperation(sens_param=True)
     with pytest.raises(
         TypeError,
         match=re.escape("a bool for get_all, received Sequential, do GradOperation()(fn)"),
@@ -799,8 +833,11 @@ def test_frozen_weights_are_refused_not_replaced_by_zeros() -> None:
 class LeNet5(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 6, 5, bias=False), nn.Conv2d(6, 16, 5, bias=False)
-        self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+        self.conv1 = nn.Conv2d(1, 6, 5, bias=False)
+        self.conv2 = nn.Conv2d(6, 16, 5, bias=False)
+        self.fc1 = nn.Linear(400, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
@@ -811,7 +848,8 @@ class LeNet5(nn.Module):
 class WithLossCell(nn.Module):
     def __init__(self, network: nn.Module, reduction: str = "mean") -> None:
         super().__init__()
-        self.network, self.reduction = network, reduction
+        self.network = network
+        self.reduction = reduction
 
     def forward(self, data: Tensor, label: Tensor) -> Tensor:
         return F.cross_entropy(self.network(data), label, reduction=self.reduction)
@@ -824,7 +862,9 @@ class TrainOneStepCell(nn.Module):
         self, network: nn.Module, optimizer: torch.optim.Optimizer, sens: float = 1.0
     ) -> None:
         super().__init__()
-        self.network, self.optimizer, self.sens = network, optimizer, sens
+        self.network = network
+        self.optimizer = optimizer
+        self.sens = sens
         self.weights = tuple(network.parameters())
         self.grad = GradOperation(get_by_list=True, sens_param=True)
 
@@ -848,7 +888,8 @@ def test_the_one_step_cell_of_seed_002_equals_a_plain_loop(reduction: str) -> No
     )
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
     for _ in range(3):
-        data, label = torch.randn(32, 1, 32, 32), torch.randint(10, (32,))
+        data = torch.randn(32, 1, 32, 32)
+        label = torch.randint(10, (32,))
         optimizer.zero_grad()
         loss = F.cross_entropy(plain(data), label, reduction=reduction)
         loss.backward(torch.full_like(loss, 2.0))
@@ -860,7 +901,8 @@ def test_the_one_step_cell_of_seed_002_equals_a_plain_loop(reduction: str) -> No
 def test_loss_of_shape_32_takes_a_sens_of_ones() -> None:
     net = nn.Sequential(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     cell = WithLossCell(net, "none")
-    data, label = torch.randn(32, 64, 7, 7), torch.randint(10, (32,))
+    data = torch.randn(32, 64, 7, 7)
+    label = torch.randint(10, (32,))
     assert cell(data, label).shape == (32,)
     ones = GradOperation(get_by_list=True, sens_param=True)(cell, net.parameters())(
         data, label, torch.ones(32)
@@ -881,7 +923,8 @@ def test_the_manual_gear_of_seed_004_equals_a_plain_step(scale: float) -> None:
     ours, plain = twins()
     factor = torch.tensor(scale)
     gm = GradManager().attach(ours.parameters())
-    x, label = torch.randn(4, 5), torch.tensor([0, 1, 2, 0])
+    x = torch.randn(4, 5)
+    label = torch.tensor([0, 1, 2, 0])
     with gm:
         gm.backward(F.cross_entropy(ours(x), label), dy=factor)
     for tensor in gm.attached_tensors():
@@ -894,10 +937,8 @@ def test_the_manual_gear_of_seed_004_equals_a_plain_step(scale: float) -> None:
 @pytest.mark.gpu
 def test_no_host_sync_on_cuda() -> None:
     net = make_net().cuda()
-    gm, x = (
-        GradManager().attach(net.parameters(), callbacks=lambda t, g: g * 2),
-        torch.ones(4, 5, device="cuda"),
-    )
+    gm = GradManager().attach(net.parameters(), callbacks=lambda t, g: g * 2)
+    x = torch.ones(4, 5, device="cuda")
     scale = torch.tensor(16.0, device="cuda")
     grad = GradOperation(get_all=True, get_by_list=True, sens_param=True)(net, net.parameters())
     torch.cuda.set_sync_debug_mode("error")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.losses import CrossEntropy
-from halfstep.step.loss_terms import denominator
+from halfstep.step.loss_terms import loss_terms
 
 C = 5
 EXACT = 1e-13  # float64: at most 60 terms summed in another order
@@ -34,7 +34,8 @@ def written_out(
 ) -> Any:
     """-Σ_c w_c·t_c·log p_c with t = on at the target and off elsewhere; the mean is over Σ w[target]."""
     z = np.moveaxis(logits.double().numpy(), 1, -1).reshape(-1, C)
-    y, w = target.numpy().ravel(), np.ones(C) if weight is None else weight.double().numpy()
+    y = target.numpy().ravel()
+    w = np.ones(C) if weight is None else weight.double().numpy()
     z = z - z.max(1, keepdims=True)
     log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
     kept = y != -100
@@ -97,7 +98,9 @@ def test_the_two_forms_differ_and_meet_at_0() -> None:
 @pytest.mark.parametrize("over", ["all", "others"])
 def test_half_logits_are_computed_in_float32(dtype: torch.dtype, over: Any) -> None:
     logits, target = sample((12,), dtype)
-    logits[0, 1], target[0] = -60.0, 1  # a loss of about 60, beyond what half resolves below 1/32
+    # a loss of about 60, beyond what half resolves below 1/32
+    logits[0, 1] = -60.0
+    target[0] = 1
     loss = CrossEntropy(0.1, smoothing_over=over)
     value = loss(logits, target)
     assert value.dtype == torch.float32
@@ -112,9 +115,8 @@ def test_the_gradient_is_softmax_minus_target() -> None:
     CrossEntropy(0.3, smoothing_over="others")(logits, target).backward()
     aim = torch.full((12, C), 0.3 / (C - 1), dtype=torch.float64).scatter(1, target[:, None], 0.7)
     assert logits.grad is not None
-    assert (
-        logits.grad - (logits.softmax(1) - aim) / 12
-    ).abs().max() < 1e-15  # a few ulp of numbers below 1/12
+    # a few ulp of numbers below 1/12
+    assert (logits.grad - (logits.softmax(1) - aim) / 12).abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.int16])
@@ -134,7 +136,8 @@ def test_probabilities_are_smoothed_as_class_numbers_are() -> None:
 
 
 def test_one_sample_without_a_batch_dimension() -> None:
-    logits, target = torch.randn(C), torch.tensor(2)
+    logits = torch.randn(C)
+    target = torch.tensor(2)
     assert torch.equal(
         CrossEntropy(0.1)(logits, target), F.cross_entropy(logits, target, label_smoothing=0.1)
     )
@@ -192,7 +195,8 @@ def test_it_trains_like_its_torch_twin_bit_for_bit() -> None:
         torch.manual_seed(3)
         net = nn.Linear(3, C)
         step = hs.TrainStep(net, loss, torch.optim.SGD(net.parameters(), lr=0.5))
-        x, y = torch.randn(8, 3), torch.randint(C, (8,))
+        x = torch.randn(8, 3)
+        y = torch.randint(C, (8,))
         for _ in range(5):
             step(x, y)
         return net.weight.detach()
@@ -206,12 +210,14 @@ def test_it_trains_like_its_torch_twin_bit_for_bit() -> None:
 @pytest.mark.parametrize("over", ["all", "others"])
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["plain", "weighted"])
 def test_micro_batches_of_any_size_give_the_full_batch(weight: Tensor | None, over: Any) -> None:
-    x, (_, y) = torch.randn(12, 3, dtype=torch.float64), sample((12,))
+    x = torch.randn(12, 3, dtype=torch.float64)
+    (_, y) = sample((12,))
     y[:3] = -100  # the first micro-batch holds no terms at all
 
     def train(sizes: list[int]) -> tuple[Tensor, Tensor]:
         torch.manual_seed(3)
-        net, loss = nn.Linear(3, C).double(), CrossEntropy(0.2, smoothing_over=over, weight=weight)
+        net = nn.Linear(3, C).double()
+        loss = CrossEntropy(0.2, smoothing_over=over, weight=weight)
         step = hs.TrainStep(
             net,
             loss,
@@ -228,7 +234,7 @@ def test_micro_batches_of_any_size_give_the_full_batch(weight: Tensor | None, ov
 
 
 def test_the_step_knows_what_it_averages() -> None:
-    assert denominator(CrossEntropy(weight=WEIGHT)).weights
+    assert loss_terms(CrossEntropy(weight=WEIGHT)).has_class_weights
     for reduction in ("sum", "none"):
-        terms = denominator(CrossEntropy(reduction=reduction))  # type: ignore[arg-type]
-        assert (terms.known, terms.count) == (True, None)
+        terms = loss_terms(CrossEntropy(reduction=reduction))  # type: ignore[arg-type]
+        assert (terms.is_known, terms.count) == (True, None)

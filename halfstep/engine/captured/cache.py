@@ -5,11 +5,11 @@ from typing import Any
 
 from halfstep.data import Dataset
 from halfstep.engine.captured.eval_runner import Outputs, Scores
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import check
-from halfstep.engine.captured.uncapturable__refusal import obstacle
-from halfstep.engine.captured.verify import Subject
+from halfstep.engine.captured.uncapturable__refusal import why_not_capturable
+from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.evaluate import Labels
 from halfstep.engine.feed import Feed
 from halfstep.metrics import Metrics
@@ -18,7 +18,7 @@ from halfstep.step import EvalStep
 LONG = 40_000  # steps that are worth compiling kernels for before the first of them
 
 
-class Captures:
+class ModelCaptures:
     """Graphs kept from one fit, evaluation or prediction to the next. `wish`: True, False or "auto"."""
 
     def __init__(self, cell: EvalStep, wish: bool | str, verify: int) -> None:
@@ -27,16 +27,16 @@ class Captures:
         if not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify: expected a number of replays to check, or 0, got {verify!r}")
         self.cell, self.device, self.wish, self.verify = cell, cell.device, wish, verify
-        self._sunk: Sunk | None = None
+        self._sunk: CapturedRunner | None = None
         self._scores: Scores | None = None
         self._outputs: Outputs | None = None
         self._near: list[
             tuple[Any, list[int], Dataset]
         ] = []  # plans as given, their versions, and on the device
 
-    def training(self, step: Any, feed: Feed, steps: int | None) -> Sunk | None:
+    def training(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
         """The engine that sinks `step` over `feed` for about `steps` steps; None: it runs eagerly."""
-        why = obstacle(step, self.device)
+        why = why_not_capturable(step, self.device)
         if why and self.wish is True:
             raise ValueError(f"capture=True: this run cannot be captured: {why}")
         if why or not self.wish:
@@ -44,16 +44,18 @@ class Captures:
         mine = self._sunk.program if self._sunk else None
         if (
             self._sunk is None
-            or not isinstance(mine, Program)
+            or not isinstance(mine, StepProgram)
             or mine.step is not step
             or not self._sunk.feeds(feed)
         ):
-            make = partial(Sunk.of, step, on_uncapturable="raise" if self.wish is True else "eager")
-            check(Subject(step), feed, make, self.device, self.verify)
+            make = partial(
+                CapturedRunner.of, step, on_uncapturable="raise" if self.wish is True else "eager"
+            )
+            check(VerifiedStep(step), feed, make, self.device, self.verify)
             self._sunk = make(feed)
         program = self._sunk.program
         long = steps is not None and steps >= LONG and step.options.polish == "auto"
-        if long and isinstance(program, Program) and not program.polished:
+        if long and isinstance(program, StepProgram) and not program.polished:
             program.polish()
         return self._sunk
 
@@ -88,13 +90,13 @@ class Captures:
 
     def describe(self, step: Any) -> str:
         """For report(): how a fit runs."""
-        why = obstacle(step, self.device) or ("capture=False" if not self.wish else "")
+        why = why_not_capturable(step, self.device) or ("capture=False" if not self.wish else "")
         program = self._sunk.program if self._sunk else None
-        if isinstance(program, Program) and program.why:
+        if isinstance(program, StepProgram) and program.why:
             why = program.why
         if why:
             return f"eager, step by step: {why}"
-        if not isinstance(program, Program):
+        if not isinstance(program, StepProgram):
             how = (
                 "captured as CUDA graphs"
                 if self.device.type == "cuda"
@@ -102,7 +104,7 @@ class Captures:
             )
             return f"sunk: {how} when fit begins"
         graphs = program.graphs
-        if graphs.compiles is not None:
+        if graphs.compile_body is not None:
             return f"sunk: programs of the whole step: {len(graphs)} held, {graphs.captures} made"
         return f"sunk: {len(graphs)} CUDA graphs held, {graphs.captures} captured, {program.recaptures} recaptures"
 

@@ -8,13 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.cuda_graphs.capture import generation
-from halfstep.cuda_graphs.capture__graph import Graphs
-from halfstep.cuda_graphs.guards import Filed, of_modules, pointers, put_back, slots
+from halfstep.cuda_graphs.capture import rng_generation
+from halfstep.cuda_graphs.capture__graph import GraphCache
+from halfstep.cuda_graphs.guards import (
+    ContainerTensors,
+    addresses,
+    module_attributes,
+    module_guards,
+    restore_attributes,
+)
 from halfstep.engine.captured import uncapturable as blame
-from halfstep.engine.captured.inputs import LOOSE, ROWS, Resident, Staged, resident
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.runner__pace import Pace
+from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.runner__pace import HostThrottle
 from halfstep.engine.evaluate import Labels, finished
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
@@ -28,19 +34,19 @@ class Forward:
 
     def __init__(self, net: nn.Module, device: torch.device, *, direct: bool = False) -> None:
         self.net, self.device = net, device
-        self.graphs, self.ring = Graphs(device, direct=direct), Ring(ROWS, device)
+        self.graphs, self.ring = GraphCache(device, direct=direct), RecordBuffer(ROWS, device)
         self.inputs: Resident | Staged | None = None
         self._seen: set[Hashable] = set()
         self._held: tuple[Any, ...] = ()
-        self._filed = Filed(net)
+        self._filed = ContainerTensors(net)
 
     def start(self, feed: Feed, *baked: Any) -> Resident | Staged:
         """One pass from its start. `baked`: what graphs hold besides the network."""
-        data = resident(feed, self.device)
+        data = resident_dataset(feed, self.device)
         mine = self.inputs.data if isinstance(self.inputs, Resident) else None
         same = self.inputs is not None and (data and data.plan) is (mine and mine.plan)
-        held = (*baked, generation(self.device), *of_modules(self.net))
-        if not same or held != self._held or (len(self.graphs) and self._filed.moved):
+        held = (*baked, rng_generation(self.device), *module_guards(self.net))
+        if not same or held != self._held or (len(self.graphs) and self._filed.were_replaced):
             self.graphs.clear()
             self._seen.clear()
             self.inputs = (
@@ -60,22 +66,26 @@ class Forward:
         if captured is None and key in self._seen and self.graphs.usable:
             captured = self._capture(key, body)
         if captured is None:
-            if self.graphs.usable and key is not LOOSE and self.graphs.room(len(self._seen)):
+            if (
+                self.graphs.usable
+                and key is not UNCAPTURABLE
+                and self.graphs.has_capacity(len(self._seen))
+            ):
                 self._seen.add(key)
             return body()
         captured.replay()
         return captured.result[0] if self.graphs.direct else captured.result
 
     def _capture(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        places = slots(self.net)
+        places = module_attributes(self.net)
         try:
-            with self._filed.captured():
+            with self._filed.during_capture():
                 return self.graphs.capture(key, body)
         except Exception as error:
-            put_back(places)
+            restore_attributes(places)
             self.graphs.clear()
             self.graphs.stop()
-            said = f"evaluation cannot be captured as a CUDA graph:\n  {blame.of(error, self.net)}\nIt runs eagerly."
+            said = f"evaluation cannot be captured as a CUDA graph:\n  {blame.locate_error(error, self.net)}\nIt runs eagerly."
             warnings.warn(said, Notice, stacklevel=3)
             return None
 
@@ -97,8 +107,8 @@ class Scores:
         self.metrics.to(self.cell.device)
         loss, device = self.cell.objective.loss, self.cell.device
         inputs, pace = (
-            self.forward.start(feed, self.cell.applied, *of_modules(loss), *self._counters()),
-            Pace(device),
+            self.forward.start(feed, self.cell.applied, *module_guards(loss), *self._counters()),
+            HostThrottle(device),
         )
         while (key := inputs.next()) is not None:
             if stop():
@@ -117,7 +127,7 @@ class Scores:
         counters = [
             v for m in self.inside.each.values() for v in vars(m).values() if isinstance(v, Tensor)
         ]
-        return pointers([*counters, self.mean.total, self.mean.count])
+        return addresses([*counters, self.mean.total, self.mean.count])
 
     @torch.no_grad()
     def _batch(self, inputs: Resident | Staged) -> tuple[Any, Any]:
@@ -129,7 +139,7 @@ class Scores:
             found = self.labels(args[0] if len(args) == 1 else args)
             truth = found.to(self.cell.device) if isinstance(found, Tensor) else found
             self.inside.update(outputs, truth, loss=record.loss, count=record.count)
-        self.forward.ring.at.add_(1)
+        self.forward.ring.next_row.add_(1)
         return outputs, truth
 
 
@@ -155,7 +165,7 @@ class Outputs:
     @torch.no_grad()
     def _batch(self, inputs: Resident | Staged, cell: Callable[[Args], Any]) -> Any:
         out = cell(inputs.batch())
-        self.forward.ring.at.add_(1)
+        self.forward.ring.next_row.add_(1)
         return out
 
 

@@ -11,9 +11,9 @@ from halfstep.data import Dataset
 from halfstep.data.pipeline.maps__parts import Batch
 from halfstep.data.pipeline.source import Columns
 from halfstep.engine.captured.inputs__gather import gather, parted, row_bytes
-from halfstep.engine.captured.record_buffer__ring import Ring
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.feed import Args, Feed
-from halfstep.step.objective import rows as samples_of
+from halfstep.step.objective import batch_size as samples_of
 
 TOKENS = 1 << 20  # samples whose numbers are computed at once
 ROWS = 1 << 13  # steps between two resets of the ring, at most
@@ -23,7 +23,7 @@ AHEAD = (
 BEGINS = 512  # bytes: where torch's allocator for CUDA lets memory begin
 
 
-LOOSE = object()
+UNCAPTURABLE = object()
 """The key of a batch that cannot be in a graph: it holds more than tensors and plain values, or one shape too many."""
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -31,7 +31,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 class Resident:
     """Sample numbers of many batches in a table on the device; a graph gathers the batch at the ring's place."""
 
-    def __init__(self, feed: Feed, ring: Ring, data: Dataset) -> None:
+    def __init__(self, feed: Feed, ring: RecordBuffer, data: Dataset) -> None:
         self.feed, self.ring, self.data = feed, ring, data
         self.samples, self.row = 0, 0
         size = min(data.plan.batch, data.plan.samples)
@@ -55,7 +55,7 @@ class Resident:
 
     def batch(self) -> Args:
         """The current batch, in a graph or out of it: its numbers by the device's own counter."""
-        found = self._gathered(1) if self.ring.quick else None
+        found = self._gathered(1) if self.ring.use_kernels else None
         return self.feed.arguments(self._fetched() if found is None else self._mapped(*found[0]))
 
     def batches(self, count: int) -> Iterator[Args]:
@@ -68,7 +68,7 @@ class Resident:
     def _ahead(self, count: int) -> bool:
         """Whether so many batches may be gathered at once: whole rows of the table, few bytes, and each begins where
         memory of its own would. cuBLAS and compiled code choose kernels by that, and with them bits."""
-        if count == 1 or not self.ring.quick or self.samples != self._samples.shape[1]:
+        if count == 1 or not self.ring.use_kernels or self.samples != self._samples.shape[1]:
             return False
         columns, told = self._sources()
         sizes = [
@@ -86,7 +86,7 @@ class Resident:
     def _gathered(self, count: int) -> list[tuple[Batch, Tensor, Tensor]] | None:
         """The columns of so many batches by one kernel, where that can be, and samples and epochs of each."""
         columns, told = self._sources()
-        found = gather(columns, self._samples, self.ring.at, count * self.samples, told)
+        found = gather(columns, self._samples, self.ring.next_row, count * self.samples, told)
         if found is None:
             return None
         standing = self._samples[0, : self.samples]  # in their place where nothing is drawn
@@ -103,10 +103,10 @@ class Resident:
         return columns
 
     def _fetched(self) -> Batch:
-        samples = self._samples.index_select(0, self.ring.at).view(-1)[: self.samples]
+        samples = self._samples.index_select(0, self.ring.next_row).view(-1)[: self.samples]
         epochs = samples  # a stand-in where nothing is drawn from them: a kernel less
         if self.mark.plan.random:
-            epochs = self._epochs.index_select(0, self.ring.at).view(-1)[: self.samples]
+            epochs = self._epochs.index_select(0, self.ring.next_row).view(-1)[: self.samples]
         return self.mark.plan.fetch(samples, epochs)
 
     def alike(self, most: int) -> int:
@@ -140,7 +140,7 @@ class Resident:
 class Staged:
     """Batches from anywhere, copied into inputs that stay where they are: one set for each structure and shape."""
 
-    def __init__(self, feed: Feed, ring: Ring) -> None:
+    def __init__(self, feed: Feed, ring: RecordBuffer) -> None:
         self.feed, self.ring = feed, ring
         self.samples, self.row = 0, 0
         self._source: Iterator[Args] | None = None
@@ -190,7 +190,7 @@ class Staged:
         full = shapes not in self._held and len(self._held) >= MOST
         if full or not all(type(leaf) in _PLAIN for leaf in rest):
             self._now = args
-            return LOOSE
+            return UNCAPTURABLE
         room = self._held.get(shapes)
         if room is None:
             room = self._held[shapes] = [
@@ -209,7 +209,7 @@ class Staged:
         return (str(spec), shapes, tuple([(type(leaf), repr(leaf)) for leaf in rest]))
 
 
-def resident(feed: Feed, device: torch.device) -> Dataset | None:
+def resident_dataset(feed: Feed, device: torch.device) -> Dataset | None:
     """The feed's data set, where its batches can be gathered on the device by numbers alone."""
     data = feed.data
     ours = isinstance(data, Dataset) and data.plan.ours and data.plan.source.device == device

@@ -4,13 +4,18 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, Captured, Graphs
-from halfstep.cuda_graphs.guards import Filed, hooked, put_back, slots
+from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.guards import (
+    ContainerTensors,
+    has_step_hooks,
+    module_attributes,
+    restore_attributes,
+)
 from halfstep.engine.captured import uncapturable as blame
-from halfstep.engine.captured.inputs import LOOSE
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.static_step import Static, Unsettled, baked
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, refuse
+from halfstep.engine.captured.inputs import UNCAPTURABLE
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.static_step import MissingOptimizerState, StaticStep, step_guards
+from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
@@ -27,7 +32,7 @@ POLISH = 5000  # replays after which a run is long enough to compile kernels for
 BURST = 8  # steps that a graph of several must hold at least
 
 
-class Program:
+class StepProgram:
     """Runs a TrainStep batch by batch; which way it ran changes nothing but the time it takes.
 
     A kind of batch (its shape, its place in the cycle) runs eagerly until its optimizer state exists and once more to
@@ -35,7 +40,11 @@ class Program:
     """
 
     def __init__(
-        self, step: TrainStep, ring: Ring, graphs: Graphs, on_uncapturable: OnUncapturable = "raise"
+        self,
+        step: TrainStep,
+        ring: RecordBuffer,
+        graphs: GraphCache,
+        on_uncapturable: OnUncapturable = "raise",
     ) -> None:
         self.step, self.ring, self.graphs, self.on_uncapturable = (
             step,
@@ -43,7 +52,7 @@ class Program:
             graphs,
             on_uncapturable,
         )
-        self.static = Static(step)
+        self.static = StaticStep(step)
         self.recaptures, self.replays, self.why, self.polished = 0, 0, "", False
         self._seen: dict[Hashable, int] = {}
         self._lives: dict[
@@ -51,17 +60,17 @@ class Program:
         ] = {}  # gradients that a cycle has after each graph
         self._made = (step.update, step.compiled.on)
         self._held: tuple[Any, ...] = ()
-        self._filed = Filed(step.net, step.objective.loss)
+        self._filed = ContainerTensors(step.net, step.objective.loss)
         self._found = ""  # what the last eager step waited for
         self._inside = self._by_hand = False  # an eager step is under way; hooks want every step
-        self._compiles = graphs.compiles is not None
+        self._compiles = graphs.compile_body is not None
 
     def begin(self) -> None:
         """A visit begins: whatever happened since the last one, graphs must still be right."""
-        step, self._inside, self._by_hand = self.step, False, hooked(self.step.optimizer)
-        step.compiled.inside = self._compiles and not self.why and step.compiled.on
-        self.static.adopt()
-        if len(self.graphs) and (baked(step) != self._held or self._filed.moved):
+        step, self._inside, self._by_hand = self.step, False, has_step_hooks(self.step.optimizer)
+        step.compiled.inside_whole_step = self._compiles and not self.why and step.compiled.on
+        self.static.take_over_cycle()
+        if len(self.graphs) and (step_guards(step) != self._held or self._filed.were_replaced):
             self._drop()
         if self._made != (
             step.update,
@@ -78,7 +87,7 @@ class Program:
         """The run is long: kernels are compiled for the update, and graphs hold many steps."""
         if self._compiles:
             return
-        self.polished = self.ring.quick = True
+        self.polished = self.ring.use_kernels = True
         self.graphs.clear()
         self._seen.clear()  # once more eagerly: kernels are compiled outside of captures
         if not self.step.options.deterministic:
@@ -88,7 +97,7 @@ class Program:
         """One batch, or `alike` ones of the same kind as one graph; their records in the ring. How many it was."""
         if self._found:
             self._refuse(self._found)
-        first, last = self.static.place
+        first, last = self.static.position
         kind = (key, first, last, frozenset() if first else self.static.live)
         if alike > 1 and self.polished and first and self._known(kind):
             many = self._burst(key, batches, alike)
@@ -114,14 +123,14 @@ class Program:
             captured = self._capture(kind, self._tail)
         if captured is not None:
             captured.replay()
-            self.static.ran(last=True, steps=0)
+            self.static.count_replay(last=True, steps=0)
         else:
-            self.static.settle()
-            ready, record = self.step.ready, self.step.flush()
+            self.static.give_back_cycle()
+            ready, record = self.step.ready_for_capture, self.step.flush()
             assert record is not None
             if told:
                 self.ring.record(record, tail=True)
-            self.static.adopt()
+            self.static.take_over_cycle()
             self._saw(kind, ready and told)
         if told:
             self._fingerprint()
@@ -130,16 +139,16 @@ class Program:
     def settle(self) -> None:
         """A visit ends: the step's state is as it would be without graphs. After an error inside an eager step it is
         the step's own."""
-        self.step.compiled.inside = False
+        self.step.compiled.inside_whole_step = False
         if not self._inside:
-            self.static.settle()
+            self.static.give_back_cycle()
 
-    def _replay(self, kind: Hashable, captured: Captured, places: list[Place]) -> None:
+    def _replay(self, kind: Hashable, captured: CapturedGraph, places: list[Place]) -> None:
         wrong = captured.replay()
         self.replays += len(places)
         self.static.live = self._lives.get(kind, frozenset())
         for _, last in places:
-            self.static.ran(last=last)
+            self.static.count_replay(last=last)
         if wrong:
             self._refuse(str(wrong))
 
@@ -174,34 +183,33 @@ class Program:
             self._body(next(given), first, last)
 
     def _body(self, batch: Args, first: bool, last: bool) -> None:
-        ring, update = self.ring, self.step.update
-        ring.taken = False
-        update.record_target = ring if first and last and ring.table.shape[1] else None
-        try:
-            record = self.static.body(batch, first=first, last=last)
-        finally:
-            update.record_target = None
-        if not ring.taken:
+        ring = self.ring
+        can_write = first and last and ring.table.shape[1] > 0
+        record, record_written = self.static.body(
+            batch, first=first, last=last, record_target=ring if can_write else None
+        )
+        if not record_written:
             ring.record(record)
 
     def _tail(self) -> None:
-        self.ring.record(self.static.body(None, first=False, last=True), tail=True)
+        record, _ = self.static.body(None, first=False, last=True)
+        self.ring.record(record, tail=True)
 
     def _eager(self, kind: Hashable, batches: Batches) -> None:
-        self.static.settle()
+        self.static.give_back_cycle()
         able = self.graphs.usable and not self.why and not self._by_hand
-        if able and kind[0] is LOOSE:  # type: ignore[index]
-            able = self.graphs.room(MOST)
-        ready = self.step.ready and able
+        if able and kind[0] is UNCAPTURABLE:  # type: ignore[index]
+            able = self.graphs.has_capacity(MOST)
+        ready = self.step.ready_for_capture and able
         last = ready and self._seen.get(kind, 0) + 1 == self._needed
         self._inside = True
-        with blame.watched(self.step.net, self.graphs.device, on=last) as found:
+        with blame.record_host_syncs(self.step.net, self.graphs.device, on=last) as found:
             record = self.step(*next(batches(1)))
         self._inside = False
         self.ring.record(record)
         if self.step.options.fingerprint_every:
             self.ring.note(record.fingerprint)
-        self.static.adopt()
+        self.static.take_over_cycle()
         self._found = "\n  ".join(dict.fromkeys(map(str, found)))
         self._saw(kind, ready)
 
@@ -211,7 +219,7 @@ class Program:
             ready
             and self.graphs.usable
             and not self.why
-            and (kind in self._seen or self.graphs.room(len(self._seen)))
+            and (kind in self._seen or self.graphs.has_capacity(len(self._seen)))
         ):
             self._seen[kind] = self._seen.get(kind, 0) + 1
 
@@ -224,25 +232,27 @@ class Program:
         """Eager runs of a kind before its capture: where it is compiled, that happens in the second."""
         return OFTEN if self._compiles else 2 if self.step.compiled.on else 1
 
-    def _capture(self, kind: Hashable, body: Callable[[], Any]) -> Captured | None:
+    def _capture(self, kind: Hashable, body: Callable[[], Any]) -> CapturedGraph | None:
         step, live = self.step, self.static.live
-        before, places = baked(step), slots(step.net, step.objective.loss)
+        before, places = step_guards(step), module_attributes(step.net, step.objective.loss)
         self.static.prepare()
         captured, failed = None, None
         try:
-            with self._filed.captured():
+            with self._filed.during_capture():
                 captured = self.graphs.capture(kind, body)
-            self._held, self._lives[kind] = baked(step), self.static.live
-        except Unsettled:  # a parameter that no update has moved yet: once more by the host
+            self._held, self._lives[kind] = step_guards(step), self.static.live
+        except (
+            MissingOptimizerState
+        ):  # a parameter that no update has moved yet: once more by the host
             pass
         except Exception as error:
             failed = error
         replaced = captured is not None and self._held != before
         self.static.live = live
         if captured is None or replaced:
-            put_back(places)  # what the body put there was never computed
+            restore_attributes(places)  # what the body put there was never computed
         if failed is not None:
-            self._refuse(str(blame.of(failed, step.net)), failed)
+            self._refuse(str(blame.locate_error(failed, step.net)), failed)
             failed = None  # its traceback holds this frame, and the spoiled pass, whose gradients are of its stream
         if replaced:
             self._refuse(
@@ -254,8 +264,8 @@ class Program:
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self._seen.clear()
-        self.why, self._found, self.step.compiled.inside = reason, "", False
-        refuse(reason, "parts" if self._compiles else self.on_uncapturable, cause)
+        self.why, self._found, self.step.compiled.inside_whole_step = reason, "", False
+        raise_or_warn(reason, "parts" if self._compiles else self.on_uncapturable, cause)
 
     def _drop(self) -> None:
         """Addresses, modes or settings are not those of the graphs any more."""
@@ -273,5 +283,5 @@ class Program:
     def _fingerprint(self) -> None:
         every = self.step.options.fingerprint_every
         if every and self.step.state.steps % every == 0:
-            self.static.settle()
-            self.ring.note(self.step.print())
+            self.static.give_back_cycle()
+            self.ring.note(self.step.state_fingerprint())

@@ -6,13 +6,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.cuda_graphs.capture import generation
-from halfstep.cuda_graphs.capture__graph import MOST, Captured, Graphs
-from halfstep.cuda_graphs.guards import Filed, of_modules, of_optimizer, put_back, slots
+from halfstep.cuda_graphs.capture import rng_generation
+from halfstep.cuda_graphs.capture__graph import MOST, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.guards import (
+    ContainerTensors,
+    module_attributes,
+    module_guards,
+    optimizer_guards,
+    restore_attributes,
+)
 from halfstep.engine.captured import uncapturable as blame
-from halfstep.engine.captured.inputs import LOOSE
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, refuse
+from halfstep.engine.captured.inputs import UNCAPTURABLE
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.step import Record
 
@@ -21,11 +27,11 @@ WARM = (
 )
 
 
-class OwnProgram:
+class FunctionProgram:
     """Calls `step(*batch)`, then replays it. Its results, tensors of one number each, are the columns of the rows."""
 
     def __init__(
-        self, step: Callable[..., Any], ring: Ring, graphs: Graphs, on_uncapturable: OnUncapturable,
+        self, step: Callable[..., Any], ring: RecordBuffer, graphs: GraphCache, on_uncapturable: OnUncapturable,
         state: Sequence[Any] = (),
     ) -> None:  # fmt: skip
         self.step, self.ring, self.graphs, self.on_uncapturable = (
@@ -38,18 +44,21 @@ class OwnProgram:
         self.why, self.replays, self._found = "", 0, ""
         self._seen: dict[Hashable, int] = {}
         self._held: tuple[Any, ...] = ()
-        self._filed = Filed(*self.state)
+        self._filed = ContainerTensors(*self.state)
 
     def begin(self) -> None:
         """A visit begins: what `state` names must still be what the graphs were captured with."""
-        if len(self.graphs) and (self._baked() != self._held or self._filed.moved):
+        if len(self.graphs) and (self._baked() != self._held or self._filed.were_replaced):
             self.graphs.clear()
 
     def settle(self) -> None: ...
 
     def _baked(self) -> tuple[Any, ...]:
-        parts = (of_optimizer(s) if isinstance(s, Optimizer) else of_modules(s) for s in self.state)
-        return (generation(self.ring.device), *(each for part in parts for each in part))
+        parts = (
+            optimizer_guards(s) if isinstance(s, Optimizer) else module_guards(s)
+            for s in self.state
+        )
+        return (rng_generation(self.ring.device), *(each for part in parts for each in part))
 
     def flush(self, *, told: bool) -> bool:
         """The tail, where the step has a notion of it."""
@@ -60,17 +69,23 @@ class OwnProgram:
         if self._found:
             self._refuse(self._found)
         captured, seen = self.graphs.get(key), self._seen.get(key, 0)
-        able = self.graphs.usable and not self.why and (key is not LOOSE or self.graphs.room(MOST))
+        able = (
+            self.graphs.usable
+            and not self.why
+            and (key is not UNCAPTURABLE or self.graphs.has_capacity(MOST))
+        )
         if captured is None and seen >= WARM and able:
             captured = self._capture(key, batches)
         if captured is not None:
             captured.replay()
             self.replays += 1
             return 1
-        with blame.watched(None, self.graphs.device, on=able and seen == WARM - 1) as found:
+        with blame.record_host_syncs(
+            None, self.graphs.device, on=able and seen == WARM - 1
+        ) as found:
             self._call(batches)
         self._found = "\n  ".join(dict.fromkeys(map(str, found)))
-        if able and (key in self._seen or self.graphs.room(len(self._seen))):
+        if able and (key in self._seen or self.graphs.has_capacity(len(self._seen))):
             self._seen[key] = seen + 1
         return 1
 
@@ -83,22 +98,24 @@ class OwnProgram:
         self.names = names
         self.ring.write(values)
 
-    def _capture(self, key: Hashable, batches: Callable[[int], Iterator[Args]]) -> Captured | None:
-        places = slots(*self.state)
+    def _capture(
+        self, key: Hashable, batches: Callable[[int], Iterator[Args]]
+    ) -> CapturedGraph | None:
+        places = module_attributes(*self.state)
         try:
-            with self._filed.captured():
+            with self._filed.during_capture():
                 captured = self.graphs.capture(key, lambda: self._call(batches))
             self._held = self._baked()
             return captured
         except Exception as error:
-            put_back(places)
-            self._refuse(str(blame.of(error, None)), error)
+            restore_attributes(places)
+            self._refuse(str(blame.locate_error(error, None)), error)
             return None
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         self.graphs.clear()
         self.why, self._found = reason, ""
-        refuse(reason, self.on_uncapturable, cause)
+        raise_or_warn(reason, self.on_uncapturable, cause)
 
 
 def columns(result: Any) -> tuple[tuple[str, ...], list[Tensor]]:

@@ -62,7 +62,7 @@ def _launched(
     )
 
     def start() -> None:
-        from halfstep.kernels.update_triton__pack_kernel import record
+        from halfstep.kernels.update_triton import record
 
         launch(table.device, [(record, 1, (table, at, *fields, *sizes), 1)])
 

@@ -7,15 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from halfstep.cuda_graphs.capture__graph import Compiles, Graphs
-from halfstep.engine.captured.inputs import ROWS, Resident, Staged, resident
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.runner__pace import Pace
+from halfstep.cuda_graphs.capture__graph import Compiles, GraphCache
+from halfstep.engine.captured.inputs import ROWS, Resident, Staged, resident_dataset
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.runner__pace import HostThrottle
 from halfstep.engine.captured.uncapturable__refusal import OnUncapturable
 from halfstep.engine.feed import Feed
 from halfstep.step import TrainStep
-from halfstep.step.overflow import heed
+from halfstep.step.overflow import raise_or_fall_back
 
 MOST, SHORT_S = (
     16,
@@ -23,11 +23,11 @@ MOST, SHORT_S = (
 )  # steps in one graph, when they are so short that the gaps between graphs show
 
 
-class Runs(Protocol):
+class Program(Protocol):
     """What Sunk asks of a program."""
 
-    ring: Ring
-    graphs: Graphs
+    ring: RecordBuffer
+    graphs: GraphCache
     replays: int
 
     def begin(self) -> None: ...
@@ -38,14 +38,14 @@ class Runs(Protocol):
     def settle(self) -> None: ...
 
 
-class Sunk:
+class CapturedRunner:
     """Runs a program over a feed. `over`: the pass has given its last batch; the next run begins another."""
 
-    def __init__(self, program: Runs, feed: Feed) -> None:
+    def __init__(self, program: Program, feed: Feed) -> None:
         self.program, self.feed, self.ring = program, feed, program.ring
-        data = resident(feed, self.ring.device)
+        data = resident_dataset(feed, self.ring.device)
         self.inputs = Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)
-        self.pace = Pace(self.ring.device)
+        self.pace = HostThrottle(self.ring.device)
         self.over, self.done = True, list[int]()  # samples of each step of the run under way
         self._read = self._made = (
             0  # rows of the ring that the host has, and that the device has been asked for
@@ -61,9 +61,11 @@ class Sunk:
         *,
         on_uncapturable: OnUncapturable = "raise",
         direct: bool = False,
-    ) -> "Sunk":
-        graphs = Graphs(step.device, direct=direct, compiles=program_of(step))
-        return cls(Program(step, Ring(ROWS, step.device), graphs, on_uncapturable), feed)
+    ) -> "CapturedRunner":
+        graphs = GraphCache(step.device, direct=direct, compiles=whole_step_compiler(step))
+        return cls(
+            StepProgram(step, RecordBuffer(ROWS, step.device), graphs, on_uncapturable), feed
+        )
 
     def run(
         self, limit: int, stop: Callable[[], object], seconds: float | None = None
@@ -116,7 +118,7 @@ class Sunk:
 
     def feeds(self, feed: Feed) -> bool:
         """Goes on with another feed, and whether it can: graphs gather from the data set they were captured with."""
-        data = resident(feed, self.ring.device)
+        data = resident_dataset(feed, self.ring.device)
         mine = self.inputs.data if isinstance(self.inputs, Resident) else None
         if (data and data.plan) is not (mine and mine.plan):
             return False
@@ -159,18 +161,20 @@ class Sunk:
         return bool(getattr(getattr(step, "options", None), "fingerprint_every", 0))
 
 
-def news(step: TrainStep) -> None:
+def raise_device_errors(step: TrainStep) -> None:
     """Raises or switches precision for what the device has run into."""
-    halted, skips = Ring.fetch(torch.stack([step.state.halted, step.state.streak]))
+    halted, skips = RecordBuffer.fetch(torch.stack([step.state.halted, step.state.streak]))
     falls = getattr(step.precision.loss_scale, "on_skips", "raise") != "raise"
     later = falls and step.state.cycle.micro > 0  # inside a cycle no precision can change
-    heed(step, int(halted), 0 if later else int(skips))
+    raise_or_fall_back(step, int(halted), 0 if later else int(skips))
 
 
-def program_of(step: TrainStep) -> Compiles | None:
+def whole_step_compiler(step: TrainStep) -> Compiles | None:
     """On a CPU, where the step is to be compiled: all of it as one program."""
     if step.device.type != "cpu" or not step.compiled.on:
         return None
-    from halfstep.engine.captured.whole_step import Whole  # torch's compiler is a heavy import
+    from halfstep.engine.captured.whole_step import (
+        WholeStepProgram,
+    )  # torch's compiler is a heavy import
 
-    return partial(Whole, step)
+    return partial(WholeStepProgram, step)

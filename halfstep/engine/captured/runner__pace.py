@@ -9,7 +9,7 @@ AHEAD_S = 0.1  # between two waits; three are under way at most
 MOST = 256  # steps between two waits
 
 
-class Pace:
+class HostThrottle:
     """`tick()` after every step: now and then it waits until the device has come nearer."""
 
     def __init__(self, device: torch.device) -> None:

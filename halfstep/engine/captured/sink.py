@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cuda_graphs.capture__graph import Graphs
+from halfstep.cuda_graphs.capture__graph import GraphCache
 from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import ROWS
-from halfstep.engine.captured.programs__own import OwnProgram
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.runner import Sunk, news
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, obstacle
-from halfstep.engine.captured.verify import Subject, cloned, room
+from halfstep.engine.captured.programs__own import FunctionProgram
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.runner import CapturedRunner, raise_device_errors
+from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, why_not_capturable
+from halfstep.engine.captured.verify import VerifiedStep, cloned, warmup_steps
 from halfstep.engine.captured.verify import verify as compare
 from halfstep.engine.feed import Feed
 from halfstep.engine.memory import kept
@@ -54,7 +54,7 @@ class Records:
 class Sink:
     """Each `for` over it is one pass over the data, in visits of `every` steps; graphs are kept from pass to pass."""
 
-    def __init__(self, sunk: Sunk, step: Any, every: int, data: Any = None) -> None:
+    def __init__(self, sunk: CapturedRunner, step: Any, every: int, data: Any = None) -> None:
         self.sunk, self.step, self.every = sunk, step, every
         self._data = data if isinstance(data, Dataset) else None  # its passes are counted there
 
@@ -81,7 +81,7 @@ class Sink:
                 feed.ended()
             rows, prints = sunk.rows()
             if isinstance(self.step, TrainStep):
-                news(self.step)
+                raise_device_errors(self.step)
             if samples:
                 yield self._records(rows, prints, samples)
             if sunk.over:
@@ -126,24 +126,31 @@ def sink(
     if isinstance(step, TrainStep):
         _check(step)
         feed = Feed(data, named=step.objective.loss is None, device=step.device)
-        make = partial(Sunk.of, step, on_uncapturable=on_uncapturable)
-        check(Subject(step), feed, make, step.device, verify)
+        make = partial(CapturedRunner.of, step, on_uncapturable=on_uncapturable)
+        check(VerifiedStep(step), feed, make, step.device, verify)
         return Sink(make(feed), step, every, data)
     place = _place(device, data, state)
     feed = Feed(data, device=place)
 
-    def own(feed: Feed) -> Sunk:
-        return Sunk(
-            OwnProgram(step, Ring(ROWS, place), Graphs(place), on_uncapturable, state), feed
+    def own(feed: Feed) -> CapturedRunner:
+        return CapturedRunner(
+            FunctionProgram(
+                step, RecordBuffer(ROWS, place), GraphCache(place), on_uncapturable, state
+            ),
+            feed,
         )
 
     if verify:
-        check(Subject(step, state), feed, own, place, verify)
+        check(VerifiedStep(step, state), feed, own, place, verify)
     return Sink(own(feed), step, every, data)
 
 
 def check(
-    subject: Subject, feed: Feed, make: Callable[[Feed], Sunk], device: torch.device, replays: int
+    subject: VerifiedStep,
+    feed: Feed,
+    make: Callable[[Feed], CapturedRunner],
+    device: torch.device,
+    replays: int,
 ) -> None:
     """verify=K, on the first batches of the data: the feed is afterwards where it was."""
     if not replays:
@@ -154,7 +161,9 @@ def check(
             "rounds in an order of its own. Its first run is compared with the step's own, to rounding, in any case."
         )
     numbers, place = rng.save(), feed.state_dict()
-    batches = [cloned(args, device) for args in islice(feed.start(), room(subject.step) + replays)]
+    batches = [
+        cloned(args, device) for args in islice(feed.start(), warmup_steps(subject.step) + replays)
+    ]
     feed.load_state_dict(place)
     rng.load(numbers)
 
@@ -174,7 +183,7 @@ def check(
 
 
 def _check(step: TrainStep) -> None:
-    why = obstacle(step, step.device)
+    why = why_not_capturable(step, step.device)
     if why and step.device.type == "cuda":
         raise ValueError(f"sink: {why}; call the step batch by batch otherwise")
 

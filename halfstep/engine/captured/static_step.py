@@ -7,21 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.cuda_graphs.capture import generation
-from halfstep.cuda_graphs.guards import of_modules, of_optimizer, pointers
-from halfstep.precision.backend_flags import backend
-from halfstep.step.commit__select import foreach_copy
-from halfstep.step.fast.update_graph import allowed
-from halfstep.step.state import Cycle
-from halfstep.step.state__record import Record
+from halfstep.cuda_graphs.capture import rng_generation
+from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
+from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.step.optimizer import capturable_optimizer
+from halfstep.step.rollback import foreach_copy
+from halfstep.step.state import Cycle, Record, RecordTarget
 from halfstep.step.train_step import TrainStep
 
 
-class Unsettled(Exception):
+class MissingOptimizerState(Exception):
     """A parameter has a gradient and no optimizer state yet: its first update is decided by the host."""
 
 
-class Static:
+class StaticStep:
     """The device half of a TrainStep, and the host's bookkeeping of it, apart: a replay runs only the first.
 
     A cycle of several batches lives in tensors of its own here. `adopt` takes in what eager steps left open, `settle`
@@ -36,41 +35,53 @@ class Static:
         self.live: frozenset[int] = frozenset()  # gradients that the open cycle has
 
     @property
-    def place(self) -> tuple[bool, bool]:
+    def position(self) -> tuple[bool, bool]:
         """Whether the next batch opens its cycle, and whether it closes it."""
         return self.micro == 0, self.micro + 1 == self.step.options.accumulate
 
-    def body(self, batch: tuple[Any, ...] | None, *, first: bool, last: bool) -> Record:
-        """The step as the device sees it: no host decision, no counter of the host's. Without a batch: the flush."""
+    def body(
+        self,
+        batch: tuple[Any, ...] | None,
+        *,
+        first: bool,
+        last: bool,
+        record_target: RecordTarget | None = None,
+    ) -> tuple[Record, bool]:
+        """The step as the device sees it: no host decision, no counter of the host's.
+
+        Without a batch: the flush. Returns the record, and whether a kernel has written it into
+        `record_target` already.
+        """
         step, cycle = self.step, self.step.state.cycle
         before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
-        allow = allowed(step.update)
+        allow = capturable_optimizer(step.optimizer, step.optimizer_kind)
         try:
-            with around(step), allow:
+            with backend_of(step), allow:
                 self._enter(first)
                 loss = step.accumulator.zero_loss
                 if batch is not None:
-                    loss = step.accumulator(step.state, step.layout.inputs(batch))
+                    loss = step.accumulator(step.state, step.channels_last.convert_batch(batch))
                 if not last:
-                    record = step.during(loss)
+                    record = step.record_open_cycle(loss)
                     self._keep()
-                    return record
+                    return record, False
                 live = [i for i, g in enumerate(cycle.grads) if g is not None]
                 self._check(live)
-                return step.ended(loss, step.update.on_device(step.state, live))
+                result = step.update.on_device(step.state, live, record_target)
+                return step.record_update(loss, result), result.record_written
         finally:
             for name, value in before.items():
                 setattr(cycle, name, value)
 
-    def ran(self, *, last: bool, steps: int = 1) -> None:
+    def count_replay(self, *, last: bool, steps: int = 1) -> None:
         """The host's side of a replay."""
         self.step.state.steps += steps
         self.micro += steps
         if last:
-            self.step.tried()
+            self.step.count_cycle()
             self.micro = 0
 
-    def adopt(self) -> None:
+    def take_over_cycle(self) -> None:
         """After eager steps: an open cycle moves into this storage."""
         cycle = self.step.state.cycle
         self.micro = cycle.micro
@@ -78,24 +89,24 @@ class Static:
             self._keep()
             self._fill()
 
-    def settle(self) -> None:
+    def give_back_cycle(self) -> None:
         """Before anybody looks at the state: the cycle as the replays left it."""
         if self.micro and self.many:
             self._fill()
         else:
-            self.step.state.cycle.drop()
+            self.step.state.cycle.close()
 
     def _check(self, live: list[int]) -> None:
         grads, names = self.step.state.cycle.grads, self.step.names
         sparse = [names[i] for i in live if (g := grads[i]) is not None and g.is_sparse]
         if sparse:
             raise RuntimeError(f"sparse gradient of {sparse[0]}: a graph holds dense ones only")
-        if not self.step.settled(grads, live):
-            raise Unsettled
+        if not self.step.has_optimizer_state(grads, live):
+            raise MissingOptimizerState
 
     def _enter(self, first: bool) -> None:
         if first:
-            self.step.state.cycle.drop()
+            self.step.state.cycle.close()
         else:
             self._fill()
 
@@ -140,23 +151,14 @@ class Static:
         self._sums = {name: torch.zeros_like(acc.zero_loss, dtype=torch.float64) for name in sums}
 
 
-def around(step: TrainStep) -> AbstractContextManager[None]:
+def backend_of(step: TrainStep) -> AbstractContextManager[None]:
     """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
-    return backend(step.precision, step.device, **step.options.kernels)
+    return set_backend_flags(step.precision, step.device, **step.options.backend_flags)
 
 
-def baked(step: TrainStep) -> tuple[Any, ...]:
+def step_guards(step: TrainStep) -> tuple[Any, ...]:
     """Everything a graph of this step holds fast; when it differs, the graph is another step's."""
-    state, roots = step.state, (step.net, step.objective.loss)
-    own = (
-        state.updates,
-        state.skips,
-        state.streak,
-        state.scale,
-        state.growth,
-        state.halted,
-        state.bad,
-    )
-    held = (*own, *step.params, *state.ema, *state.residue)
-    objects = (step.applied, step.update, step.compiled.on, generation(step.device))
-    return (*objects, *pointers(held), *of_modules(*roots), *of_optimizer(step.optimizer))
+    roots = (step.net, step.objective.loss)
+    held = (*step.state.tensors(), *step.params)
+    objects = (step.applied, step.update, step.compiled.on, rng_generation(step.device))
+    return (*objects, *addresses(held), *module_guards(*roots), *optimizer_guards(step.optimizer))

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfstep.cuda_graphs.capture import sync_mode
+from halfstep.cuda_graphs.capture import set_sync_debug_mode
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 @dataclass(frozen=True)
-class Culprit:
+class CodeLocation:
     """One place in the code that a graph cannot hold."""
 
     what: str
@@ -38,9 +38,11 @@ class Culprit:
 
 
 @contextmanager
-def watched(net: nn.Module | None, device: torch.device, *, on: bool) -> Iterator[list[Culprit]]:
+def record_host_syncs(
+    net: nn.Module | None, device: torch.device, *, on: bool
+) -> Iterator[list[CodeLocation]]:
     """Inside, operations that make the host wait are written down; nothing is stopped."""
-    found: list[Culprit] = []
+    found: list[CodeLocation] = []
     if not on or device.type != "cuda":
         yield found
         return
@@ -59,16 +61,16 @@ def watched(net: nn.Module | None, device: torch.device, *, on: bool) -> Iterato
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
-        sync_mode("warn")
+        set_sync_debug_mode("warn")
         try:
             yield found
         finally:
-            sync_mode(before)
+            set_sync_debug_mode(before)
     for other in others:  # not ours to swallow
         warnings.warn_explicit(*other)
 
 
-def of(error: BaseException, net: nn.Module | None) -> Culprit:
+def locate_error(error: BaseException, net: nn.Module | None) -> CodeLocation:
     """Where an error came from while a step was being captured."""
     names = {id(m): n for n, m in net.named_modules()} if net is not None else {}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -80,16 +82,16 @@ def of(error: BaseException, net: nn.Module | None) -> Culprit:
         f for f in frames[1:] if id(f.f_locals.get("self")) in names
     ]  # not who caught it: f_locals keeps a copy
     module = names[id(modules[-1].f_locals["self"])] or "(network)" if modules else ""
-    return Culprit(said, frame.f_code.co_filename, lines[id(frame)], module)
+    return CodeLocation(said, frame.f_code.co_filename, lines[id(frame)], module)
 
 
-def here() -> str:
+def user_location() -> str:
     """The innermost line of the user's that is running now."""
     place = _place("", sys._getframe(1), {})
     return f"{place.file}:{place.line}" if place.line else "in the backward pass"
 
 
-def _place(what: str, frame: FrameType | None, names: dict[int, str]) -> Culprit:
+def _place(what: str, frame: FrameType | None, names: dict[int, str]) -> CodeLocation:
     module, at = "", None
     while frame is not None:
         name = names.get(id(frame.f_locals.get("self")))
@@ -98,7 +100,7 @@ def _place(what: str, frame: FrameType | None, names: dict[int, str]) -> Culprit
         if at is None and _is_users(frame.f_code.co_filename):
             at = (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
-    return Culprit(what, *(at or ("?", 0)), module)
+    return CodeLocation(what, *(at or ("?", 0)), module)
 
 
 def _is_users(file: str) -> bool:

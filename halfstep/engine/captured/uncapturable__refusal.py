@@ -5,33 +5,33 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from halfstep.cuda_graphs.guards import hooked
+from halfstep.cuda_graphs.guards import has_step_hooks
 from halfstep.errors import Notice, UncapturableError
 from halfstep.step import TrainStep
 
 OnUncapturable: TypeAlias = Literal["raise", "eager"]
 
 
-def obstacle(step: Any, device: torch.device) -> str:
+def why_not_capturable(step: Any, device: torch.device) -> str:
     """Why a step cannot be sunk; "" when it can."""
     mine = isinstance(step, TrainStep)
     if device.type != "cuda" and not (device.type == "cpu" and mine and step.compiled.on):
         return f"{device.type} has no graphs to capture"
     if not mine:
         return "the step is a cell of your own; hs.sink(cell, data) captures it"
-    if not step.on_device and (
-        device.type == "cuda" or step.kind == "host" or step.options.decide == "host"
+    if not step.decides_on_device and (
+        device.type == "cuda" or step.optimizer_kind == "host" or step.options.decide == "host"
     ):
         name = type(step.optimizer).__name__
-        return f"{name} ({step.kind}) reads values on the host at every update; fused=True or capturable=True does not"
+        return f"{name} ({step.optimizer_kind}) reads values on the host at every update; fused=True or capturable=True does not"
     return (
         "the optimizer has step hooks, which a replay would not run"
-        if hooked(step.optimizer)
+        if has_step_hooks(step.optimizer)
         else ""
     )
 
 
-def refuse(
+def raise_or_warn(
     reason: str, policy: OnUncapturable | Literal["parts"], cause: BaseException | None = None
 ) -> None:
     """Raises, or says that the step runs launch by launch, or that it is compiled in part only."""

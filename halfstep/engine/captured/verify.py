@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
-from halfstep.engine.captured.uncapturable import here
+from halfstep.engine.captured.uncapturable import user_location
 from halfstep.engine.feed import Args
-from halfstep.kernels.launch import is_capturing
 from halfstep.step import TrainStep
 from halfstep.step.fingerprint import fingerprint
 from halfstep.utils import rng
+from halfstep.utils.device_values import is_capturing
 
 Prints = list[dict[str, int]]
 _BAKED = "the captured step is not the eager one: does it branch on values, count in Python, or replace its tensors?"
@@ -24,7 +24,7 @@ class VerifyError(AssertionError):
     """A replay, or an eager step done twice, gave other bits: the message names the step and the tensors."""
 
 
-class Subject:
+class VerifiedStep:
     """What is verified: how to call it, and everything that must come out the same."""
 
     def __init__(self, step: Any, state: Sequence[Any] = ()) -> None:
@@ -59,7 +59,7 @@ class Subject:
 
 
 def verify(
-    subject: Subject,
+    subject: VerifiedStep,
     batches: list[Args],
     replayed: Callable[[list[Args], Callable[[], None]], None],
 ) -> None:
@@ -95,7 +95,7 @@ def verify(
         rng.load(numbers)
 
 
-def _again(subject: Subject, saved: list[Any], numbers: dict[str, Any]) -> None:
+def _again(subject: VerifiedStep, saved: list[Any], numbers: dict[str, Any]) -> None:
     subject.load(saved)
     rng.load(numbers)
 
@@ -108,7 +108,7 @@ def _compare(a: Prints, b: Prints, why: Callable[[], str]) -> None:
             raise VerifyError(f"verify: step {i} differs in {', '.join(names[:4])}{more}: {why()}")
 
 
-def _unrepeatable(subject: Subject, batches: list[Args], restart: Callable[[], None]) -> str:
+def _unrepeatable(subject: VerifiedStep, batches: list[Args], restart: Callable[[], None]) -> str:
     """The first operation that gave other bits from the same inputs."""
     traces = []
     for _ in range(2):
@@ -144,7 +144,7 @@ class _Trace(TorchDispatchMode):
                 marks = tuple(int(fingerprint(t)) for t in tensors)
             finally:
                 self._inside = False
-            self.seen.append((str(func), here(), marks))
+            self.seen.append((str(func), user_location(), marks))
         return out
 
 
@@ -152,7 +152,7 @@ def _name(path: Any) -> str:
     return "".join(str(part) for part in path)
 
 
-def room(step: Any) -> int:
+def warmup_steps(step: Any) -> int:
     """Steps before the first replay: some cycles of a TrainStep, the first ones maybe skipped; a function's first."""
     return (
         (3 + step.compiled.on) * step.options.accumulate + 4 if isinstance(step, TrainStep) else 3

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.compiler.backend import generate
 from halfstep.compiler.trace import written_down
-from halfstep.engine.captured.static_step import around
+from halfstep.engine.captured.static_step import backend_of
 from halfstep.step import TrainStep
 from halfstep.utils import rng
 
@@ -26,7 +26,7 @@ _STRAYS = (
 _WRONG = "torch's compiler makes other values of this step than it gives uncompiled"
 
 
-class Whole:
+class WholeStepProgram:
     """Runs a step as a program. On its first batches `body` runs too, from the same state, and its result stays: the
     operations as written down must give the same bits, and the compiled program the same values but for rounding."""
 
@@ -51,7 +51,7 @@ class Whole:
         if sys.stderr.isatty():
             print("halfstep: compiling the whole step, once (5 to 30 s)", file=sys.stderr)
         try:
-            with torch.no_grad(), warnings.catch_warnings(action="ignore"), around(self._step):
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"), backend_of(self._step):
                 self._run = generate(
                     self._written.module(plain=True), self._inputs, low=low, chip=None
                 )
@@ -65,7 +65,7 @@ class Whole:
     @torch.no_grad()
     def _call(self) -> None:
         if self._step.options.deterministic:
-            with around(self._step):
+            with backend_of(self._step):
                 self._run(*self._inputs)
         else:
             self._run(*self._inputs)

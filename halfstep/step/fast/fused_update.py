@@ -1,268 +1,515 @@
-"""The device half of an update in three or four kernels, for captured steps: a small network's forty take longer.
+"""Update.on_device in three or four Triton kernels, for captured steps.
 
-What `Update.on_device` does, bit for bit, but for the order in which squares are summed to the gradients' norm.
+A small network's update is some forty launches, which take longer than its arithmetic: this buys the
+difference between "as it is" and "polished" for the seed MLP in docs/internals/speed.md. The same
+bits as Update.on_device, but for the order in which squares are summed to the gradients' norm.
+Switched off by polish=False, and by deterministic=True.
+
+Three kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares; `decide`
+does everything that is a number, and writes the record; `shrink` clips. Each program of a kernel
+works on a share of one gradient: a LaunchPlan says which.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.kernels.launch import MORE, SAME, Launch, is_capturing, launch, tell, usable
-from halfstep.precision import DynamicScale
+from halfstep.kernels.foreach import is_dense
+from halfstep.kernels.launch import MORE, SAME, Launch, launch, tell, usable
 from halfstep.precision.low_params import widen
-from halfstep.step.fast.fused_update__quick_plan import (
-    BLOCK,
-    DTYPES,
-    WARPS,
-    Plan,
-    UpdateSignature,
-    cut,
-    idle,
-    plan,
-    readable,
-)
-from halfstep.step.state import StepState
-from halfstep.step.state__record import RecordTarget, UpdateResult
+from halfstep.step.state import Cycle, RecordTarget, StepState, UpdateResult
+from halfstep.step.update import Update
+from halfstep.utils.device_values import is_capturing
 
-if TYPE_CHECKING:
-    from halfstep.step.update import Update
+MAX_PARAMS = 1024  # one program decides, and it holds a number for each parameter
+MAX_SIGNATURES = 16  # kinds of updates that are remembered, to load their kernels before a capture
 
-MOST = 1024  # parameters: one program decides, and it holds a number for each
-Line: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, int, int, int]
-"""A table, the counter of its rows, the rates to write; how many rows, and the distances of rows and of rates."""
-Rated: TypeAlias = tuple[
-    Tensor | None, tuple[Tensor, ...] | None
-]  # a table, and where its rates go
+BLOCK_ELEMENTS = 4096  # that a program works on at a time
+WARPS = 8
+DECIDE_WARPS = 4
+LARGE_ELEMENTS = 1 << 21  # in all: from here on a program takes four blocks,
+LARGE_BLOCKS = 4  # because finding its gradient costs it once
+MAX_DECIDE_TILE = 4096  # norms × programs that `decide` sums at a time
+MAX_PROGRAMS_AT_ONCE = 128
+
+GRAD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GRADS_PER_LAUNCH = (8, 32, 128)  # the numbers that the kernels are compiled for
+MAX_GRADS_PER_LAUNCH = GRADS_PER_LAUNCH[-1]
+ALIGNMENT_BYTES = 16  # of the kernels' loads
 
 
-class Outputs(NamedTuple):
-    """What the deciding kernel fills: norm, scale, flag, factor; skipped, updated, skip; the rates; the loss."""
+class UpdateSignature(NamedTuple):
+    """What plans and kernels depend on, besides what an Update keeps for life."""
 
-    floats: Tensor
-    truths: Tensor
-    lr: Tensor | None
-    mean: Tensor | None
+    grad_indices: tuple[int, ...]
+    loss_dtype: torch.dtype
+    has_weight: bool
+
+    @classmethod
+    def of(cls, cycle: Cycle, grad_indices: list[int]) -> "UpdateSignature":
+        assert cycle.loss is not None
+        return cls(tuple(grad_indices), cycle.loss.dtype, cycle.weight is not None)
+
+
+class LaunchPlan(NamedTuple):
+    """How the programs of the kernels share the gradients."""
+
+    shares: Tensor  # for each program: gradient of its launch, first element, end
+    first_programs: Tensor  # for each parameter: its first program; one more for the end
+    launch_starts: list[int]  # the first program of each launch; one more for the end
+    blocks_per_program: int
+    longest: int  # the most programs that one parameter has
+
+
+class DecideOutputs(NamedTuple):
+    """What the kernel `decide` fills. New memory for each update: records are kept."""
+
+    floats: Tensor  # norm, scale used, found_inf for the optimizer, clipping factor
+    flags: Tensor  # skipped, updated, roll back
+    lr: Tensor | None  # None: the optimizer's own rates hold
+    loss: Tensor | None  # None: the cycle's loss as it is
+
+
+class EmptyRecordTarget(NamedTuple):
+    """A RecordTarget that has no rows."""
+
+    table: Tensor
+    next_row: Tensor
 
 
 class FusedUpdate:
-    """Runs an Update's device half through Triton."""
+    """Runs an Update's device form through Triton, where it fits."""
 
-    def __init__(self, update: "Update") -> None:
+    def __init__(self, update: Update) -> None:
         self.update = update
-        self._plans: dict[UpdateSignature, Plan | None] = {}  # None: Triton failed
+        self._signatures: set[UpdateSignature] = set()  # met so far
+        self._plans: dict[UpdateSignature, LaunchPlan | None] = {}  # None: Triton failed
 
-    def fits(self, state: StepState, live: list[int]) -> bool:
-        """Whether the kernels can do this update; in a capture, only one that `prepare` has seen."""
-        u, shape, grads = self.update, UpdateSignature.of(state.cycle, live), _grads(state, live)
-        ours = self.prepare(shape) and self._plain(shape) and readable(grads, u.device)
-        return ours and all(
-            g.dtype in (self._dtype(i), u.params[i].dtype) for i, g in zip(live, grads, strict=True)
-        )
+    def remember(self, cycle: Cycle, grad_indices: list[int]) -> None:
+        """Notes an update that was run, so that its kernels can be loaded before a capture."""
+        is_fused = self.update.commit.optimizer_kind == "fused"
+        if is_fused and len(self._signatures) < MAX_SIGNATURES:
+            self._signatures.add(UpdateSignature.of(cycle, grad_indices))
 
-    def prepare(self, shape: UpdateSignature) -> bool:
-        """Plans and loads the kernels: a capture must do neither. They run once, on numbers of no importance."""
-        u = self.update
-        if (
-            shape not in self._plans
-            and self._plain(shape)
-            and usable(u.device)
-            and not is_capturing()
-        ):
-            state, made, rates = (
-                _rehearsal(u, shape),
-                idle(u.params, shape.live),
-                self._rates(keep=False),
-            )
-            grads = [
-                u.zero.to(self._dtype(i)) for i in shape.live
-            ]  # an idle plan follows no pointer
-            out = self._outputs(state)
-            row = self._row(None, u.commit.rates.current() if out.lr is None else out.lr)
+    def prepare_remembered(self) -> None:
+        """Loads the kernels for the updates met so far."""
+        for signature in self._signatures:
+            self.prepare(signature)
+
+    def fits(self, state: StepState, grad_indices: list[int]) -> bool:
+        """Whether the kernels can do this update; in a capture, only one that was prepared."""
+        signature = UpdateSignature.of(state.cycle, grad_indices)
+        if not self.prepare(signature) or not self._is_supported(signature):
+            return False
+        grads = _cycle_grads(state, grad_indices)
+        if not kernels_can_read(grads, self.update.device):
+            return False
+        for i, grad in zip(grad_indices, grads, strict=True):
+            if grad.dtype not in (self._kernel_dtype(i), self.update.params[i].dtype):
+                return False
+        return True
+
+    def prepare(self, signature: UpdateSignature) -> bool:
+        """Plans the launches and loads the kernels: a capture must do neither.
+
+        The kernels run once, on numbers of no importance. Returns whether they can be used.
+        """
+        update = self.update
+        is_new = signature not in self._plans
+        if is_new and self._is_supported(signature) and usable(update.device):
+            if is_capturing():
+                return False
             try:
-                launch(u.device, self._launches(state, grads, made, out, rates, state.skips, row))
-                self._plans[shape] = plan(u.params, shape.live)
-            except (
-                Exception
-            ) as error:  # of any kind that Triton's compiler, the C compiler or the disk may raise
-                self._plans[shape] = None
+                launch(update.device, self._trial_launches(signature))
+                self._plans[signature] = make_launch_plan(update.params, signature.grad_indices)
+            except Exception as error:  # whatever Triton, the C compiler or the disk may raise
+                self._plans[signature] = None
                 tell(error, MORE, SAME)
-        return self._plans.get(shape) is not None
+        return self._plans.get(signature) is not None
 
-    def _plain(self, shape: UpdateSignature) -> bool:
-        """A fused optimizer without hooks, one dtype, no clipping by value; groups under a table share no rate."""
-        u, commit, rates = self.update, self.update.commit, self.update.commit.rates
-        hooked = (
-            commit.optimizer._optimizer_step_pre_hooks
-            or commit.optimizer._optimizer_step_post_hooks
-        )
-        fused = commit.optimizer_can_skip and not hooked and u.options.clip_value is None
-        held = [group["lr"].data_ptr() for group in rates.groups if isinstance(group["lr"], Tensor)]
-        apart = rates.table is None or len(set(held)) == len(held)
-        few = 0 < len(shape.live) <= len(u.params) <= MOST
-        dtypes = {self._dtype(i) for i in shape.live}
-        return fused and apart and few and len(dtypes) == 1 and dtypes.issubset(DTYPES)
-
-    def _dtype(self, i: int) -> torch.dtype:
-        """Of a gradient in the kernels: wide, unless a low one goes to the optimizer as backward left it."""
-        return (
-            self.update.wide_dtypes[i] if self.update.edits_grads else self.update.params[i].dtype
-        )
-
-    def __call__(self, state: StepState, live: list[int]) -> UpdateResult:
-        """The transaction, as Update.on_device has it, where it fits."""
-        u, cycle, out = self.update, state.cycle, self._outputs(state)
-        made = self._plans[UpdateSignature.of(cycle, live)]
-        assert made is not None
+    def __call__(
+        self,
+        state: StepState,
+        grad_indices: list[int],
+        record_target: RecordTarget | None = None,
+    ) -> UpdateResult:
+        """The transaction of Update.on_device."""
+        update = self.update
+        cycle = state.cycle
+        plan = self._plans[UpdateSignature.of(cycle, grad_indices)]
+        assert plan is not None
         assert cycle.loss is not None
-        lr = u.commit.rates.current() if out.lr is None else out.lr
-        grads = [
-            g for g in widen(_grads(state, live), [self._dtype(i) for i in live]) if g is not None
-        ]
-        row = self._row(u.record_target, lr)
-        launch(
-            u.device,
-            self._launches(state, grads, made, out, self._rates(keep=True), u.cycles_ended, row),
-        )
-        u.commit.step_unless(out.truths[2], state, self._given(live, grads), out.floats[2])
-        loss = cycle.loss if out.mean is None else out.mean
-        return UpdateResult(lr, loss, out.floats[0], out.floats[1], out.truths[0], out.truths[1])
 
-    def _given(self, live: list[int], grads: list[Tensor]) -> list[Tensor | None]:
+        # Unscale, average, check, decide, count, next scale, clip: three kernels.
+        outputs = self._make_outputs(state)
+        lr = update.commit.learning_rates.current() if outputs.lr is None else outputs.lr
+        dtypes = [self._kernel_dtype(i) for i in grad_indices]
+        wide = widen(_cycle_grads(state, grad_indices), dtypes)
+        grads = [grad for grad in wide if grad is not None]
+        launches = self._launches(
+            state=state,
+            grads=grads,
+            plan=plan,
+            outputs=outputs,
+            lr_tensors=self._lr_tensors(),
+            cycles_ended=update.cycles_ended,
+            record_lr=lr,
+            record_target=record_target,
+        )
+        launch(update.device, launches)
+
+        # Commit, or roll back.
+        roll_back = outputs.flags[2]
+        found_inf = outputs.floats[2]
+        optimizer_grads = self._optimizer_grads(grad_indices, grads)
+        update.commit.step_unless(roll_back, state, optimizer_grads, found_inf)
+
+        writes_record = record_target is not None and not update.accumulates
+        return UpdateResult(
+            lr=lr,
+            loss=cycle.loss if outputs.loss is None else outputs.loss,
+            norm=outputs.floats[0],
+            scale=outputs.floats[1],
+            skipped=outputs.flags[0],
+            updated=outputs.flags[1],
+            record_written=writes_record,
+        )
+
+    def _is_supported(self, signature: UpdateSignature) -> bool:
+        """A fused optimizer without hooks, gradients of one dtype, no clipping by value."""
+        update = self.update
+        optimizer = update.commit.optimizer
+        has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if not update.commit.optimizer_can_skip or has_hooks:
+            return False
+        if update.options.clip_value is not None:
+            return False
+        if not 0 < len(signature.grad_indices) <= len(update.params) <= MAX_PARAMS:
+            return False
+
+        # Under a table of rates no two groups may share the tensor of their rate.
+        rates = update.commit.learning_rates
+        if rates.table is not None:
+            lrs = [group["lr"] for group in rates.groups]
+            addresses = [lr.data_ptr() for lr in lrs if isinstance(lr, Tensor)]
+            if len(set(addresses)) != len(addresses):
+                return False
+        dtypes = {self._kernel_dtype(i) for i in signature.grad_indices}
+        return len(dtypes) == 1 and dtypes.issubset(GRAD_DTYPES)
+
+    def _kernel_dtype(self, i: int) -> torch.dtype:
+        """Of a gradient in the kernels: wide, unless the optimizer takes it as backward left it."""
+        if self.update.edits_grads:
+            return self.update.wide_dtypes[i]
+        return self.update.params[i].dtype
+
+    def _optimizer_grads(self, grad_indices: list[int], grads: list[Tensor]) -> list[Tensor | None]:
         """Update._optimizer_grads, by one cast."""
-        params, given = self.update.params, list[Tensor | None]([None] * len(self.update.params))
-        for i, g in zip(live, widen(grads, [params[i].dtype for i in live]), strict=True):
-            given[i] = g
-        return given
+        params = self.update.params
+        result: list[Tensor | None] = [None] * len(params)
+        cast_grads = widen(grads, [params[i].dtype for i in grad_indices])
+        for i, grad in zip(grad_indices, cast_grads, strict=True):
+            result[i] = grad
+        return result
+
+    def _trial_launches(self, signature: UpdateSignature) -> Iterator[Launch]:
+        """The launches of an update that does nothing, to load the kernels."""
+        update = self.update
+        state = StepState.start(
+            update.device, update.loss_scale.start(update.device), len(update.params)
+        )
+        state.cycle.loss = torch.zeros((), dtype=signature.loss_dtype, device=update.device)
+        if signature.has_weight:
+            state.cycle.weight = torch.zeros((), dtype=torch.float64, device=update.device)
+        outputs = self._make_outputs(state)
+        lr = update.commit.learning_rates.current() if outputs.lr is None else outputs.lr
+        lr_tensors = None
+        table = update.commit.learning_rates.table
+        if table is not None:
+            groups = update.commit.learning_rates.groups
+            lr_tensors = tuple(torch.empty_like(table[0, 0]) for _ in groups)
+        return self._launches(
+            state=state,
+            # An idle plan follows no pointer: any tensor of the dtype will do.
+            grads=[update.zero.to(self._kernel_dtype(i)) for i in signature.grad_indices],
+            plan=make_idle_plan(update.params, signature.grad_indices),
+            outputs=outputs,
+            lr_tensors=lr_tensors,
+            cycles_ended=state.skips,
+            record_lr=lr,
+            record_target=None,
+        )
 
     def _launches(
         self,
+        *,
         state: StepState,
         grads: list[Tensor],
-        made: Plan,
-        out: Outputs,
-        rates: Rated,
-        tries: Tensor,
-        row: Line,
+        plan: LaunchPlan,
+        outputs: DecideOutputs,
+        lr_tensors: tuple[Tensor, ...] | None,
+        cycles_ended: Tensor,
+        record_lr: Tensor,
+        record_target: RecordTarget | None,
     ) -> Iterator[Launch]:
         """Measure, decide, and clip where asked."""
-        from halfstep.kernels import update_triton as found
+        from halfstep.kernels import update_triton
 
-        u = self.update
-        sums = torch.empty(len(made.rows), device=u.device)
-        flags = torch.empty_like(sums, dtype=torch.int32)
-        factors = state.scale if u.scales_loss else None, state.cycle.weight if u.averages else None
-        for start, programs, some in cut(made, grads):
-            parts = made.rows[start:], sums[start:], flags[start:]
-            yield (
-                found.measure,
-                programs,
-                (some, *parts, *factors, len(some), BLOCK, made.turns),
-                WARPS,
-            )
-        yield (
-            found.decide,
-            1,
-            (sums, flags, made.begins, *self._numbers(state, made, out, rates, tries, row)),
-            4,
-        )
-        if u.options.clip_norm is not None:
-            for start, programs, some in cut(made, grads):
-                clip = made.rows[start:], out.floats[3]
-                yield found.shrink, programs, (some, *clip, len(some), BLOCK, made.turns), WARPS
+        update = self.update
+        square_sums = torch.empty(len(plan.shares), device=update.device)
+        nonfinite_flags = torch.empty_like(square_sums, dtype=torch.int32)
 
-    def _numbers(
-        self, state: StepState, made: Plan, out: Outputs, rates: Rated, tries: Tensor, line: Line
-    ) -> tuple[Any, ...]:
-        """The deciding kernel's arguments from `bad` on."""
-        u, scale, table, cycle, size = (
-            self.update,
-            self.update.loss_scale,
-            rates[0],
-            state.cycle,
-            len(state.bad),
-        )
-        counters = (state.updates, state.skips, state.streak, state.halted, tries)
-        tensors = (state.bad, counters, state.scale, state.growth, cycle.weight, cycle.loss, *rates)
-        shape = (1, 0, 0) if table is None else (table.shape[1], *table.stride())
-        t = 1 << (size - 1).bit_length()
-        tile = t, max(1, min(128, 4096 // t)), len(u.commit.rates.groups)
-        dynamic = None
-        if isinstance(scale, DynamicScale):
-            dynamic = (scale.growth, scale.backoff, scale.interval, scale.floor, scale.cap)
-        options = (
-            u.options.accumulate > 1,
-            u.ignores_targets,
-            u.options.nonfinite,
-            dynamic,
-            u.options.clip_norm,
-        )
-        wide = (out.lr, out.mean, out.floats, out.truths, *line[:3])
-        return (*tensors, *wide, size, made.longest, *shape, *line[3:], *tile, *options)
+        for start, programs, launch_grads in split_launches(plan, grads):
+            arguments = {
+                "grads": launch_grads,
+                "plan": plan.shares[start:],
+                "square_sums": square_sums[start:],
+                "nonfinite_flags": nonfinite_flags[start:],
+                "scale": state.scale if update.scales_loss else None,
+                "weight": state.cycle.weight if update.averages else None,
+                "GRAD_COUNT": len(launch_grads),
+                "BLOCK": BLOCK_ELEMENTS,
+                "BLOCKS_PER_PROGRAM": plan.blocks_per_program,
+            }
+            yield update_triton.measure, programs, arguments, WARPS
 
-    def _row(self, journal: RecordTarget | None, lr: Tensor) -> Line:
-        """Where the record goes: into the journal, or into one without rows, so that it is the same kernel."""
-        if self.update.options.accumulate > 1:
-            return None, None, None, 0, 0, 0
-        table, at = self._nowhere if journal is None else (journal.table, journal.at)
-        if journal is not None:
-            journal.taken = True
-        return table, at, lr, len(table), table.stride(0), lr.stride(0) if lr.dim() else 0
+        arguments = {
+            "square_sums": square_sums,
+            "nonfinite_flags": nonfinite_flags,
+            "first_programs": plan.first_programs,
+            **self._state_arguments(state, cycles_ended),
+            **self._lr_arguments(outputs, lr_tensors),
+            "loss_out": outputs.loss,
+            "result_floats": outputs.floats,
+            "result_flags": outputs.flags,
+            **self._record_arguments(record_lr, record_target),
+            **self._decide_constants(plan),
+        }
+        yield update_triton.decide, 1, arguments, DECIDE_WARPS
+
+        if update.options.clip_norm is None:
+            return
+        for start, programs, launch_grads in split_launches(plan, grads):
+            arguments = {
+                "grads": launch_grads,
+                "plan": plan.shares[start:],
+                "factor": outputs.floats[3],
+                "GRAD_COUNT": len(launch_grads),
+                "BLOCK": BLOCK_ELEMENTS,
+                "BLOCKS_PER_PROGRAM": plan.blocks_per_program,
+            }
+            yield update_triton.shrink, programs, arguments, WARPS
+
+    def _state_arguments(self, state: StepState, cycles_ended: Tensor) -> dict[str, Any]:
+        return {
+            "bad": state.bad,
+            "counters": (state.updates, state.skips, state.streak, state.halted, cycles_ended),
+            "scale": state.scale,
+            "growth": state.growth,
+            "weight": state.cycle.weight,
+            "loss": state.cycle.loss,
+        }
+
+    def _lr_arguments(
+        self, outputs: DecideOutputs, lr_tensors: tuple[Tensor, ...] | None
+    ) -> dict[str, Any]:
+        table = self.update.commit.learning_rates.table
+        columns = 1
+        row_stride = 0
+        column_stride = 0
+        if table is not None:
+            columns = table.shape[1]
+            row_stride, column_stride = table.stride()
+        return {
+            "lr_table": table,
+            "lr_tensors": lr_tensors,
+            "lr_out": outputs.lr,
+            "table_columns": columns,
+            "table_row_stride": row_stride,
+            "table_column_stride": column_stride,
+        }
+
+    def _record_arguments(
+        self, record_lr: Tensor, record_target: RecordTarget | None
+    ) -> dict[str, Any]:
+        """The record's table. Without one, an empty table: the kernel is compiled once for both."""
+        if self.update.accumulates:
+            return {
+                "record_table": None,
+                "record_row": None,
+                "record_lr": None,
+                "record_rows": 0,
+                "record_stride": 0,
+                "record_lr_stride": 0,
+            }
+        if record_target is None:
+            record_target = self._empty_target
+        table = record_target.table
+        return {
+            "record_table": table,
+            "record_row": record_target.next_row,
+            "record_lr": record_lr,
+            "record_rows": len(table),
+            "record_stride": table.stride(0),
+            "record_lr_stride": record_lr.stride(0) if record_lr.dim() else 0,
+        }
 
     @cached_property
-    def _nowhere(self) -> tuple[Tensor, Tensor]:
-        """A journal's table and counter, on the device."""
+    def _empty_target(self) -> "EmptyRecordTarget":
         device = self.update.device
-        return torch.empty(0, 1, dtype=torch.float64, device=device), torch.zeros(
-            1, dtype=torch.int64, device=device
+        return EmptyRecordTarget(
+            table=torch.empty(0, 1, dtype=torch.float64, device=device),
+            next_row=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
-    def _outputs(self, state: StepState) -> Outputs:
-        """New memory for each update: records are kept."""
-        u, loss, groups = self.update, state.cycle.loss, len(self.update.commit.rates.groups)
+    def _decide_constants(self, plan: LaunchPlan) -> dict[str, Any]:
+        update = self.update
+        param_count = len(update.params)
+        param_slots = 1 << (param_count - 1).bit_length()  # Triton wants a power of two
+        programs_at_once = min(MAX_PROGRAMS_AT_ONCE, MAX_DECIDE_TILE // param_slots)
+        return {
+            "param_count": param_count,
+            "longest": plan.longest,
+            "PARAM_SLOTS": param_slots,
+            "PROGRAMS_AT_ONCE": max(1, programs_at_once),
+            "GROUPS": len(update.commit.learning_rates.groups),
+            "ACCUMULATES": update.accumulates,
+            "IGNORES_TARGETS": update.ignores_targets,
+            "NONFINITE": update.options.nonfinite,
+            "DYNAMIC": update.loss_scale.kernel_constants(),
+            "CLIP_NORM": update.options.clip_norm,
+        }
+
+    def _make_outputs(self, state: StepState) -> DecideOutputs:
+        update = self.update
+        device = update.device
+        loss = state.cycle.loss
         assert loss is not None
-        many, tabled = u.options.accumulate > 1, u.commit.rates.table is not None
-        may_be_empty = state.cycle.weight is not None or u.ignores_targets
-        shape, dtype = () if groups == 1 else (groups,), u.loss_dtype if many else loss.dtype
-        return Outputs(
-            torch.empty(4, device=u.device),
-            torch.empty(3, dtype=torch.bool, device=u.device),
-            torch.empty(shape, dtype=torch.float64, device=u.device) if tabled else None,
-            torch.empty((), dtype=dtype, device=u.device) if many or may_be_empty else None,
+
+        lr = None
+        if update.commit.learning_rates.table is not None:
+            group_count = len(update.commit.learning_rates.groups)
+            shape = () if group_count == 1 else (group_count,)
+            lr = torch.empty(shape, dtype=torch.float64, device=device)
+
+        # The cycle's loss is another number than the batch's: a mean, or 0 without terms.
+        loss_out = None
+        may_be_empty = state.cycle.weight is not None or update.ignores_targets
+        if update.accumulates:
+            loss_out = torch.empty((), dtype=update.loss_dtype, device=device)
+        elif may_be_empty:
+            loss_out = torch.empty((), dtype=loss.dtype, device=device)
+        return DecideOutputs(
+            floats=torch.empty(4, device=device),
+            flags=torch.empty(3, dtype=torch.bool, device=device),
+            lr=lr,
+            loss=loss_out,
         )
 
-    def _rates(self, *, keep: bool) -> Rated:
-        """The table and a tensor for each group's rate: the optimizer's, made as Rates.set would, or one to try."""
-        table, groups = self.update.commit.rates.table, self.update.commit.rates.groups
+    def _lr_tensors(self) -> tuple[Tensor, ...] | None:
+        """A tensor for each group's rate, in the optimizer, as LearningRates.set would put it."""
+        table = self.update.commit.learning_rates.table
         if table is None:
-            return None, None
-        held = [group["lr"] for group in groups]
-        alike = [
-            keep and isinstance(v, Tensor) and v.device == table.device and v.dtype == table.dtype
-            for v in held
-        ]
-        made = [
-            v if same else torch.empty_like(table[0, 0])
-            for v, same in zip(held, alike, strict=True)
-        ]
-        for group, rate in zip(groups if keep else (), made, strict=keep):
-            group["lr"] = rate
-        return table, tuple(made)
+            return None
+        lr_tensors = []
+        for group in self.update.commit.learning_rates.groups:
+            lr = group["lr"]
+            is_usable = isinstance(lr, Tensor) and (lr.device, lr.dtype) == (
+                table.device,
+                table.dtype,
+            )
+            if not is_usable:
+                lr = torch.empty_like(table[0, 0])
+                group["lr"] = lr
+            lr_tensors.append(lr)
+        return tuple(lr_tensors)
 
 
-def _grads(state: StepState, live: list[int]) -> list[Tensor]:
-    return [g for i in live if (g := state.cycle.grads[i]) is not None]
+def make_launch_plan(params: Sequence[Tensor], grad_indices: Sequence[int]) -> LaunchPlan:
+    """Shares the gradients out to programs. A parameter without a gradient has no program."""
+    device = params[0].device
+    grad_order = {param: order for order, param in enumerate(grad_indices)}
+    blocks_per_program = _blocks_per_program(params, grad_indices)
+    share_elements = BLOCK_ELEMENTS * blocks_per_program
 
+    shares: list[tuple[int, int, int]] = []
+    first_programs = [0]
+    launch_starts = []
+    for i, p in enumerate(params):
+        if i in grad_order:
+            grad_of_launch = grad_order[i] % MAX_GRADS_PER_LAUNCH
+            if grad_of_launch == 0:
+                launch_starts.append(len(shares))
+            for start in range(0, p.numel(), share_elements):
+                shares.append((grad_of_launch, start, min(start + share_elements, p.numel())))
+        first_programs.append(len(shares))
 
-def _rehearsal(update: "Update", shape: UpdateSignature) -> StepState:
-    """A state that nobody needs."""
-    state = StepState.start(
-        update.device, update.loss_scale.start(update.device), len(update.params)
+    return LaunchPlan(
+        shares=_send_to(device, shares or [(0, 0, 0)], torch.int64),
+        first_programs=_send_to(device, first_programs, torch.int32),
+        launch_starts=[*launch_starts, len(shares)],
+        blocks_per_program=blocks_per_program,
+        longest=max(end - start for start, end in pairwise(first_programs)),
     )
-    state.cycle.loss = torch.zeros((), dtype=shape.loss, device=update.device)
-    state.cycle.weight = (
-        torch.zeros((), dtype=torch.float64, device=update.device) if shape.weighted else None
+
+
+def make_idle_plan(params: Sequence[Tensor], grad_indices: Sequence[int]) -> LaunchPlan:
+    """As many launches, each of one program with nothing to do: to load the kernels."""
+    device = params[0].device
+    launches = -(-len(grad_indices) // MAX_GRADS_PER_LAUNCH)
+    return LaunchPlan(
+        shares=torch.zeros(launches, 3, dtype=torch.int64, device=device),
+        first_programs=torch.zeros(len(params) + 1, dtype=torch.int32, device=device),
+        launch_starts=list(range(launches + 1)),
+        blocks_per_program=_blocks_per_program(params, grad_indices),
+        longest=0,
     )
-    return state
+
+
+def split_launches(
+    plan: LaunchPlan, grads: Sequence[Tensor]
+) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
+    """For each launch: its first program, how many it has, and its gradients.
+
+    The last gradient is repeated until their number is one that the kernels are compiled for.
+    """
+    for launch_index, (start, end) in enumerate(pairwise(plan.launch_starts)):
+        first_grad = launch_index * MAX_GRADS_PER_LAUNCH
+        launch_grads = tuple(grads[first_grad : first_grad + MAX_GRADS_PER_LAUNCH])
+        count = next(n for n in GRADS_PER_LAUNCH if n >= len(launch_grads))
+        repeats = count - len(launch_grads)
+        if end > start:
+            yield start, end - start, (*launch_grads, *[launch_grads[-1]] * repeats)
+
+
+def kernels_can_read(grads: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether kernels may walk these in memory order, 16 bytes at a time, each by itself."""
+    for grad in grads:
+        is_plain = type(grad) is Tensor and grad.layout == torch.strided
+        if not is_plain or grad.dtype not in GRAD_DTYPES or grad.device != device:
+            return False
+    addresses = [grad.data_ptr() for grad in grads if grad.numel()]
+    are_separate = len(set(addresses)) == len(addresses)
+    are_aligned = all(address % ALIGNMENT_BYTES == 0 for address in addresses)
+    return are_separate and are_aligned and all(is_dense(grad) for grad in grads)
+
+
+def _blocks_per_program(params: Sequence[Tensor], grad_indices: Sequence[int]) -> int:
+    elements = sum(params[i].numel() for i in grad_indices)
+    return LARGE_BLOCKS if elements >= LARGE_ELEMENTS else 1
+
+
+def _cycle_grads(state: StepState, grad_indices: list[int]) -> list[Tensor]:
+    return [grad for i in grad_indices if (grad := state.cycle.grads[i]) is not None]
+
+
+def _send_to(device: torch.device, values: Any, dtype: torch.dtype) -> Tensor:
+    """To the device without waiting for it."""
+    on_host = torch.tensor(values, dtype=dtype)
+    if device.type == "cpu":
+        return on_host
+    return on_host.pin_memory().to(device, non_blocking=True)

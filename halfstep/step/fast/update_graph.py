@@ -1,174 +1,187 @@
-"""The device half of an update as one CUDA graph: forty small launches become one, with the same kernels inside.
+"""The device form of an update as one CUDA graph: forty small launches become one.
 
-Small networks spend more time launching the bookkeeping of an update than computing it. Gradients are copied into the
-graph's inputs; everything else it touches stays where it is. A graph is replayed only while every address and every
-hyper-parameter baked into it still holds; otherwise the update runs eagerly, and is captured when things settle.
+Small networks spend more time launching the bookkeeping of an update than computing it. This serves
+a hand-written loop over TrainStep on CUDA; `fit` and `hs.sink` capture the whole step. The same
+kernels with the same bits. Switched off by decide="host".
+
+Gradients are copied into the graph's inputs; everything else it touches stays where it is. A graph
+is replayed only while every address and every setting baked into it still holds. Otherwise the
+update runs eagerly, and is captured again once it is the same three times in a row.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from halfstep.cuda_graphs.capture import Lane, capturing
-from halfstep.step.optimizer import state_tensors
-from halfstep.step.state import StepState
-from halfstep.step.state__record import UpdateResult
+from halfstep.cuda_graphs.capture import CaptureStream, capture_into
+from halfstep.step.optimizer import capturable_optimizer, state_tensors
+from halfstep.step.state import StepState, UpdateResult
 from halfstep.step.update import Update
 
-LIMIT_BYTES = (
-    256 << 20
-)  # of gradients: larger networks are not bound by launches, and the copy would cost memory
-SETTLED = 3  # updates in a row with the same key before a capture
-MOST = 16  # captures in all: whatever changes more often than that is left to run eagerly
-ROWS = 64  # outcomes per allocation
+MAX_GRAD_BYTES = 256 << 20  # larger networks are not bound by launches, and copies cost memory
+REPEATS_BEFORE_CAPTURE = 3  # updates in a row with the same key
+MAX_CAPTURES = 16  # what changes more often than that is left to run eagerly
+RESULTS_PER_ALLOCATION = 64
+PACKING_BYTES = 8  # results are aligned to their widest dtype
 
 
-class Captured(NamedTuple):
-    """A graph, the tensors it reads gradients from (by dtype), and the outcome it leaves, packed into bytes."""
+class CapturedUpdate(NamedTuple):
+    """A graph, the tensors that it reads gradients from, and the result that it leaves."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: list[list[Tensor]]
-    packed: Tensor
-    like: UpdateResult
+    inputs: list[list[Tensor]]  # by dtype
+    packed_result: Tensor  # bytes
+    result: UpdateResult
 
 
-class Replay:
-    """Runs `update.on_device`, replayed from a graph where one fits."""
+class UpdateGraph:
+    """Runs `update.on_device`, from a graph where one fits."""
 
     def __init__(self, update: Update) -> None:
-        self.update, self.captures = update, 0
-        self._graphs: dict[Any, Captured] = {}
-        self._seen: tuple[Any, int] = (None, 0)
-        self._rows: dict[
-            Any, Iterator[tuple[Tensor, UpdateResult]]
-        ] = {}  # by the dtypes that a row holds
-        self._usable = update.device.type == "cuda"
-        self._lane: Lane | None = None
+        self.update = update
+        self.captures = 0
+        self._graphs: dict[Any, CapturedUpdate] = {}
+        self._last_key: Any = None
+        self._repeats = 0  # updates in a row with that key
+        self._free_results: dict[Any, Iterator[tuple[Tensor, UpdateResult]]] = {}  # by dtypes
+        self._is_usable = update.device.type == "cuda"
+        self._stream: CaptureStream | None = None
 
-    def __call__(self, state: StepState, live: list[int]) -> UpdateResult:
+    def __call__(self, state: StepState, grad_indices: list[int]) -> UpdateResult:
         optimizer = self.update.commit.optimizer
-        hooked = (
-            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        )  # a replay runs no hook
-        if not self._usable or hooked or torch.cuda.is_current_stream_capturing():
-            return self.update.on_device(state, live)
-        key = self._key(state, live)
+        # A replay would run no hook.
+        has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if not self._is_usable or has_hooks or torch.cuda.is_current_stream_capturing():
+            return self.update.on_device(state, grad_indices)
+
+        key = self._guards(state, grad_indices)
         captured = self._graphs.get(key)
         if captured is None:
-            captured = self._settle(key, state, live)
-        return (
-            self.update.on_device(state, live)
-            if captured is None
-            else self._replay(captured, state)
-        )
+            captured = self._capture_if_stable(key, state, grad_indices)
+        if captured is None:
+            return self.update.on_device(state, grad_indices)
+        return self._replay(captured, state)
 
-    def _settle(self, key: Any, state: StepState, live: list[int]) -> Captured | None:
-        """A new graph once the same key has come three times running."""
-        self._seen = (key, self._seen[1] + 1 if self._seen[0] == key else 1)
-        large = sum(g.nbytes for g in state.cycle.grads if g is not None) > LIMIT_BYTES
-        if self._seen[1] < SETTLED or self.captures >= MOST or large:
+    def _capture_if_stable(
+        self, key: Any, state: StepState, grad_indices: list[int]
+    ) -> CapturedUpdate | None:
+        """A new graph once the same key has come three times in a row."""
+        self._repeats = self._repeats + 1 if key == self._last_key else 1
+        self._last_key = key
+        grad_bytes = sum(grad.nbytes for grad in state.cycle.grads if grad is not None)
+        is_stable = self._repeats >= REPEATS_BEFORE_CAPTURE
+        if not is_stable or self.captures >= MAX_CAPTURES or grad_bytes > MAX_GRAD_BYTES:
             return None
         try:
-            captured = self._graphs[key] = self._capture(state, live)
-        except (
-            RuntimeError
-        ):  # an operation that cannot be captured: the eager update does the same, launch by launch
-            self._usable = False
+            captured = self._capture(state, grad_indices)
+        except RuntimeError:  # it cannot be captured: the eager update does the same
+            self._is_usable = False
             return None
+        self._graphs[key] = captured
         self.captures += 1
         return captured
 
-    def _capture(self, state: StepState, live: list[int]) -> Captured:
-        graph, cycle = torch.cuda.CUDAGraph(), state.cycle
-        before = cycle.grads, cycle.weight, cycle.loss
-        cycle.grads = [None if g is None else torch.empty_like(g) for g in cycle.grads]
-        cycle.weight = None if cycle.weight is None else torch.empty_like(cycle.weight)
-        cycle.loss = None if cycle.loss is None else torch.empty_like(cycle.loss)
-        inputs, self._lane = _inputs(state), self._lane or Lane(self.update.device)
+    def _capture(self, state: StepState, grad_indices: list[int]) -> CapturedUpdate:
+        graph = torch.cuda.CUDAGraph()
+        cycle = state.cycle
+        grads_before = cycle.grads
+        weight_before = cycle.weight
+        loss_before = cycle.loss
+
+        # Inputs of the graph's own, in place of this cycle's tensors.
+        cycle.grads = [None if grad is None else torch.empty_like(grad) for grad in cycle.grads]
+        if cycle.weight is not None:
+            cycle.weight = torch.empty_like(cycle.weight)
+        if cycle.loss is not None:
+            cycle.loss = torch.empty_like(cycle.loss)
+        inputs = _inputs_by_dtype(state)
+        if self._stream is None:
+            self._stream = CaptureStream(self.update.device)
         try:
-            with allowed(self.update), capturing(graph, self._lane):
-                outcome = self.update.on_device(state, live)
-                packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in outcome])
+            commit = self.update.commit
+            may_capture = capturable_optimizer(commit.optimizer, commit.optimizer_kind)
+            with may_capture, capture_into(graph, self._stream):
+                result = self.update.on_device(state, grad_indices)
+                packed = torch.cat([t.reshape(-1).view(torch.uint8) for t in result.tensors()])
         except BaseException:
             self._graphs.clear()  # with the one that failed, torch may free what they use
-            self._lane = None
+            self._stream = None
             raise
         finally:
-            cycle.grads, cycle.weight, cycle.loss = before
-        return Captured(graph, inputs, packed, outcome)
+            cycle.grads = grads_before
+            cycle.weight = weight_before
+            cycle.loss = loss_before
+        return CapturedUpdate(graph, inputs, packed, result)
 
-    def _replay(self, captured: Captured, state: StepState) -> UpdateResult:
-        for static, now in zip(captured.inputs, _inputs(state), strict=True):
-            torch._foreach_copy_(static, now)
+    def _replay(self, captured: CapturedUpdate, state: StepState) -> UpdateResult:
+        for static_inputs, cycle_tensors in zip(
+            captured.inputs, _inputs_by_dtype(state), strict=True
+        ):
+            torch._foreach_copy_(static_inputs, cycle_tensors)
         captured.graph.replay()
-        layout = tuple(t.dtype for t in captured.like)
-        row = next(self._rows.get(layout, iter(())), None)
-        if row is None:
-            self._rows[layout] = _rows(captured.like)
-            row = next(self._rows[layout])
-        row[0].copy_(captured.packed)  # the graph will overwrite its own
-        return row[1]
 
-    def _key(self, state: StepState, live: list[int]) -> Any:
-        """Everything a graph bakes in: addresses, the shape of the cycle, and the optimizer's plain settings."""
-        cycle, commit = state.cycle, self.update.commit
-        groups = commit.optimizer.param_groups
-        settings = [
-            v for g in groups for v in g.values() if isinstance(v, (int, float, str, tuple))
+        # The next replay overwrites the graph's own result: copy it out.
+        dtypes = tuple(t.dtype for t in captured.result.tensors())
+        free = next(self._free_results.get(dtypes, iter(())), None)
+        if free is None:
+            self._free_results[dtypes] = _allocate_results(captured.result)
+            free = next(self._free_results[dtypes])
+        packed, result = free
+        packed.copy_(captured.packed_result)
+        return result
+
+    def _guards(self, state: StepState, grad_indices: list[int]) -> Any:
+        """Everything a graph bakes in: addresses, the cycle's form, the optimizer's settings."""
+        cycle = state.cycle
+        commit = self.update.commit
+        settings = []
+        lr_tensors = []
+        for group in commit.optimizer.param_groups:
+            settings += [v for v in group.values() if isinstance(v, (int, float, str, tuple))]
+            if isinstance(group["lr"], Tensor):
+                lr_tensors.append(group["lr"])
+        tensors = [
+            *state.tensors(),
+            *lr_tensors,
+            *self.update.params,
+            *state_tensors(commit.optimizer),
+            *cycle.buffers,
+            *commit.buffers.tensors(),
         ]
-        rates = [g["lr"] for g in groups if isinstance(g["lr"], Tensor)]
-        own = (
-            state.updates,
-            state.skips,
-            state.streak,
-            state.scale,
-            state.growth,
-            state.halted,
-            state.bad,
-        )
-        beside = (*state.ema, *state.residue, *cycle.buffers, *commit.buffers.tensors())
-        held = (*own, *rates, *self.update.params, *state_tensors(commit.optimizer), *beside)
-        loss = None if cycle.loss is None else cycle.loss.dtype
-        return (cycle.weight is None, loss, *live, *settings, *[t.data_ptr() for t in held])
+        loss_dtype = None if cycle.loss is None else cycle.loss.dtype
+        addresses = [t.data_ptr() for t in tensors]
+        return (cycle.weight is None, loss_dtype, *grad_indices, *settings, *addresses)
 
 
-def _inputs(state: StepState) -> list[list[Tensor]]:
+def _inputs_by_dtype(state: StepState) -> list[list[Tensor]]:
     """What changes from update to update, by dtype, so that each copy is one kernel."""
     groups: dict[torch.dtype, list[Tensor]] = {}
-    for t in (*state.cycle.grads, state.cycle.weight, state.cycle.loss):
-        if t is not None:
-            groups.setdefault(t.dtype, []).append(t)
+    for tensor in (*state.cycle.grads, state.cycle.weight, state.cycle.loss):
+        if tensor is not None:
+            groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
 
 
-def _rows(like: UpdateResult) -> Iterator[tuple[Tensor, UpdateResult]]:
-    """Room for the outcomes of the next updates: one allocation, cut once, instead of six views for each."""
-    size = sum(t.nbytes for t in like)
-    rows = torch.empty(ROWS, -(-size // 8) * 8, dtype=torch.uint8, device=like.lr.device)
-    fields, start = [], 0
-    for t in like:
-        part = rows[:, start : start + t.nbytes].view(t.dtype)
-        fields.append((part if t.dim() else part.squeeze(1)).unbind(0))
-        start += t.nbytes
-    return (
-        (row[:size], UpdateResult(*each))
-        for row, *each in zip(rows.unbind(0), *fields, strict=True)
+def _allocate_results(like: UpdateResult) -> Iterator[tuple[Tensor, UpdateResult]]:
+    """Memory for the results of the next updates, each as bytes and as an UpdateResult.
+
+    One allocation, cut once, instead of six views for each update.
+    """
+    tensors = like.tensors()
+    result_bytes = sum(t.nbytes for t in tensors)
+    row_bytes = -(-result_bytes // PACKING_BYTES) * PACKING_BYTES
+    memory = torch.empty(
+        RESULTS_PER_ALLOCATION, row_bytes, dtype=torch.uint8, device=like.lr.device
     )
-
-
-@contextmanager
-def allowed(update: Update) -> Iterator[None]:
-    """Fused optimizers keep their counters on the device and can be captured; Adam asks for the flag all the same."""
-    is_fused = update.commit.optimizer_kind == "fused"
-    groups = [g for g in update.commit.optimizer.param_groups if is_fused and "capturable" in g]
-    before = [g["capturable"] for g in groups]
-    try:
-        for g in groups:
-            g["capturable"] = True
-        yield
-    finally:
-        for g, flag in zip(groups, before, strict=True):
-            g["capturable"] = flag
+    columns = []
+    start = 0
+    for t in tensors:
+        column = memory[:, start : start + t.nbytes].view(t.dtype)
+        if not t.dim():
+            column = column.squeeze(1)
+        columns.append(column.unbind(0))
+        start += t.nbytes
+    for row, *values in zip(memory.unbind(0), *columns, strict=True):
+        yield row[:result_bytes], UpdateResult(*values)

@@ -11,8 +11,8 @@ import halfstep as hs
 from halfstep.engine.captured import inputs__gather as room
 from halfstep.engine.captured.inputs import BEGINS, Resident
 from halfstep.engine.captured.inputs__gather import gather
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.record_buffer__ring import Ring
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.feed import Feed
 from tests.support.captured_runs import Hasty, by_hand, data, rows, step, sunk
 from tests.support.no_sync import no_sync
@@ -132,7 +132,7 @@ def test_a_compiled_burst_is_equal_to_eager(monkeypatch: pytest.MonkeyPatch) -> 
 def kernels(burst: Case) -> list[str]:
     """What one pass of 20 steps launches, once everything is captured: 16 are one graph, 4 are single."""
     sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
-    assert isinstance(sink.sunk.program, Program)
+    assert isinstance(sink.sunk.program, StepProgram)
     sink.sunk.program.polish()
     sink.sunk.pace = Hasty(CUDA)
     rows(sink, 3)
@@ -160,10 +160,10 @@ def test_the_deciding_kernel_writes_the_record() -> None:
 
 def test_batches_of_a_burst_begin_where_their_own_memory_would() -> None:
     data = Case(maps=BURSTS["drawn"].maps).data(CUDA)
-    expected, ring, feed = list(data.fresh()), Ring(64, CUDA), Feed(data)
+    expected, ring, feed = list(data.fresh()), RecordBuffer(64, CUDA), Feed(data)
     assert isinstance(feed.data, hs.data.Dataset)
     found = Resident(feed, ring, feed.data)
-    ring.quick = True
+    ring.use_kernels = True
     found.start()
     found.next()
     kept = found._gathered(4)

@@ -28,9 +28,8 @@ def error(precision: str) -> float:
 def test_fp32_is_strict_and_tf32_is_asked_for() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        assert (
-            error("fp32") < 2e-6
-        )  # 2048 products in fp32: √2048 · 2⁻²⁴ ≈ 2.7e-6 at worst, measured near 3e-7
+        # 2048 products in fp32: √2048 · 2⁻²⁴ ≈ 2.7e-6 at worst, measured near 3e-7
+        assert error("fp32") < 2e-6
         assert error("tf32") > 5e-5  # TF32 keeps 10 bits: near 3e-4
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
@@ -39,7 +38,8 @@ def test_fp32_is_strict_and_tf32_is_asked_for() -> None:
 
 def test_convolutions_too() -> None:
     torch.manual_seed(0)
-    net, x = nn.Conv2d(64, 64, 3, bias=False).cuda(), torch.randn(8, 64, 32, 32, device="cuda")
+    net = nn.Conv2d(64, 64, 3, bias=False).cuda()
+    x = torch.randn(8, 64, 32, 32, device="cuda")
     exact = nn.functional.conv2d(x.double(), net.weight.double())
 
     def off(precision: str) -> float:
@@ -61,7 +61,8 @@ def test_memory_does_not_grow_with_steps() -> None:
         precision="O2",
         ema=0.9,
     )
-    x, y = torch.randn(32, 64, device="cuda"), torch.randint(0, 8, (32,), device="cuda")
+    x = torch.randn(32, 64, device="cuda")
+    y = torch.randint(0, 8, (32,), device="cuda")
     for _ in range(20):
         step(x, y)
     before = torch.cuda.memory_allocated()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.precision.low_params import LowCopies, copy_, widen
+from halfstep.precision.low_params import LowCopies, foreach_cast_, widen
 
 pytestmark = pytest.mark.gpu
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
@@ -25,11 +25,12 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
     masters = [nn.Parameter(torch.randn(s, device="cuda")) for s in MLP]
     copies = LowCopies(masters, [low] * len(masters))
     grads: list[Tensor | None] = [torch.randn(s, device="cuda").to(low) for s in MLP]
-    copies.fresh()
+    copies.cast_masters()
     widen(grads, [torch.float32] * len(grads))
-    there, back = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    there = torch.cuda.CUDAGraph()
+    back = torch.cuda.CUDAGraph()
     with torch.cuda.graph(there):
-        made = copies.fresh()
+        made = copies.cast_masters()
     with torch.cuda.graph(back):
         wide = widen(grads, [torch.float32] * len(grads))
     for m, g in zip(masters, grads, strict=True):
@@ -48,13 +49,11 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
 def test_gradients_through_captured_copies() -> None:
     """Forward and backward in one graph: gradients arrive at the masters, in their dtype."""
     p = nn.Parameter(torch.randn(300, 300, device="cuda"))
-    copies, x = (
-        LowCopies([p], [torch.float16]),
-        torch.randn(8, 300, device="cuda", dtype=torch.float16),
-    )
+    copies = LowCopies([p], [torch.float16])
+    x = torch.randn(8, 300, device="cuda", dtype=torch.float16)
 
     def run() -> Tensor:
-        (low,) = copies.fresh()
+        (low,) = copies.cast_masters()
         (grad,) = torch.autograd.grad((x @ low).float().sum(), [p])
         return grad
 
@@ -79,7 +78,7 @@ def test_pieces_only_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     to, given = (
         [torch.zeros(40960, dtype=d, device="cuda")] for d in (torch.float16, torch.float32)
     )
-    copy_(to, given)
+    foreach_cast_(to, given)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        copy_(to, given)
+        foreach_cast_(to, given)
     assert seen == [1, 10]

@@ -68,7 +68,7 @@ def test_convolutions_run_channels_last_from_end_to_end(precision: str) -> None:
 
 def test_float64_and_dense_networks_stay_as_they_are() -> None:
     assert not is_last(build(convolutional(), "fp64").net[0].weight)
-    assert not build(dense()).layout.on
+    assert not build(dense()).channels_last.on
 
 
 @pytest.mark.parametrize("last", [True, False])

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import pack
-from halfstep.step.fast.fused_update__quick_plan import COUNTS, LARGE
-from halfstep.step.fast.update_graph import allowed
-from halfstep.step.state__record import UpdateResult
+from halfstep.step.fast.fused_update import COUNTS, LARGE
+from halfstep.step.fast.update_graph import capturable_optimizer
+from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
     CASES,
     HALVES,
@@ -64,7 +64,7 @@ def capture(step: Any, live: list[int]) -> tuple[torch.cuda.CUDAGraph, UpdateRes
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with (
-        allowed(step.update),
+        capturable_optimizer(step.update),
         torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
     ):
         outcome = step.update.on_device(step.state, live)
@@ -240,7 +240,7 @@ def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
         ema=0.9,
         lr=[0.02, 0.01],
     )
-    step._replay._usable = False
+    step._update_graph._usable = False
     step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 

@@ -44,15 +44,15 @@ def test_a_thousand_steps_without_a_sync(name: str, precision: str) -> None:
     )  # fmt: skip
     data = batches(1000, bad)
     records = [step(*b) for b in data[:3]]  # two overflows, then the first committed update
-    reads = step.host.reads
+    reads = step.host_reads.reads
     with no_sync():
         records += [step(*b) for b in data[3:]]
-    assert step.host.reads == reads
+    assert step.host_reads.reads == reads
     skipped = frozenset(i for i, r in enumerate(records) if r.skipped.item())
     assert skipped >= bad  # and where the growing scale itself overflowed
     assert [r.scale.item() for r in records] == torch_scales(len(data), skipped, scale)
     assert int(step.state.updates) == 1000 - len(skipped)
-    assert step._replay.captures >= 1
+    assert step._update_graph.captures >= 1
 
 
 def torch_scales(steps: int, bad: frozenset[int], scale: hs.DynamicScale) -> list[float]:

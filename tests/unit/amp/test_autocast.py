@@ -26,7 +26,8 @@ kernels = pytest.mark.parametrize("kernels", KERNELS)
 def room() -> Iterator[None]:
     """Every test leaves torch's state as it found it, and the next one finds the room's defaults."""
     yield
-    amp.enabled, amp.low_prec_dtype = False, "float16"
+    amp.enabled = False
+    amp.low_prec_dtype = "float16"
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
     assert torch.overrides._get_current_function_mode() is None
@@ -67,7 +68,8 @@ def test_torch_kernels_are_torchs_autocast_without_cache(
     low: str, net: nn.Linear, x: Tensor
 ) -> None:
     with cpu(low_prec_dtype=low, kernels="torch"):
-        out, loss = net(x), F.mse_loss(net(x), torch.zeros(3, 4))
+        out = net(x)
+        loss = F.mse_loss(net(x), torch.zeros(3, 4))
     with torch.autocast("cpu", LOW[low], cache_enabled=False):
         assert torch.equal(out, net(x))
         assert torch.equal(loss, F.mse_loss(net(x), torch.zeros(3, 4)))
@@ -114,7 +116,8 @@ def test_none_means_the_rooms_dtype_at_entry(net: nn.Linear, x: Tensor) -> None:
 
 def losses_in_one_context(context: object) -> list[float]:
     """w = 4, loss = w²: each update takes a quarter of w, so the losses are 16, 9, 81/16, all exact in bfloat16."""
-    w, losses = nn.Parameter(torch.tensor([[4.0]])), []
+    w = nn.Parameter(torch.tensor([[4.0]]))
+    losses = []
     with context:  # type: ignore[attr-defined]
         for _ in range(3):
             loss = F.linear(torch.ones(1, 1), w).float().square().sum()
@@ -127,11 +130,12 @@ def losses_in_one_context(context: object) -> list[float]:
 
 @kernels
 def test_an_update_inside_one_context_is_seen(kernels: str) -> None:
+    # what the cache would do
     assert losses_in_one_context(torch.autocast("cpu", torch.bfloat16)) == [
         16,
         16,
         16,
-    ]  # what the cache would do
+    ]
     assert losses_in_one_context(cpu(low_prec_dtype="bfloat16", kernels=kernels)) == [
         16,
         9,
@@ -147,9 +151,8 @@ def test_a_teacher_without_gradients_changes_no_gradient(
     def gradient(teach: bool) -> Tensor:
         with cpu(kernels=kernels):
             with quiet():
-                target = (
-                    net(x).clone() if teach else None
-                )  # the student's own weights: the case that loses its history
+                # the student's own weights: the case that loses its history
+                target = net(x).clone() if teach else None
             out = net(x)
             loss = out.float().square().sum() + (0 if target is None else 0 * target.detach().sum())
         (grad,) = torch.autograd.grad(loss, net.weight)
@@ -246,7 +249,8 @@ def test_recursion_through_one_decorator(kernels: str, net: nn.Linear, x: Tensor
             seen.append(net(x).dtype)
 
     descend(2)
-    half, full = torch.float16, torch.float32
+    half = torch.float16
+    full = torch.float32
     assert seen == [half, full, half, full, half, half, half]
     assert net(x).dtype == full
 
@@ -319,10 +323,8 @@ def test_a_block_can_be_copied_and_pickled(net: nn.Linear, x: Tensor) -> None:
 
 
 def test_megengines_pattern_with_backward_and_step_inside(net: nn.Linear, x: Tensor) -> None:
-    gm, optimizer = (
-        GradManager().attach(net.parameters()),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-    )
+    gm = GradManager().attach(net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = net.weight.detach().clone()
 
     @cpu()
@@ -394,7 +396,8 @@ def test_the_switch_belongs_to_its_thread(net: nn.Linear, x: Tensor) -> None:
     amp.enabled = True
 
     def work(i: int) -> tuple[bool, torch.dtype, torch.dtype]:
-        before, dtype = amp.enabled, net(x).dtype
+        before = amp.enabled
+        dtype = net(x).dtype
         amp.enabled = True
         return before, dtype, net(x).dtype
 
@@ -464,7 +467,7 @@ def test_other_refusals() -> None:
         assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="expected True or False, received 1"):
         amp.enabled = 1
-    with pytest.raises(ValueError, match="kernels: expected one of auto, torch"):
+    with pytest.raises(ValueError, match="kernels: expected one of 'auto', 'torch'"):
         amp.autocast(kernels="fast")
     for kind in ("gpu", 0, "meta"):
         with pytest.raises(ValueError, match="device_type: expected 'cpu', 'cuda'"):
@@ -517,7 +520,8 @@ def test_import_changes_nothing_in_torch() -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_none_is_cuda_and_disabled_turns_both_off() -> None:
-    net, x = nn.Linear(8, 4).cuda(), torch.randn(3, 8, device="cuda")
+    net = nn.Linear(8, 4).cuda()
+    x = torch.randn(3, 8, device="cuda")
     with amp.autocast():
         low = net(x)
         with cpu():

@@ -31,7 +31,8 @@ VALUES = (math.inf, -math.inf, math.nan)
 @pytest.fixture(autouse=True)
 def room() -> Iterator[None]:
     yield
-    amp.enabled, amp.low_prec_dtype = False, "float16"
+    amp.enabled = False
+    amp.low_prec_dtype = "float16"
 
 
 def make(**kwargs: Any) -> GradScaler:
@@ -122,7 +123,8 @@ def test_220_steps_with_planted_overflows_equal_torchs(optimizer: str, clip: boo
 
 def test_the_trajectory_equals_dynamic_scale_next() -> None:
     rule = DynamicScale(interval=5)
-    state, expected = rule.start(torch.device("cpu")), []
+    state = rule.start(torch.device("cpu"))
+    expected = []
     for step in range(220):
         state = rule.next(state, torch.tensor(float(step in PLANTED)))
         expected.append(state.scale.item())
@@ -177,7 +179,8 @@ def test_the_same_clipped_update_at_every_scale(optimizer: str) -> None:
 
 
 def test_half_gradients_are_refused_as_in_torch_and_bfloat16_ones_are_not() -> None:
-    net, scaler = nn.Linear(2, 2).half(), make()
+    net = nn.Linear(2, 2).half()
+    scaler = make()
     opt = SGD(net.parameters(), lr=0.1)
     scaler.scale(torch.ones(()))
     poison(net, 1.0)
@@ -193,7 +196,8 @@ def test_half_gradients_are_refused_as_in_torch_and_bfloat16_ones_are_not() -> N
 
 
 def test_torchs_misuse_errors_are_kept() -> None:
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     poison(net, 1.0)
     with pytest.raises(AssertionError, match=r"did not use scaler\.scale"):
         scaler.step(opt)
@@ -209,7 +213,8 @@ def test_torchs_misuse_errors_are_kept() -> None:
 def test_disabled_is_no_scaler_at_all() -> None:
     theirs = train(TorchScaler("cpu", enabled=False), "adam", range(2, 9))
     assert_same(train(make(enabled=False), "adam", range(2, 9)), theirs)
-    scaler, (net, opt) = make(enabled=False), net_and("adam")
+    scaler = make(enabled=False)
+    (net, opt) = net_and("adam")
     assert scaler.state_dict() == {}
     scaler.load_state_dict(make().state_dict())
     gear_step(scaler, net, opt, 2, "automatic")
@@ -248,7 +253,9 @@ def bent(tensor: Tensor, grad: Tensor, net: nn.Linear, step: int) -> Tensor:
 def test_automatic_gear_equals_manual_gear_equals_torchs_protocol(optimizer: str) -> None:
     runs = []
     for gear in ("automatic", "manual", "torch"):
-        (net, opt), scaler, scales = net_and(optimizer), make(), []
+        (net, opt) = net_and(optimizer)
+        scaler = make()
+        scales = []
         for step in range(60):
             if gear == "torch":
                 x, y = batch(step)
@@ -275,7 +282,8 @@ def test_accumulation_equals_torchs(bad: bool) -> None:
         loss = F.mse_loss(net(x), y)
         return loss * math.nan if bad and i == 1 else loss
 
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     gm = GradManager().attach(net.parameters())
     for i in range(4):
         with gm:
@@ -284,7 +292,8 @@ def test_accumulation_equals_torchs(bad: bool) -> None:
     scaler.unscale(gm.attached_tensors())
     scaler.update()
     opt.step()
-    (theirs, their_opt), torchs = net_and("adam"), TorchScaler("cpu", growth_interval=5)
+    (theirs, their_opt) = net_and("adam")
+    torchs = TorchScaler("cpu", growth_interval=5)
     for i in range(4):
         torchs.scale(micro(theirs, i)).backward()
     torchs.step(their_opt)
@@ -296,7 +305,8 @@ def test_accumulation_equals_torchs(bad: bool) -> None:
 
 
 def test_unscale_takes_every_gradient_away_so_that_the_step_changes_nothing() -> None:
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     gear_step(scaler, net, opt, 2, "automatic")
     before = copy.deepcopy(flat(net, opt))
     gm = GradManager().attach(net.parameters())
@@ -332,7 +342,8 @@ def test_seeds_of_any_shape_and_number_are_scaled() -> None:
 
 
 def test_update_scale_is_a_choice_of_its_own() -> None:
-    (net, _), scaler = net_and("adam"), make(growth_interval=1)
+    (net, _) = net_and("adam")
+    scaler = make(growth_interval=1)
     gm = GradManager().attach(net.parameters())
 
     def run(**how: Any) -> float:
@@ -353,7 +364,8 @@ def test_update_scale_is_a_choice_of_its_own() -> None:
 
 
 def test_update_with_a_new_scale_overrides_and_keeps_the_tracker() -> None:
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     for step in (2, 3):
         iterate(scaler, net, opt, step)
     skip = torch.tensor(math.nan)
@@ -387,7 +399,8 @@ def test_scale_factor_is_a_copy_and_can_be_set() -> None:
 
 
 def test_the_two_protocols_do_not_unscale_twice() -> None:
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     gm = GradManager().attach(net.parameters())
     with gm:
         scaler.backward(gm, net(torch.ones(1, 6)).sum())
@@ -411,7 +424,8 @@ def test_the_two_protocols_do_not_unscale_twice() -> None:
 
 
 def test_unscale_before_any_scale_says_what_to_do() -> None:
-    (net, _), scaler = net_and("adam"), make()
+    (net, _) = net_and("adam")
+    scaler = make()
     poison(net, 1.0)
     with pytest.raises(RuntimeError, match=r"do gm.backward\(loss, dy=scaler.scale_factor\) first"):
         scaler.unscale(net.parameters())
@@ -476,7 +490,8 @@ def test_all_skip_together(bad: str, moved: str, fused: bool) -> None:
 
 def test_all_together_needs_every_verdict_before_the_first_step() -> None:
     gan = Gan(skip="all")
-    d, g = gan.opts["d"], gan.opts["g"]
+    d = gan.opts["d"]
+    g = gan.opts["g"]
     before = gan.weights()
     gan.backward()
     with pytest.raises(
@@ -511,7 +526,8 @@ def test_an_optimizer_without_gradients_is_legal(skip: str, fused: bool) -> None
 
 def test_gradients_that_come_after_unscale_are_not_applied_unchecked() -> None:
     for fused in (False, True):
-        scaler, p = make(), nn.Parameter(torch.ones(2))
+        scaler = make()
+        p = nn.Parameter(torch.ones(2))
         opt = Adam([p], fused=fused)
         loss = scaler.scale(p.sum())
         scaler.unscale_(opt)
@@ -532,20 +548,19 @@ def test_a_gan_in_megengines_gear_updates_once() -> None:
             gan.scaler.backward(gms[k], loss * (math.inf if k == "d" else 1), update_scale=last)
         gan.opts[k].step()
     assert gan.scaler.get_scale() == 2**15
+    # the generator's own gradients were finite
     assert [len(opt.state) for opt in gan.opts.values()] == [
         0,
         2,
-    ]  # the generator's own gradients were finite
+    ]
 
 
 # floor, cap, fixed scale, tracker
 
 
 def test_floor_and_cap_hold_after_each_update() -> None:
-    (net, opt), scaler = (
-        net_and("adam"),
-        make(init_scale=4.0, floor=1.0, cap=8.0, growth_interval=1),
-    )
+    (net, opt) = net_and("adam")
+    scaler = make(init_scale=4.0, floor=1.0, cap=8.0, growth_interval=1)
     scales = []
     for _ in range(4):
         skip_once(scaler, net, opt)
@@ -558,7 +573,8 @@ def test_floor_and_cap_hold_after_each_update() -> None:
 
 def test_the_default_floor_is_the_smallest_normal_half_and_zero_is_none() -> None:
     for floor, last in ((None, 2.0**-14), (0.0, 2.0**-24)):
-        (net, opt), scaler = net_and("adam"), make(**({} if floor is None else {"floor": floor}))
+        (net, opt) = net_and("adam")
+        scaler = make(**({} if floor is None else {"floor": floor}))
         for _ in range(40):
             skip_once(scaler, net, opt)
         assert scaler.get_scale() == last
@@ -566,7 +582,8 @@ def test_the_default_floor_is_the_smallest_normal_half_and_zero_is_none() -> Non
 
 
 def test_a_fixed_scale_never_moves_but_still_skips() -> None:
-    (net, opt), scaler = net_and("adam"), make(init_scale=128.0, growth_interval=0)
+    (net, opt) = net_and("adam")
+    scaler = make(init_scale=128.0, growth_interval=0)
     iterate(scaler, net, opt, 2)
     before = copy.deepcopy(flat(net, opt))
     skip_once(scaler, net, opt)
@@ -582,7 +599,8 @@ def test_a_fixed_scale_never_moves_but_still_skips() -> None:
 def test_a_tracker_at_or_beyond_the_interval_grows_at_the_next_finite_update(
     tracker: int, used: bool
 ) -> None:
-    (net, opt), scaler = net_and("adam"), make()
+    (net, opt) = net_and("adam")
+    scaler = make()
     if used:
         iterate(scaler, net, opt, 2)
     scaler.load_state_dict(
@@ -593,7 +611,8 @@ def test_a_tracker_at_or_beyond_the_interval_grows_at_the_next_finite_update(
 
 
 def test_a_shortened_interval_grows_at_the_next_finite_update() -> None:
-    (net, opt), scaler = net_and("adam"), make(growth_interval=2000)
+    (net, opt) = net_and("adam")
+    scaler = make(growth_interval=2000)
     for step in range(2, 9):
         iterate(scaler, net, opt, step)
     scaler.set_growth_interval(3)
@@ -605,8 +624,10 @@ def test_a_shortened_interval_grows_at_the_next_finite_update() -> None:
 
 
 def test_a_streak_raises_and_names_scale_and_parameters() -> None:
-    scaler, net = make(max_skips=3), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    named, plain = SGD(net.named_parameters(), lr=0.1), Adam([nn.Parameter(torch.ones(5))])
+    scaler = make(max_skips=3)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    named = SGD(net.named_parameters(), lr=0.1)
+    plain = Adam([nn.Parameter(torch.ones(5))])
     for round_ in range(3):
         scaler.scale(torch.ones(()))
         poison(net, 1.0)
@@ -638,7 +659,8 @@ def test_a_streak_raises_and_names_scale_and_parameters() -> None:
 
 
 def test_a_streak_in_megengines_gear_names_the_tensors_whose_gradients_it_dropped() -> None:
-    (net, _), scaler = net_and("adam"), make(max_skips=1)
+    (net, _) = net_and("adam")
+    scaler = make(max_skips=1)
     gm = GradManager().attach(net.parameters())
     x = torch.ones(1, 6)
     with (
@@ -653,7 +675,8 @@ def test_a_streak_in_megengines_gear_names_the_tensors_whose_gradients_it_droppe
 
 
 def test_a_streak_without_gradients_left_or_with_many() -> None:
-    (net, opt), scaler = net_and("adam"), make(max_skips=1)
+    (net, opt) = net_and("adam")
+    scaler = make(max_skips=1)
     scaler.scale(torch.ones(()))
     poison(net)
     scaler.step(opt)
@@ -672,7 +695,8 @@ def test_a_streak_without_gradients_left_or_with_many() -> None:
 
 
 def test_a_finite_update_or_none_at_all_does_not_extend_a_streak() -> None:
-    (net, opt), scaler = net_and("adam"), make(max_skips=2)
+    (net, opt) = net_and("adam")
+    scaler = make(max_skips=2)
     for step in range(2, 6):
         skip_once(scaler, net, opt)
         scaler.update()  # nothing checked: no update, no end of the streak either
@@ -684,7 +708,8 @@ def test_a_finite_update_or_none_at_all_does_not_extend_a_streak() -> None:
 @pytest.mark.parametrize(("on_skips", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_a_streak_can_turn_the_room_to_another_dtype(on_skips: str, dtype: torch.dtype) -> None:
     """A loss of 1e6 overflows half and neither bfloat16 nor float32: training really goes on."""
-    (net, opt), scaler = net_and("adam"), make(max_skips=3, on_skips=on_skips, floor=0.0)
+    (net, opt) = net_and("adam")
+    scaler = make(max_skips=3, on_skips=on_skips, floor=0.0)
 
     def step() -> torch.dtype:
         opt.zero_grad()
@@ -724,7 +749,8 @@ def amp_name(dtype: torch.dtype) -> str:
 
 
 def test_the_fallback_warns_at_the_users_line_in_megengines_gear_too() -> None:
-    (net, _), scaler = net_and("adam"), make(max_skips=1, on_skips="bf16")
+    (net, _) = net_and("adam")
+    scaler = make(max_skips=1, on_skips="bf16")
     gm = GradManager().attach(net.parameters())
     amp.enabled = True
     with gm, pytest.warns(UserWarning, match="goes on in bfloat16") as caught:
@@ -734,10 +760,12 @@ def test_the_fallback_warns_at_the_users_line_in_megengines_gear_too() -> None:
 
 
 def test_a_fallen_scaler_takes_the_room_along_when_it_is_loaded() -> None:
-    (net, opt), scaler = net_and("adam"), make(max_skips=1, on_skips="bf16")
+    (net, opt) = net_and("adam")
+    scaler = make(max_skips=1, on_skips="bf16")
     with pytest.warns(UserWarning, match="goes on in bfloat16"):
         skip_once(scaler, net, opt)
-    state, pickled = scaler.state_dict(), pickle.dumps(scaler)
+    state = scaler.state_dict()
+    pickled = pickle.dumps(scaler)
     amp.low_prec_dtype = "float16"
     other = make()
     with pytest.warns(
@@ -769,7 +797,8 @@ PERTURBED = TORCHS | LIMITS | {"skipped": 5, "skips_in_a_row": 2, "fallen": True
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("field", PERTURBED)
 def test_every_field_survives_the_round_trip(field: str, used: bool) -> None:
-    state, scaler = make().state_dict(), make()
+    state = make().state_dict()
+    scaler = make()
     assert {*state, *state["halfstep"]} - {"halfstep"} == set(PERTURBED)
     if used:
         skip_once(scaler, *net_and("adam"))
@@ -784,9 +813,11 @@ def test_every_field_survives_the_round_trip(field: str, used: bool) -> None:
 
 @pytest.mark.parametrize("stop", [0, 1, 2, 31, 33, 60])
 def test_stop_and_resume_also_right_after_a_skip(stop: int) -> None:
-    whole, cut = [], []
+    whole = []
+    cut = []
     for runs, stops in ((whole, ()), (cut, (stop,))):
-        (net, opt), scaler = net_and("adam"), make(max_skips=4)
+        (net, opt) = net_and("adam")
+        scaler = make(max_skips=4)
         for step in range(61):
             if step in stops:
                 fresh = GradScaler(device="cpu")
@@ -801,7 +832,9 @@ def test_stop_and_resume_also_right_after_a_skip(stop: int) -> None:
 def test_states_are_interchangeable_with_torchs_both_ways() -> None:
     runs = []
     for first, second in ((make, torchs), (torchs, make), (torchs, torchs)):
-        (net, opt), scaler, scales = net_and("adam"), first(), []
+        (net, opt) = net_and("adam")
+        scaler = first()
+        scales = []
         for step in range(70):
             if step == 33:  # right after three skips
                 fresh = second(init_scale=2.0, growth_interval=9)
@@ -897,10 +930,8 @@ def test_a_missing_device_is_refused_not_disabled() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_host_sync_beyond_torchs(fused: bool) -> None:
     net = nn.Linear(6, 3, device="cuda")
-    opt, scaler = (
-        Adam(net.parameters(), lr=0.01, fused=fused, capturable=True),
-        GradScaler(growth_interval=5),
-    )
+    opt = Adam(net.parameters(), lr=0.01, fused=fused, capturable=True)
+    scaler = GradScaler(growth_interval=5)
     x = torch.randn(5, 6, device="cuda")
 
     def step() -> None:
@@ -925,7 +956,8 @@ def test_no_host_sync_beyond_torchs(fused: bool) -> None:
 @pytest.mark.gpu
 def test_on_cuda_a_streak_is_heard_of_some_updates_later() -> None:
     net = nn.Linear(6, 3, device="cuda")
-    opt, scaler = Adam(net.parameters(), lr=0.01, fused=True), GradScaler(max_skips=5)
+    opt = Adam(net.parameters(), lr=0.01, fused=True)
+    scaler = GradScaler(max_skips=5)
     poison(net)
 
     def until_heard() -> None:
@@ -942,7 +974,8 @@ def test_on_cuda_a_streak_is_heard_of_some_updates_later() -> None:
 
 @pytest.mark.gpu
 def test_an_update_can_be_captured() -> None:
-    net, scaler = nn.Linear(6, 3, device="cuda"), GradScaler(growth_interval=1)
+    net = nn.Linear(6, 3, device="cuda")
+    scaler = GradScaler(growth_interval=1)
     opt = Adam(net.parameters(), lr=torch.tensor(0.01, device="cuda"), fused=True, capturable=True)
     poison(net, 1.0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfstep.cuda_graphs import capture as capturing
-from halfstep.cuda_graphs.capture import Lane
+from halfstep.cuda_graphs.capture import CaptureStream
 
 DEVICE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -34,25 +34,25 @@ def test_what_lives_together_shares_none_and_what_is_gone_gives_its_own_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(capturing, "SHARED", False)
-    first, graph = Lane(DEVICE), dict[str, Any]()
+    first, graph = CaptureStream(DEVICE), dict[str, Any]()
     graph["lane"] = first  # as a graph holds it
     place = first.stream.cuda_stream
     for _ in range(100):
-        assert Lane(DEVICE).stream.cuda_stream != place
+        assert CaptureStream(DEVICE).stream.cuda_stream != place
     del first
     assert len(capturing._TAKEN) == 1
-    many = [Lane(DEVICE) for _ in range(capturing.POOL - 1)]
+    many = [CaptureStream(DEVICE) for _ in range(capturing.POOL - 1)]
     assert len({lane.stream.cuda_stream for lane in many} | {place}) == capturing.POOL
-    assert Lane(DEVICE).stream is not None  # one too many: shared
+    assert CaptureStream(DEVICE).stream is not None  # one too many: shared
     graph.clear()
     gc.collect()
-    assert Lane(DEVICE).stream.cuda_stream == place
+    assert CaptureStream(DEVICE).stream.cuda_stream == place
 
 
 def test_before_torch_2_12_all_share_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capturing, "SHARED", True)
-    assert Lane(DEVICE).stream is Lane(DEVICE).stream
-    assert Lane(OTHER).stream is not Lane(DEVICE).stream
+    assert CaptureStream(DEVICE).stream is CaptureStream(DEVICE).stream
+    assert CaptureStream(OTHER).stream is not CaptureStream(DEVICE).stream
 
 
 def test_which_versions_share() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
-from halfstep.engine.batch_errors import kind, tell
-from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.batch_errors import explain_batch_error, kind
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.model import Model
 
 PIXELS = torch.randint(
@@ -335,7 +335,7 @@ def test_a_sunk_run_says_the_same(sink: int) -> None:
             torch.optim.SGD(net.parameters(), lr=0.01, fused=True),
             **options,
         )
-        made.graphs.training = lambda step, feed, steps: Sunk.of(step, feed, direct=True)
+        made.graphs.training = lambda step, feed, steps: CapturedRunner.of(step, feed, direct=True)
         return made
 
     history = hs.History()
@@ -357,7 +357,7 @@ def test_a_sunk_run_says_the_same(sink: int) -> None:
 
 def test_a_device_that_asserts_gets_advice_and_is_not_read_from() -> None:
     error = RuntimeError("CUDA error: device-side assert triggered")
-    tell(error, "step 9", None, (), None)
+    explain_batch_error(error, "step 9", None, (), None)
     assert len(error.__notes__) == 1
     assert error.__notes__[0].startswith(
         "the usual cause is a label or an index out of range: with the network on a CPU"

@@ -14,7 +14,10 @@ from torch.nn.utils import parametrizations
 import halfstep as hs
 from halfstep.precision import Applied
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 Bits = list[tuple[str, int, torch.dtype, Tensor]]
 
 
@@ -74,8 +77,11 @@ def test_modules_see_low_weights_and_low_inputs_inside(
 def test_outside_everything_is_as_before_also_after_an_exception(
     name: str, fails: bool, device: torch.device
 ) -> None:
-    net, x = mlp(device), torch.randn(2, 4, device=device)
-    before, keys, out = bits(net), [set(vars(m)) for m in net.modules()], net(x)
+    net = mlp(device)
+    x = torch.randn(2, 4, device=device)
+    before = bits(net)
+    keys = [set(vars(m)) for m in net.modules()]
+    out = net(x)
     applied = apply(net, device, name)
     for batch in (x, torch.randn(2, 5, device=device) if fails else x):  # five features do not fit
         try:
@@ -95,7 +101,8 @@ def test_outside_everything_is_as_before_also_after_an_exception(
 
 
 def test_training_moves_the_masters_and_nothing_else(device: torch.device) -> None:
-    net, x = mlp(device), torch.randn(8, 4, device=device)
+    net = mlp(device)
+    x = torch.randn(8, 4, device=device)
     before = bits(net)
     step = train(net)
     step(x, torch.zeros(8, 3, device=device))
@@ -120,7 +127,8 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_share_one_low_copy_and_sum_their_gradients(device: torch.device) -> None:
-    net, tokens = Tied().to(device), torch.randint(7, (5,), device=device)
+    net = Tied().to(device)
+    tokens = torch.randint(7, (5,), device=device)
     with apply(net, device):
         assert net.head.weight is net.embed.weight
         assert net.head.weight.dtype == F16
@@ -136,7 +144,8 @@ def test_tied_weights_share_one_low_copy_and_sum_their_gradients(device: torch.d
 
 @pytest.mark.parametrize("name", ["fp32", "O2"])
 def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -> None:
-    net, fired = mlp(device), []
+    net = mlp(device)
+    fired = []
     p = net[2].weight
     net.register_forward_pre_hook(lambda m, args: fired.append("forward pre"))
     net[0].register_forward_hook(lambda m, args, out: fired.append("forward"))
@@ -160,7 +169,8 @@ def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -
 @pytest.mark.parametrize("name", ["fp32", "O1", "O2"])
 def test_hooks_that_edit_a_gradient_edit_the_update(name: str, device: torch.device) -> None:
     net = mlp(device)
-    first, last = net[0].weight, net[2].weight
+    first = net[0].weight
+    last = net[2].weight
     before = bits(net)
     first.register_hook(torch.zeros_like)
     scale = 1.0 if name == "fp32" else 1024.0
@@ -182,10 +192,13 @@ def test_parametrized_layers_train_in_o2(norm: Any, device: torch.device) -> Non
     net = nn.Sequential(norm(nn.Linear(4, 6)), nn.ReLU(), norm(nn.Linear(6, 3, bias=False))).to(
         device
     )
-    names, seen, before = [n for n, _ in net.named_parameters()], [], bits(net)
+    names = [n for n, _ in net.named_parameters()]
+    seen = []
+    before = bits(net)
     net[0].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
     step = train(net)
-    x, y = torch.randn(16, 4, device=device), torch.zeros(16, 3, device=device)
+    x = torch.randn(16, 4, device=device)
+    y = torch.zeros(16, 3, device=device)
     losses = [step(x, y).loss.item() for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     assert seen[0] == (F16, F16)
@@ -199,7 +212,8 @@ def test_parametrized_layers_train_in_o2(norm: Any, device: torch.device) -> Non
 def test_a_frozen_parameter_stays_and_its_layers_take_no_backward(device: torch.device) -> None:
     net = mlp(device)
     net[0].requires_grad_(False)
-    before, x = bits(net), torch.randn(2, 4, device=device)
+    before = bits(net)
+    x = torch.randn(2, 4, device=device)
     with apply(net, device):
         assert not net[0].weight.requires_grad
         assert not net[0](x).requires_grad
@@ -215,7 +229,8 @@ def test_a_frozen_parameter_stays_and_its_layers_take_no_backward(device: torch.
 
 def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.device) -> None:
     net = nn.ModuleDict({"used": nn.Linear(4, 3), "unused": nn.Linear(4, 3)}).to(device)
-    before, grads = copy.deepcopy(net.unused), []
+    before = copy.deepcopy(net.unused)
+    grads = []
     optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: grads.append(net.unused.weight.grad))
     step = hs.TrainStep(
@@ -229,8 +244,11 @@ def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.de
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 def test_low_copies_are_never_stale(name: str, device: torch.device) -> None:
-    net, other, x = mlp(device), mlp(device), torch.randn(2, 4, device=device)
-    applied, fresh = apply(net, device, name), apply(other, device, name)
+    net = mlp(device)
+    other = mlp(device)
+    x = torch.randn(2, 4, device=device)
+    applied = apply(net, device, name)
+    fresh = apply(other, device, name)
     for edit in (
         lambda: net[0].weight.data.copy_(other[0].weight),
         lambda: net.load_state_dict(other.state_dict()),
@@ -278,9 +296,8 @@ def test_buffers_are_low_inside_and_keep_what_forward_wrote(
         step(torch.randn(2, 4, device=device), torch.zeros(2, 4, device=device))
     assert set(net.seen) == {F16 if name in ("O2", "O3") else F32, torch.int64}
     assert net.table is table
-    assert torch.equal(
-        table, torch.linspace(0, 1, 4, device=device)
-    )  # not rounded through half on the way back
+    # not rounded through half on the way back
+    assert torch.equal(table, torch.linspace(0, 1, 4, device=device))
     assert (net.count.item(), net.written.item(), net.replaced.item()) == (3, 3.0, 3.0)
     assert all(
         b.dtype == (torch.int64 if key == "count" else F32) for key, b in net.named_buffers()
@@ -294,10 +311,8 @@ def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
-    net, x = (
-        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device),
-        torch.randn(6, 4, device=device),
-    )
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device)
+    x = torch.randn(6, 4, device=device)
     with apply(net, device, keep={"1": "fp32"}):
         out = net(x)
     exact = low_then_high(net, x)
@@ -306,14 +321,10 @@ def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
 
 
 def test_a_kept_head_called_from_forward_is_not_rounded_through_half(device: torch.device) -> None:
-    net, x = (
-        nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device),
-        torch.randn(6, 4, device=device),
-    )
-    step, y = (
-        train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y)),
-        torch.zeros(6, 3).to(device),
-    )
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device)
+    x = torch.randn(6, 4, device=device)
+    step = train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y))
+    y = torch.zeros(6, 3).to(device)
     exact = F.mse_loss(low_then_high(net, x), y)
     assert torch.equal(step(x, y).loss, exact)
 
@@ -337,13 +348,15 @@ def test_a_kept_middle_block_runs_high_between_low_neighbours(device: torch.devi
 
 def test_o1_keeps_a_module_out_of_autocast(device: torch.device) -> None:
     net = mlp(device)
-    seen, x = watch(net[0], net[2]), torch.randn(2, 4, device=device)
+    seen = watch(net[0], net[2])
+    x = torch.randn(2, 4, device=device)
     with apply(net, device, "O1", keep={"2": "fp32"}):
         out = net(x)
+    # weights stay fp32 under O1; the output tells where it ran
     assert seen == [
         (F32, F32, F16),
         (F16, F32, F32),
-    ]  # weights stay fp32 under O1; the output tells where it ran
+    ]
     low = F.relu(F.linear(x.half(), net[0].weight.half(), net[0].bias.half()))
     assert torch.equal(out, F.linear(low.float(), net[2].weight, net[2].bias))
     with apply(net, device, "O1"):
@@ -378,15 +391,17 @@ def test_norms_compute_in_fp32_under_o2_and_low_under_o3(
 ) -> None:
     norm = copy.deepcopy(kind)
     nn.init.uniform_(norm.weight, 0.5, 2.0)
-    net, x = nn.Sequential(nn.Identity(), norm).to(device), torch.randn(8, 6, 6, device=device)
+    net = nn.Sequential(nn.Identity(), norm).to(device)
+    x = torch.randn(8, 6, 6, device=device)
     exact = copy.deepcopy(norm)(x.half().float())  # before anything moves its statistics
     seen = watch(norm)
     with apply(net, device, "O2"):
         out = net(x)
+    # fp32 weights; the network around it goes on in half
     assert (seen[-1][1], seen[-1][2]) == (
         F32,
         F16,
-    )  # fp32 weights; the network around it goes on in half
+    )
     # One rounding of an fp32 result: half a unit of float16 (2**-11 relative), and 1e-6 for another order of summation.
     assert torch.allclose(out, exact, rtol=2.0**-11, atol=1e-6)
     with apply(net, device, "O3"):
@@ -402,14 +417,13 @@ def test_norms_compute_in_fp32_under_o2_and_low_under_o3(
 def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(
     name: str, device: torch.device
 ) -> None:
-    net, x = (
-        nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device),
-        torch.randn(32, 6, device=device) + 1.0,
-    )
+    net = nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device)
+    x = torch.randn(32, 6, device=device) + 1.0
     with apply(net, device, name):
         net(x)
         net(x)
-    mean, var = x.double().mean(0), x.double().var(0)
+    mean = x.double().mean(0)
+    var = x.double().var(0)
     # momentum 0.1, twice: 0.19 of the batch's own; under O3 input and statistics are rounded to float16, twice
     expected = [0.19 * mean, 0.81 + 0.19 * var]
     for got, want in zip((net[1].running_mean, net[1].running_var), expected, strict=True):
@@ -437,7 +451,8 @@ class Structured(nn.Module):
 
 
 def test_keywords_and_nested_structures_are_cast_leaf_by_leaf(device: torch.device) -> None:
-    net, x = Structured().to(device), torch.ones(2, 4, device=device)
+    net = Structured().to(device)
+    x = torch.ones(2, 4, device=device)
     extra = {"pair": (x.clone(), torch.arange(4, device=device)), "mask": x > 0, "n": 3}
     with apply(net, device):
         out = net(x, extra=extra, flag=True)
@@ -451,8 +466,9 @@ def test_submodules_called_from_forward_take_fp32_inputs_low(device: torch.devic
     seen = watch(net.a, net.b)
     step = train(net, forward=lambda n, x, y: (n.b(n.a(x).float().tanh()), y))
     record = step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
+    # hooks see the caller's fp32; the product is low
     assert seen == [
         (F32, F16, F16),
         (F32, F16, F16),
-    ]  # hooks see the caller's fp32; the product is low
+    ]
     assert record.loss.dtype == F32

@@ -14,7 +14,10 @@ import halfstep as hs
 from halfstep.precision import Applied
 from halfstep.precision.cpu_half import FastHalf, has_native
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 CPU = torch.device("cpu")  # FastHalf acts on CPU tensors only, whatever else the machine has
 Op = Callable[..., Tensor]
 
@@ -81,7 +84,8 @@ def widened(op: Op, low: torch.dtype) -> Op:
 def test_a_product_is_the_rounded_fp32_product_forward_and_backward(
     name: str, low: torch.dtype
 ) -> None:
-    op, given = OPS[name][0], operands(name, low)
+    op = OPS[name][0]
+    given = operands(name, low)
     expected = forward_and_backward(widened(op, low), given)
     with FastHalf(low):
         got = forward_and_backward(op, given)
@@ -95,7 +99,8 @@ def test_its_largest_error_is_no_worse_than_torchs(name: str, low: torch.dtype) 
     """Against float64 on the same low operands. Both round once; before that, fp32 sums of at most 100 terms, taken in
     another order, may differ by 100 · 2**-24 < 2**-16 of the largest.
     """
-    op, given = OPS[name][0], operands(name, low)
+    op = OPS[name][0]
+    given = operands(name, low)
     exact = forward_and_backward(op, [g.double() for g in given])
     theirs = forward_and_backward(op, given)
     with FastHalf(low):
@@ -111,7 +116,8 @@ def test_its_largest_error_is_no_worse_than_torchs(name: str, low: torch.dtype) 
 @pytest.mark.parametrize("cast", [False, True])
 def test_other_dtypes_are_left_to_torch(dtype: torch.dtype, cast: bool) -> None:
     """With cast=True but no autocast around, fp32 is left alone too."""
-    a, b = (torch.randn(3, 4) * 8).to(dtype), (torch.randn(4, 5) * 8).to(dtype)
+    a = (torch.randn(3, 4) * 8).to(dtype)
+    b = (torch.randn(4, 5) * 8).to(dtype)
     expected = a @ b
     with FastHalf(F16, cast=cast):
         out = a @ b
@@ -120,7 +126,8 @@ def test_other_dtypes_are_left_to_torch(dtype: torch.dtype, cast: bool) -> None:
 
 
 def test_the_other_low_dtype_is_left_to_torch() -> None:
-    a, b = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    a = torch.randn(3, 4).bfloat16()
+    b = torch.randn(4, 5).bfloat16()
     expected = a @ b
     with FastHalf(F16):
         assert torch.equal(a @ b, expected)
@@ -128,7 +135,8 @@ def test_the_other_low_dtype_is_left_to_torch() -> None:
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_out_receives_the_product(cast: bool) -> None:
-    a, b = torch.randn(3, 4).half(), torch.randn(4, 5).half()
+    a = torch.randn(3, 4).half()
+    b = torch.randn(4, 5).half()
     for function in (torch.mm, torch.matmul):
         out = torch.full((3, 5), 7.0, dtype=F16)
         with torch.autocast("cpu", dtype=F16, enabled=cast), FastHalf(F16, cast=cast):
@@ -138,7 +146,9 @@ def test_out_receives_the_product(cast: bool) -> None:
 
 
 def test_operands_by_keyword_give_the_same_product() -> None:
-    x, w, b = torch.randn(3, 4).half(), torch.randn(5, 4).half(), torch.randn(5).half()
+    x = torch.randn(3, 4).half()
+    w = torch.randn(5, 4).half()
+    b = torch.randn(5).half()
     with FastHalf(F16):
         out = F.linear(input=x, weight=w, bias=b)
         mixed = F.linear(x, weight=w, bias=b)
@@ -169,7 +179,8 @@ def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(
 ) -> None:
     """autocast's rule: every floating operand but fp64 becomes low, the other half dtype included."""
     low = F16 if other is BF16 else BF16
-    x, w = torch.randn(3, 4).to(other), torch.randn(5, 4)
+    x = torch.randn(3, 4).to(other)
+    w = torch.randn(5, 4)
     with torch.autocast("cpu", dtype=low, cache_enabled=False):
         theirs = F.linear(x, w)
         with FastHalf(low, cast=True):
@@ -179,7 +190,8 @@ def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(
 
 
 def test_under_autocast_fp64_is_left_alone_and_an_inner_off_is_off() -> None:
-    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    a = torch.randn(3, 4)
+    b = torch.randn(4, 5)
     with torch.autocast("cpu", dtype=F16, cache_enabled=False), FastHalf(F16, cast=True):
         assert torch.equal(a.double() @ b.double(), torch.matmul(a.double(), b.double()))
         assert (a.double() @ b.double()).dtype == F64
@@ -198,7 +210,9 @@ def test_autocast_is_as_it_was_after_a_product_that_fails() -> None:
 
 
 def test_another_thread_is_not_affected() -> None:
-    a, b, out = torch.randn(64, 64).half(), torch.randn(64, 64).half(), []
+    a = torch.randn(64, 64).half()
+    b = torch.randn(64, 64).half()
+    out = []
     expected = a @ b
     with FastHalf(F16):
         thread = threading.Thread(
@@ -264,11 +278,12 @@ def test_no_half_product_reaches_torchs_slow_kernels(name: str, precision: str) 
 @pytest.mark.parametrize("low", [F16, BF16])
 def test_kernels_torch_is_torchs_own_bit_for_bit(low: torch.dtype) -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    twin, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 16)
+    twin = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    x = torch.randn(8, 16)
     twin.load_state_dict(net.state_dict())
     twin.to(low)
     with Applied(net, hs.Precision("O2", dtype=low, kernels="torch"), CPU) as applied:
-        assert not applied.fast
+        assert not applied.rounds_fp32_products
         out = net(x)
         out.square().sum().backward()
     theirs = twin(x.to(low))

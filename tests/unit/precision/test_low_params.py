@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels import foreach as pieces
-from halfstep.kernels.foreach import cut_alike
+from halfstep.precision import split
 from halfstep.precision.low_params import LowCopies
+from halfstep.precision.split import split_alike
 
+# the third: channels last
 SHAPES = [
     (300, 101),
     (7,),
@@ -18,7 +19,7 @@ SHAPES = [
     (0, 3),
     (4096,),
     (4097,),
-]  # the third: channels last
+]
 
 
 def pair(low: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
@@ -32,7 +33,7 @@ def pair(low: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[Ten
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16, torch.float64])
 def test_pieces_fill_the_same_memory(low: torch.dtype, device: torch.device) -> None:
     to, given = pair(low, device)
-    some, parts = cut_alike(to, given)
+    some, parts = split_alike(to, given)
     assert len(some) == len(parts) == 8 + 1 + 6 + 1 + 1 + 1 + 2  # 4,096 elements or fewer in each
     assert not any(p.requires_grad for p in parts)
     torch._foreach_copy_(some, parts)
@@ -69,7 +70,7 @@ class Mine(Tensor):
 def test_left_as_they_are(name: str) -> None:
     to, given = pair(torch.float16, torch.device("cpu"))
     spoil()[name](to, given)
-    some, parts = cut_alike(to, given)
+    some, parts = split_alike(to, given)
     assert some is to
     assert parts is given
 
@@ -77,10 +78,10 @@ def test_left_as_they_are(name: str) -> None:
 def test_large_lists_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     to, given = pair(torch.float16, torch.device("cpu"))
     total = sum(t.numel() for t in to)
-    monkeypatch.setattr(pieces, "MOST", total)
-    assert cut_alike(to, given)[0] is not to
-    monkeypatch.setattr(pieces, "MOST", total - 1)
-    assert cut_alike(to, given)[0] is to
+    monkeypatch.setattr(split, "MAX_ELEMENTS", total)
+    assert split_alike(to, given)[0] is not to
+    monkeypatch.setattr(split, "MAX_ELEMENTS", total - 1)
+    assert split_alike(to, given)[0] is to
 
 
 def test_copies_are_never_stale(device: torch.device) -> None:
@@ -89,5 +90,5 @@ def test_copies_are_never_stale(device: torch.device) -> None:
     copies = LowCopies([p], [torch.float16])
     for data in (p.data, torch.randn(64, 64, device=device), p.data.t(), p.data):
         p.data = data
-        (low,) = copies.fresh()
+        (low,) = copies.cast_masters()
         assert torch.equal(low.detach(), data.half())

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.precision.low_params__rounding import key_for, stochastic
+from halfstep.precision.low_params import round_stochastically, rounding_key
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
 LOWS = [F16, BF16]
 EDGES = [  # dtype, its largest value, halfway to the next step, which nearest rounding overflows, and a value beyond
     (F16, 65504.0, 65520.0, 70000.0),
@@ -20,16 +22,18 @@ EDGES = [  # dtype, its largest value, halfway to the next step, which nearest r
 
 
 def key(update: int, index: int, device: torch.device) -> Tensor:
-    return key_for(torch.tensor(update, device=device), index)
+    return rounding_key(torch.tensor(update, device=device), index)
 
 
 def neighbours(value: float, low: torch.dtype) -> tuple[float, float]:
     """The representable values just below and just above a value that is not representable, by magnitude."""
     near = torch.tensor(abs(value), dtype=torch.float64).to(low)
     if near.double().item() > abs(value):
-        up, down = near, torch.nextafter(near, torch.zeros_like(near))
+        up = near
+        down = torch.nextafter(near, torch.zeros_like(near))
     else:
-        up, down = torch.nextafter(near, torch.full_like(near, math.inf)), near
+        up = torch.nextafter(near, torch.full_like(near, math.inf))
+        down = near
     return math.copysign(down.double().item(), value), math.copysign(up.double().item(), value)
 
 
@@ -54,7 +58,7 @@ def test_it_goes_to_a_neighbour_with_the_probability_that_makes_the_mean_exact(
     x = torch.tensor(VALUES[name], dtype=F32)
     down, up = neighbours(x.item(), low)
     n = 1 << 15
-    out = stochastic(x.to(device).expand(n), low, key(3, 1, device)).double().cpu()
+    out = round_stochastically(x.to(device).expand(n), low, key(3, 1, device)).double().cpu()
     assert ((out == down) | (out == up)).all()
     p = (x.double().item() - down) / (up - down)
     ups = (out == up).sum().item()
@@ -68,7 +72,7 @@ def test_the_mean_over_random_values_is_exact_to_its_standard_error(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(5)).to(device)
-    errors = stochastic(x, low, key(0, 0, device)).double() - x.double()
+    errors = round_stochastically(x, low, key(0, 0, device)).double() - x.double()
     z = errors.mean() / (errors.std() / math.sqrt(len(x)))
     assert abs(z.item()) < 5  # one false alarm in 1.7 million
     towards_zero = (errors * x.sign()).mean() / (errors.std() / math.sqrt(len(x)))
@@ -82,18 +86,17 @@ def test_a_representable_value_never_moves(low: torch.dtype, device: torch.devic
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(low).to(device)
     )
     for update in range(3):
-        out = stochastic(patterns.float(), low, key(update, 0, device))
+        out = round_stochastically(patterns.float(), low, key(update, 0, device))
         real = ~patterns.isnan()
-        assert torch.equal(
-            out[real].view(torch.int16), patterns[real].view(torch.int16)
-        )  # signs of zero included
+        # signs of zero included
+        assert torch.equal(out[real].view(torch.int16), patterns[real].view(torch.int16))
         assert out[~real].isnan().all()
 
 
 @pytest.mark.parametrize("low", LOWS)
 def test_inf_and_nan_stay_and_signs_are_kept(low: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-30, -1e-30], device=device)
-    out = stochastic(x, low, key(0, 0, device))
+    out = round_stochastically(x, low, key(0, 0, device))
     assert out[0] == math.inf
     assert out[1] == -math.inf
     assert out[2].isnan()
@@ -107,8 +110,10 @@ def test_what_nearest_keeps_finite_stays_finite_and_what_it_overflows_overflows(
     inside = torch.linspace(top, halfway, 4096, dtype=torch.float64, device=device)[:-1].float()
     assert inside.to(low).isfinite().all()
     for sign in (1, -1):
-        assert (stochastic(sign * inside, low, key(0, 0, device)) == sign * top).all()
-        out = stochastic(torch.full((4096,), sign * beyond, device=device), low, key(0, 0, device))
+        assert (round_stochastically(sign * inside, low, key(0, 0, device)) == sign * top).all()
+        out = round_stochastically(
+            torch.full((4096,), sign * beyond, device=device), low, key(0, 0, device)
+        )
         assert (out == sign * math.inf).all()
 
 
@@ -117,20 +122,19 @@ def test_the_draws_are_a_function_of_update_parameter_and_element(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.full((4096,), 1.0 + 2.0**-12, device=device)
-    one = stochastic(x, low, key(7, 2, device))
-    assert torch.equal(one, stochastic(x, low, key(7, 2, device)))
+    one = round_stochastically(x, low, key(7, 2, device))
+    assert torch.equal(one, round_stochastically(x, low, key(7, 2, device)))
+    # the shape does not matter
+    assert torch.equal(one, round_stochastically(x.view(64, 64), low, key(7, 2, device)).view(-1))
+    assert torch.equal(one[:100], round_stochastically(x[:100], low, key(7, 2, device)))
+    # nor the device
     assert torch.equal(
-        one, stochastic(x.view(64, 64), low, key(7, 2, device)).view(-1)
-    )  # the shape does not matter
-    assert torch.equal(one[:100], stochastic(x[:100], low, key(7, 2, device)))
-    assert torch.equal(
-        one, stochastic(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
-    )  # nor the device
+        one, round_stochastically(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
+    )
     for other in (key(8, 2, device), key(7, 3, device)):
-        differs = (stochastic(x, low, other) != one).float().mean().item()
-        p = (
-            2.0**-2 if low == F16 else 2.0**-5
-        )  # of rounding up, so two independent draws differ with 2 p (1 - p)
+        differs = (round_stochastically(x, low, other) != one).float().mean().item()
+        # of rounding up, so two independent draws differ with 2 p (1 - p)
+        p = 2.0**-2 if low == F16 else 2.0**-5
         assert differs == pytest.approx(2 * p * (1 - p), abs=5 * math.sqrt(0.25 / 4096))  # z = 5
 
 
@@ -141,8 +145,8 @@ def test_a_key_far_into_training_is_a_key(device: torch.device) -> None:
 
 def test_torchs_generator_is_left_alone(device: torch.device) -> None:
     before = torch.get_rng_state()
-    stochastic(torch.randn(0, device=device), F16, key(0, 0, device))
-    stochastic(torch.ones(100, device=device), F16, key(1, 0, device))
+    round_stochastically(torch.randn(0, device=device), F16, key(0, 0, device))
+    round_stochastically(torch.ones(100, device=device), F16, key(1, 0, device))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -168,10 +172,9 @@ def drift(
     return net.w.detach().double(), step
 
 
-UPDATES, LR = (
-    400,
-    6e-5,
-)  # 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
+# 0.06 of a unit of float16 at 1 (below it the unit is 2**-11, and 6e-5 is an eighth of one)
+UPDATES = 400
+LR = 6e-5
 
 
 def test_nearest_loses_small_updates(device: torch.device) -> None:
@@ -190,12 +193,12 @@ def test_kahan_lands_on_the_exact_sum(device: torch.device) -> None:
 
 def test_stochastic_lands_near_the_exact_sum_and_on_it_in_the_mean(device: torch.device) -> None:
     w, _ = drift("stochastic", "fp16", device, LR, UPDATES)
-    exact, unit = 1.0 - UPDATES * LR, 2.0**-11
+    exact = 1.0 - UPDATES * LR
+    unit = 2.0**-11
     p = LR / unit
     sigma = unit * math.sqrt(UPDATES * p * (1 - p))  # a sum of independent roundings
-    assert (
-        w - exact
-    ).abs().max().item() <= 6 * sigma  # z = 6 for 256 elements: one false alarm in a million
+    # z = 6 for 256 elements: one false alarm in a million
+    assert (w - exact).abs().max().item() <= 6 * sigma
     assert abs(w.mean().item() - exact) <= 5 * sigma / math.sqrt(256)
 
 
@@ -204,9 +207,8 @@ def test_a_weight_of_one_moves_under_updates_of_6e_minus_4_in_float16_and_under_
     rounding: str, device: torch.device
 ) -> None:
     half, _ = drift(rounding, "fp16", device, 6e-4, 100)
-    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(
-        100 * 0.25
-    )  # z = 6 when stochastic
+    # z = 6 when stochastic
+    assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(100 * 0.25)
     brain, _ = drift(rounding, "bf16", device, 1e-3, 100)
     assert (brain.mean() - 0.9).abs().item() <= 2.0**-9 + 6 * 2.0**-8 * math.sqrt(100 * 0.25 / 256)
     still, _ = drift("nearest", "bf16", device, 1e-3, 100)
@@ -269,9 +271,8 @@ def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(
         "exp_avg": F32,
         "exp_avg_sq": F32,
     }
-    assert not torch.equal(
-        moments["exp_avg"], moments["exp_avg"].half().float()
-    )  # not rounded on the way either
+    # not rounded on the way either
+    assert not torch.equal(moments["exp_avg"], moments["exp_avg"].half().float())
     saved = copy.deepcopy(step.state_dict())
     torch.manual_seed(0)
     twin, *_ = adam(rounding, device)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.step.loss_terms import denominator, hugging_face
+from halfstep.step.loss_terms import hugging_face_count, loss_terms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXACT = 1e-12  # float64, at most 60 terms summed in another order
@@ -157,10 +157,10 @@ def test_every_loss_of_torch_is_counted_or_listed_as_unknown() -> None:
     assert named - UNKNOWN_FUNCTIONS == set(FUNCTIONS.values())
     assert set(FUNCTIONS) == set(CASES)
     assert not any(
-        denominator(getattr(F, name)).known for name in UNKNOWN_FUNCTIONS if hasattr(F, name)
+        loss_terms(getattr(F, name)).is_known for name in UNKNOWN_FUNCTIONS if hasattr(F, name)
     )
-    assert not denominator(nn.TripletMarginWithDistanceLoss()).known
-    assert not denominator(type("Mine", (nn.MSELoss,), {})()).known, (
+    assert not loss_terms(nn.TripletMarginWithDistanceLoss()).is_known
+    assert not loss_terms(type("Mine", (nn.MSELoss,), {})()).is_known, (
         "a subclass may average otherwise"
     )
 
@@ -179,17 +179,17 @@ def test_the_full_mean_is_the_counted_mean_of_its_parts(
 ) -> None:
     for reduction in ("mean", "batchmean") if name == "KLDivLoss" else ("mean",):
         loss = make(**settings, reduction=reduction)
-        terms = denominator(loss)
-        assert terms.known
+        terms = loss_terms(loss)
+        assert terms.is_known
         assert terms.count is not None
         full, parts = pieces(sample, name)
         counts = [float(terms.count(*part)) for part in parts]
         sums = [n * loss(*part).item() for n, part in zip(counts, parts, strict=True) if n]
         assert math.isclose(sum(sums) / sum(counts), loss(*full).item(), rel_tol=EXACT)
         assert math.isclose(sum(counts), float(terms.count(*full)), rel_tol=EXACT)
-        if terms.summed is not None:
+        if terms.sum_loss is not None:
             assert math.isclose(
-                terms.summed(*full).item() / sum(counts), loss(*full).item(), rel_tol=EXACT
+                terms.sum_loss(*full).item() / sum(counts), loss(*full).item(), rel_tol=EXACT
             )
             assert getattr(loss, "reduction", reduction) == reduction, (
                 "the user's loss is left as it was"
@@ -202,8 +202,8 @@ def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(
 ) -> None:
     for reduction in ("sum", "none"):
         loss = make(**settings, reduction=reduction)
-        terms = denominator(loss)
-        assert (terms.known, terms.count) == (True, None)
+        terms = loss_terms(loss)
+        assert (terms.is_known, terms.count) == (True, None)
         full, parts = pieces(sample, name)
         assert math.isclose(
             sum(loss(*p).sum().item() for p in parts), loss(*full).sum().item(), rel_tol=EXACT
@@ -216,7 +216,7 @@ def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(
 )
 def test_class_156_in_uint8_is_no_ignored_label(loss: Any, weight: Tensor | None) -> None:
     labels = torch.tensor([156, 3, 156, 199], dtype=torch.uint8)  # 156 is -100 modulo 256
-    count = denominator(loss(weight=weight)).count
+    count = loss_terms(loss(weight=weight)).count
     assert count is not None
     expected = 4.0 if weight is None else sum(float(weight[k]) for k in (156, 3, 156, 199))
     assert math.isclose(float(count(real(4, 200), labels)), expected, rel_tol=EXACT)
@@ -229,7 +229,7 @@ def test_class_156_in_uint8_is_no_ignored_label(loss: Any, weight: Tensor | None
 def test_token_156_in_uint8_is_no_ignored_token(kind: str, expected: int) -> None:
     net = nn.Linear(1, 1)
     net.loss_type = kind  # type: ignore[assignment]
-    count = hugging_face(net)
+    count = hugging_face_count(net)
     assert count is not None
     assert count({"labels": torch.tensor([[156, 7, 156]], dtype=torch.uint8)}) == expected
 
@@ -267,7 +267,7 @@ def test_micro_batches_of_different_lengths_weigh_by_their_terms(name: str) -> N
     """Sequences of another length in each micro-batch: the mean over all terms, read off the unreduced loss."""
     parts = [RAGGED[name](n, t) for n, t in ((2, 3), (3, 1), (1, 7))]
     mean, each = (getattr(nn, name)(reduction=reduction) for reduction in ("mean", "none"))
-    count = denominator(mean).count
+    count = loss_terms(mean).count
     assert count is not None
     weighted = sum(float(count(*p)) * mean(*p).item() for p in parts) / sum(
         float(count(*p)) for p in parts
@@ -289,7 +289,7 @@ def test_micro_batches_of_different_lengths_weigh_by_their_terms(name: str) -> N
 def test_a_sample_without_a_batch_dimension_is_one_term(
     loss: nn.Module, arguments: tuple[Any, ...]
 ) -> None:
-    count = denominator(loss).count
+    count = loss_terms(loss).count
     assert count is not None
     assert float(count(*arguments)) == 1
 

@@ -11,7 +11,7 @@ import halfstep as hs
 from halfstep.engine.captured import inputs__gather as room
 from halfstep.engine.captured.inputs import Resident
 from halfstep.engine.captured.inputs__gather import gather, width
-from halfstep.engine.captured.record_buffer__ring import Ring
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.feed import Feed
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
 
@@ -187,15 +187,15 @@ def data(*, random: bool, named: bool = False) -> tuple[hs.data.Dataset, Feed]:
 
 def passes(feed: Feed, *, quick: bool) -> list[Any]:
     """Two passes of a Resident; a third batch of each is short."""
-    ring, batches = Ring(64, DEVICE), []
+    ring, batches = RecordBuffer(64, DEVICE), []
     assert isinstance(feed.data, hs.data.Dataset)
     inputs = Resident(feed, ring, feed.data)
-    ring.quick = quick
+    ring.use_kernels = quick
     for _ in range(2):
         inputs.start()
         while inputs.next() is not None:
             batches.append(inputs.batch())
-            ring.at.add_(1)
+            ring.next_row.add_(1)
     return batches
 
 

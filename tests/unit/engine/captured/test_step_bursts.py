@@ -14,9 +14,9 @@ import halfstep as hs
 from halfstep.engine.captured import inputs
 from halfstep.engine.captured.inputs import Resident, Staged
 from halfstep.engine.captured.inputs__gather import parted
-from halfstep.engine.captured.programs import Program
-from halfstep.engine.captured.record_buffer__ring import Ring
-from halfstep.engine.captured.runner import Sunk
+from halfstep.engine.captured.programs import StepProgram
+from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.feed import Feed
 from tests.support.captured_runs import Hasty, by_hand, rows, same_rows, same_state
@@ -133,7 +133,7 @@ def equal_to_eager(
     torch.manual_seed(7)
     sink = sink_of(two, case.data(device), every=100)
     program = sink.sunk.program
-    assert isinstance(program, Program)
+    assert isinstance(program, StepProgram)
     program.polish()
     sink.sunk.pace = Hasty(device)
     assert same_rows(rows(sink, PASSES), expected) == []
@@ -145,7 +145,7 @@ def equal_to_eager(
 
 def direct(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
     sink = hs.sink(step, batches, every=every)
-    sink.sunk = Sunk.of(step, Feed(batches), direct=True)
+    sink.sunk = CapturedRunner.of(step, Feed(batches), direct=True)
     return sink
 
 
@@ -170,14 +170,14 @@ def test_without_a_kernel_torch_does_it(sink_of: Callable[..., Sink]) -> None:
 
 def started(data: hs.data.Dataset, *, quick: bool = True, at: int = 0) -> Resident:
     """At batch number `at` of a pass."""
-    ring, feed = Ring(64, CPU), Feed(data)
+    ring, feed = RecordBuffer(64, CPU), Feed(data)
     assert isinstance(feed.data, hs.data.Dataset)
     found = Resident(feed, ring, feed.data)
-    ring.quick = quick
+    ring.use_kernels = quick
     found.start()
     for _ in range(at + 1):
         found.next()
-    ring.at.fill_(at)
+    ring.next_row.fill_(at)
     return found
 
 
@@ -185,7 +185,7 @@ def steps(found: Resident, count: int) -> Iterator[tuple[Any, ...]]:
     """Its batches, with a counter that moves after each as a step's record moves it."""
     for batch in found.batches(count):
         yield batch
-        found.ring.at.add_(1)
+        found.ring.next_row.add_(1)
 
 
 def same(got: Any, expected: Any) -> bool:
@@ -310,7 +310,7 @@ def test_refused_at_once_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_staged_batches_come_one_by_one() -> None:
     feed = Feed([(torch.ones(2), torch.zeros(2))])
-    found = Staged(feed, Ring(8, CPU))
+    found = Staged(feed, RecordBuffer(8, CPU))
     found.start()
     found.next()
     [batch] = found.batches(1)

@@ -43,7 +43,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
     sink = hs.sink(run, batches, every=every)
-    assert sink.sunk.program.graphs.compiles is not None
+    assert sink.sunk.program.graphs.compile_body is not None
     return sink
 
 
@@ -195,7 +195,9 @@ UNWRITABLE: dict[str, Any] = {
 @pytest.fixture
 def forward_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when a program is refused would be compiled: that is not what is tested."""
-    monkeypatch.setattr(compiled.Compiled, "run", lambda self, *a, **k: self.objective(*a, **k))
+    monkeypatch.setattr(
+        compiled.CompiledForward, "run", lambda self, *a, **k: self.objective(*a, **k)
+    )
 
 
 @pytest.mark.usefixtures("taped", "forward_uncompiled")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.step.fast.channels_last import choose
+from halfstep.step.fast.channels_last import choose_channels_last
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 X, Y = (
@@ -90,12 +90,12 @@ def test_images_are_channels_last_when_the_network_sees_them() -> None:
     step(X.double().contiguous(memory_format=torch.channels_last), Y)
     assert seen == [True, True]
     one = {"x": X, "n": 3, "bytes": X.to(torch.uint8)}
-    (moved,) = step.layout.inputs((one,))
+    (moved,) = step.channels_last.convert_batch((one,))
     assert is_last(moved["x"])
     assert torch.equal(moved["x"], X)
     assert moved["n"] == 3
     assert moved["bytes"] is one["bytes"]  # uint8 travels as it is
-    assert build(False).layout.inputs((X, Y))[0] is X
+    assert build(False).channels_last.convert_batch((X, Y))[0] is X
 
 
 def test_state_that_is_there_already_follows() -> None:
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_the_other_order_goes_on(name: str, last: bool, tmp_path
 def test_an_optimizer_loaded_alone_follows_too() -> None:
     one, other = build(False, "AdamW fused"), build(True, "AdamW fused")
     one(X, Y)
-    other.load_optimizer(one.optimizer.state_dict())
+    other.load_optimizer_state(one.optimizer.state_dict())
     p, q = one.net[0].weight, other.net[0].weight
     assert is_last(other.optimizer.state[q]["exp_avg"])
     assert torch.equal(other.optimizer.state[q]["exp_avg"], one.optimizer.state[p]["exp_avg"])
@@ -179,15 +179,18 @@ def test_a_weights_file_is_the_same(tmp_path: Path) -> None:
 
 def test_what_auto_chooses() -> None:
     net = network()
-    assert choose(net, "auto", torch.float16, CUDA)[0]
-    assert choose(net, "auto", torch.float32, CUDA)[0]
-    assert choose(net, "auto", torch.float64, CUDA) == (False, "float64 runs on no tensor core")
-    assert choose(nn.Linear(2, 2), "auto", torch.float32, CUDA) == (
+    assert choose_channels_last(net, "auto", torch.float16, CUDA)[0]
+    assert choose_channels_last(net, "auto", torch.float32, CUDA)[0]
+    assert choose_channels_last(net, "auto", torch.float64, CUDA) == (
+        False,
+        "float64 runs on no tensor core",
+    )
+    assert choose_channels_last(nn.Linear(2, 2), "auto", torch.float32, CUDA) == (
         False,
         "the network has no Conv2d",
     )
-    assert not choose(net, "auto", torch.float32, CPU)[0]
-    assert choose(net, False, torch.float32, CUDA) == (False, "channels_last=False")
+    assert not choose_channels_last(net, "auto", torch.float32, CPU)[0]
+    assert choose_channels_last(net, False, torch.float32, CUDA) == (False, "channels_last=False")
     assert build(True).report().choices["memory format"] == "channels-last: channels_last=True"
     assert build("auto").report().choices["memory format"].startswith("as given: ")
 
@@ -211,6 +214,6 @@ def test_measured_algorithms_do_not_repeat() -> None:
         ValueError, match="cudnn_benchmark: expected 'auto' or False beside deterministic=True"
     ):
         build(False, cudnn_benchmark=True, deterministic=True)
-    assert build(False, deterministic=True).options.benchmark is False
-    assert build(False).options.benchmark is True
-    assert build(False, cudnn_benchmark=False).options.benchmark is False
+    assert build(False, deterministic=True).options.measures_algorithms is False
+    assert build(False).options.measures_algorithms is True
+    assert build(False, cudnn_benchmark=False).options.measures_algorithms is False

@@ -19,7 +19,13 @@ from torch._dynamo.utils import counters
 
 import halfstep as hs
 from halfstep.compiler.backend import _rewriting
-from halfstep.step.fast.compiled_forward import COST_S, GAIN, SHAPES, leaves, pays
+from halfstep.step.fast.compiled_forward import (
+    ASSUMED_SPEEDUP,
+    COMPILE_COST_S,
+    MAX_COMPILED_SHAPES,
+    compiling_pays,
+    count_leaf_modules,
+)
 
 X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -311,14 +317,14 @@ def test_many_shapes_run_uncompiled_and_it_is_said_once() -> None:
     for n in range(1, 9):
         step(X[:n], Y[:n])
     assert programs() == 0  # a shape is compiled when it comes again
-    for n in range(1, SHAPES + 1):
+    for n in range(1, MAX_COMPILED_SHAPES + 1):
         step(X[:n], Y[:n])
-    assert programs() == SHAPES
-    with pytest.warns(hs.Notice, match=f"more than {SHAPES} shapes"):
+    assert programs() == MAX_COMPILED_SHAPES
+    with pytest.warns(hs.Notice, match=f"more than {MAX_COMPILED_SHAPES} shapes"):
         step(X[:7], Y[:7])
     step(X[:8], Y[:8])  # a second warning would be an error
-    assert programs() == SHAPES
-    assert step.report().choices["compiled"].endswith(f"beyond {SHAPES} batch shapes")
+    assert programs() == MAX_COMPILED_SHAPES
+    assert step.report().choices["compiled"].endswith(f"beyond {MAX_COMPILED_SHAPES} batch shapes")
 
 
 @pytest.mark.usefixtures("traced")
@@ -544,15 +550,15 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:
-    least, each = COST_S["cuda"]
+    least, each = COMPILE_COST_S["cuda"]
     cost = least + each * 100
-    even = cost / (1 - 1 / GAIN)
-    yes, why = pays(even * 1.01, 100, "cuda")
+    even = cost / (1 - 1 / ASSUMED_SPEEDUP)
+    yes, why = compiling_pays(even * 1.01, 100, "cuda")
     assert yes
     assert f"{cost:.0f} s" in why
     assert "saves" in why
-    no, why = pays(even * 0.99, 100, "cuda")
+    no, why = compiling_pays(even * 0.99, 100, "cuda")
     assert not no
     assert "would save" in why
-    assert not pays(-1.0, 1)[0]
-    assert leaves(hs.nets.lenet5()) == 5
+    assert not compiling_pays(-1.0, 1)[0]
+    assert count_leaf_modules(hs.nets.lenet5()) == 5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import pack
 from halfstep.step.gradients import clip_norm_
-from halfstep.step.state__record import UpdateResult
+from halfstep.step.state import UpdateResult
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halfstep.kernels.launch import is_capturing
+from halfstep.utils.device_values import is_capturing
 
 TensorPair = tuple[Tensor, Tensor]
 

@@ -1,0 +1,47 @@
+"""What a step had in hand when its network or its loss raised an error, attached to the error.
+
+halfstep/engine/batch_errors.py turns it into a message about the batch.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+_ATTRIBUTE = "_halfstep_batch_context"
+
+
+@dataclass
+class BatchContext:
+    """The batch of the failed step; and where the loss failed, the loss and its arguments."""
+
+    batch: tuple[Any, ...] = ()
+    loss: Any = None
+    loss_arguments: tuple[Any, ...] = ()
+
+
+def batch_context(error: BaseException) -> BatchContext:
+    """What was attached to the error; an empty context where nothing was."""
+    context = getattr(error, _ATTRIBUTE, None)
+    return context if isinstance(context, BatchContext) else BatchContext()
+
+
+def attach_batch(error: BaseException, batch: tuple[Any, ...]) -> None:
+    """Notes the batch that was in hand, unless a deeper place has noted one."""
+    context = batch_context(error)
+    if not context.batch:
+        context.batch = batch
+    _attach(error, context)
+
+
+def attach_loss_arguments(error: BaseException, loss: Any, out: Any) -> None:
+    """Notes that the loss raised the error, and what it was called with."""
+    context = batch_context(error)
+    context.loss = loss
+    if isinstance(out, tuple):
+        context.loss_arguments = out
+    _attach(error, context)
+
+
+def _attach(error: BaseException, context: BatchContext) -> None:
+    with suppress(Exception):  # an error that takes no attributes is raised as it is
+        setattr(error, _ATTRIBUTE, context)

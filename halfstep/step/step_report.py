@@ -1,0 +1,101 @@
+"""The report of a step: the dtypes really used, and every choice made for the user."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from halfstep.precision.casting import ObservedDtypes
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+KEY_WIDTH = 15  # columns for the names of the choices
+
+
+@dataclass(frozen=True)
+class Report:
+    """The dtypes really used, module by module, and every choice made for the user."""
+
+    choices: dict[str, str]
+    modules: dict[str, ObservedDtypes]
+
+    def adding(self, **choices: str) -> "Report":
+        """The same report with more choices in it."""
+        return replace(self, choices={**self.choices, **choices})
+
+    def __str__(self) -> str:
+        lines = [f"{name:>{KEY_WIDTH}}: {choice}" for name, choice in self.choices.items()]
+        if not self.modules:
+            advice = "run one step, then the dtypes of each module are listed here"
+            return "\n".join([*lines, f"{'modules':>{KEY_WIDTH}}: {advice}"])
+
+        rows = [("module", "kind", "input", "weight", "output")]
+        rows += [(name or "(network)", *dtypes) for name, dtypes in self.modules.items()]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        table = []
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            table.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, "", *table])
+
+
+def report_step(step: "TrainStep") -> Report:
+    """The choices of this step, and the dtypes that its modules were seen to use."""
+    precision = step.precision
+    decider = "device" if step.decides_on_device else "host"
+    choices = {
+        "precision": (
+            f"{precision.name}: parameters {precision.params}, compute {precision.compute}, "
+            f"norms {precision.norms}, output {precision.output}"
+        ),
+        "loss scale": repr(precision.loss_scale),
+        "half kernels": (
+            "round(fp32 product) on this CPU"
+            if step.applied.rounds_fp32_products
+            else "torch's own"
+        ),
+        "optimizer": (
+            f"{type(step.optimizer).__name__}, {step.optimizer_kind}; "
+            f"updates decided on the {decider}"
+        ),
+        "non-finite": step.options.nonfinite or "ignore",
+        "cycle": f"{step.options.accumulate} batches per update",
+        **_speed_choices(step),
+    }
+    if step.applied.converted_names:
+        count = len(step.applied.converted_names)
+        choices["converted"] = f"{count} parameters to {precision.params}, in place"
+    if step.notices:
+        choices["notices"] = "; ".join(step.notices)
+    choices = {name: choice.replace("torch.", "") for name, choice in choices.items()}
+    return Report(choices, dict(step.applied.observed))
+
+
+def _speed_choices(step: "TrainStep") -> dict[str, str]:
+    """The choices that make a step fast, each with its reason."""
+    memory_format = "channels-last" if step.channels_last.on else "as given"
+    choices = {
+        "compiled": f"{_yes_or_no(step.compiled.on)}: {step.compiled.reason}",
+        "memory format": f"{memory_format}: {step.channels_last.reason}",
+        "cudnn benchmark": f"no: there is no cuDNN on this {step.device.type}",
+    }
+    if step.device.type != "cuda":
+        return choices
+
+    options = step.options
+    if options.cudnn_benchmark != "auto":
+        reason = f"cudnn_benchmark={options.cudnn_benchmark}"
+    elif options.deterministic:
+        reason = "deterministic=True"
+    else:
+        reason = "the fastest algorithm is measured for each shape"
+    choices["cudnn benchmark"] = f"{_yes_or_no(options.measures_algorithms)}: {reason}"
+
+    if step.precision.name == "tf32":
+        choices["tf32"] = "yes: precision 'tf32'"
+    else:
+        choices["tf32"] = f"no: {step.precision.name!r} keeps float32 products exact"
+    return choices
+
+
+def _yes_or_no(flag: bool) -> str:
+    return "yes" if flag else "no"

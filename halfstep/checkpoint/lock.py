@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +40,36 @@ class _LockFileRemoved(Exception):
     """The file was removed by its holder after we had opened it: it locks nothing any more."""
 
 
+class _LockFile:
+    """The file that is locked, known by its inode: the path may name another one by now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stat: os.stat_result | None = None
+
+    def sign(self, descriptor: int) -> None:
+        """Writes who holds the lock into the file that was just locked."""
+        self._stat = os.fstat(descriptor)
+        if not self._is_at_path():
+            raise _LockFileRemoved
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _owner_line().encode(), 0)
+
+    def remove(self) -> None:
+        """Removes the file, unless the path names another process's by now."""
+        if self._is_at_path():
+            with suppress(OSError):
+                self.path.unlink()
+
+    def _is_at_path(self) -> bool:
+        try:
+            current = os.lstat(self.path)
+        except OSError:  # the file, or its folder, is gone
+            return False
+        return self._stat is not None and os.path.samestat(current, self._stat)
+
+
 @contextmanager
 def hold_lock(folder: Path, request: LockRequest = SAVE_REQUEST) -> Iterator[None]:
     """Inside the block only this block may write to `folder`: a second one raises CheckpointError.
@@ -51,7 +80,8 @@ def hold_lock(folder: Path, request: LockRequest = SAVE_REQUEST) -> Iterator[Non
     from filelock import FileLock, Timeout
 
     path = folder / request.file_name
-    lock = FileLock(path, fallback_to_soft=False, on_acquired=partial(_sign_lock_file, path))
+    lock_file = _LockFile(path)
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=lock_file.sign)
     while not lock.is_locked:
         _create_lock_file(path, request)
         try:
@@ -71,8 +101,7 @@ def hold_lock(folder: Path, request: LockRequest = SAVE_REQUEST) -> Iterator[Non
         # A fork of the holder may leave this block too, and holds nothing.
         if lock.is_locked and os.getpid() == holder_pid:
             # Removed while it is locked: whoever has opened it notices that, and makes a new one.
-            with suppress(OSError):
-                path.unlink()
+            lock_file.remove()
             lock.release()
 
 
@@ -96,19 +125,6 @@ def _create_lock_file(path: Path, request: LockRequest) -> None:
         os.close(os.open(path, flags, 0o666))
     except OSError as error:
         raise unwritable_folder(path.parent, error, request) from error
-
-
-def _sign_lock_file(path: Path, descriptor: int) -> None:
-    """Writes who holds the lock into the file that was just locked."""
-    try:
-        is_current = os.path.samestat(os.lstat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        is_current = False
-    if not is_current:
-        raise _LockFileRemoved
-    with suppress(OSError):  # a full disk: the lock is held all the same
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _owner_line().encode(), 0)
 
 
 def _owner_line() -> str:

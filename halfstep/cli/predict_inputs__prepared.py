@@ -8,8 +8,8 @@ from torch import Tensor
 
 from halfstep import data
 from halfstep.data import Dataset
+from halfstep.data.pipeline.collate import stack_column
 from halfstep.data.pipeline.maps import Chain, Function, Select
-from halfstep.data.pipeline.maps__parts import stacked
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def preparation(given: Any) -> Preparation | None:
     ):
         return None
     source = given.plan.source
-    first = stacked(
+    first = stack_column(
         name, source.fetch(torch.zeros(1, dtype=torch.int64, device=source.device))[name]
     )
     if not isinstance(first, Tensor) or first.dtype != torch.uint8:

@@ -1,4 +1,7 @@
-"""Data that is exact, seekable and as fast as the device: readers, an order without a table, pipelines, transforms."""
+"""Data that is exact, seekable and as fast as the device.
+
+Readers, an order of samples without a table, pipelines, transforms.
+"""
 
 from halfstep.data.contact_sheet import sheet
 from halfstep.data.download.find import find
@@ -13,6 +16,25 @@ from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 
 __all__ = [
-    "Cast", "Cutout", "Dataset", "Flatten", "Flip", "ImageFolder", "Loader", "Normalize", "OneHot", "Order", "PadCrop",
-    "Rescale", "Resize", "ToCHW", "find", "load", "read_cifar", "read_idx", "read_split", "sample", "sheet",
-]  # fmt: skip
+    "Cast",
+    "Cutout",
+    "Dataset",
+    "Flatten",
+    "Flip",
+    "ImageFolder",
+    "Loader",
+    "Normalize",
+    "OneHot",
+    "Order",
+    "PadCrop",
+    "Rescale",
+    "Resize",
+    "ToCHW",
+    "find",
+    "load",
+    "read_cifar",
+    "read_idx",
+    "read_split",
+    "sample",
+    "sheet",
+]

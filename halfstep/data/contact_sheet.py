@@ -1,4 +1,4 @@
-"""A contact sheet: samples as they were read, and below each what the pipeline makes of it in the first epochs."""
+"""A contact sheet: samples as they were read, and below each how the pipeline delivers it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,118 +15,160 @@ from halfstep.utils.checks import whole_number
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_TILE, _GAP, _TEXT = 112, 8, 18  # pixels
-_INK, _PAPER = (32, 32, 32), (255, 255, 255)
+# Sizes in pixels.
+_TILE = 112  # an image's longer side
+_GAP = 8  # between tiles
+_TITLE_HEIGHT = 18  # of the line with the labels
+_MARGIN = 64  # on the left, for the names of the rows
+_FONT_SIZE = 12
+
+_MAX_LABEL_LETTERS = 18  # more would run into the next label
+_TEXT_COLOUR = (32, 32, 32)
+_PAGE_COLOUR = (255, 255, 255)
 
 
 def sheet(
-    data: Dataset, path: str | Path | None = None, *, samples: int = 8, epochs: int = 3, image: str | None = None,
-    label: str | None = None, layout: Layout | None = None,
-) -> "Image":  # fmt: skip
-    """Draw the first `samples` of epoch 0 with their labels: raw on top, then as delivered in each epoch; save as PNG.
+    data: Dataset,
+    path: str | Path | None = None,
+    *,
+    samples: int = 8,
+    epochs: int = 3,
+    image: str | None = None,
+    label: str | None = None,
+    layout: Layout | None = None,
+) -> "Image":
+    """Draws the first `samples` of epoch 0 with their labels, and saves the page as PNG.
 
-    uint8 is shown as it is, and so are floats from 0 to 1; others are stretched from the smallest to the largest finite
-    value of their image. `layout` says HWC or CHW where a shape leaves it open.
+    The top row shows them as they were read, the rows below as the pipeline delivers them in each
+    epoch. uint8 is shown as it is, and so are floats from 0 to 1; others are stretched from the
+    smallest to the largest finite value of their image. `layout` says HWC or CHW where a shape
+    leaves it open.
     """
-    if (
-        whole_number("sheet: samples", samples, type_error=TypeError) < 1
-        or whole_number("sheet: epochs", epochs, type_error=TypeError) < 0
-    ):
-        raise ValueError(
-            f"sheet: expected at least 1 sample and 0 epochs, got {samples} and {epochs}"
-        )
+    sample_count = whole_number("sheet: samples", samples, minimum=1, type_error=TypeError)
+    epoch_count = whole_number("sheet: epochs", epochs, minimum=0, type_error=TypeError)
     if path is not None and Path(path).suffix.lower() != ".png":
         raise ValueError(f"sheet: expected a path that ends in .png, got {str(path)!r}")
     check_layout("sheet", layout)
-    numbers = _first(data.plan, samples)
+
+    numbers = _first_samples(data.plan, sample_count)
     raw = Plan(data.plan.source).fetch(numbers, torch.zeros_like(numbers))
-    image, label = image or _image(raw), label or _label(raw)
-    rows = [("raw", raw[image])]
-    for epoch in range(epochs):
-        made = replace(data.plan, batch=0).fetch(
-            numbers, torch.full_like(numbers, epoch)
-        )  # nothing need stack
-        if image not in made:
+    image_column = image or _image_column(raw)
+    label_column = label or _label_column(raw)
+
+    # One row for each epoch. Without batches, samples of different sizes need not be stacked.
+    rows = [("raw", raw[image_column])]
+    plan = replace(data.plan, batch=0)
+    for epoch in range(epoch_count):
+        columns = plan.fetch(numbers, torch.full_like(numbers, epoch))
+        if image_column not in columns:
             raise ValueError(
-                f"sheet: expected a column {image!r} in what the pipeline delivers, got {list(made)}"
+                f"sheet: expected a column {image_column!r} in what the pipeline delivers, "
+                f"got {list(columns)}"
             )
-        rows.append((f"epoch {epoch}", made[image]))
-    names = [_name(data, raw[label][i]) if label else str(int(n)) for i, n in enumerate(numbers)]
-    page = _draw(rows, names, layout)
+        rows.append((f"epoch {epoch}", columns[image_column]))
+
+    if label_column:
+        labels = [_label_text(data, raw[label_column][i]) for i in range(len(numbers))]
+    else:
+        labels = [str(int(number)) for number in numbers]
+    page = _draw_page(rows, labels, layout)
     if path is not None:
         page.save(Path(path), format="PNG")
     return page
 
 
-def _first(plan: Plan, count: int) -> Tensor:
-    tokens = plan.tokens(0, 0, min(plan.size, -(-count // (plan.batch or 1))))
-    numbers = torch.cat([tokens[i][0] for i in range(len(tokens))])[:count]
+def _first_samples(plan: Plan, count: int) -> Tensor:
+    """The numbers of the first `count` samples that epoch 0 delivers; fewer if it has fewer."""
+    batch_count = min(plan.size, -(-count // (plan.batch or 1)))
+    indices = plan.tokens(0, 0, batch_count)
+    numbers = torch.cat([indices[i][0] for i in range(len(indices))])[:count]
     return numbers.to(plan.source.device)
 
 
-def _image(raw: dict[str, Any]) -> str:
+def _image_column(raw: dict[str, Any]) -> str:
+    """The first column whose samples have two dimensions or more."""
     for name, column in raw.items():
         if getattr(column[0], "ndim", 0) >= 2:
             return name
     raise ValueError(
-        f"sheet: expected a column of images [H, W] or [H, W, C], got {list(raw)}. Name it: image='…'"
+        f"sheet: expected a column of images [H, W] or [H, W, C], got {list(raw)}. "
+        "Name it: image='…'"
     )
 
 
-def _label(raw: dict[str, Any]) -> str | None:
-    return next((name for name, column in raw.items() if getattr(column[0], "ndim", 0) == 0), None)
+def _label_column(raw: dict[str, Any]) -> str | None:
+    """The first column whose samples are single values."""
+    for name, column in raw.items():
+        if getattr(column[0], "ndim", 0) == 0:
+            return name
+    return None
 
 
-def _name(data: Dataset, label: Any) -> str:
-    number = label.item() if isinstance(label, Tensor) else label
-    return (
-        data.classes[number]
-        if isinstance(number, int) and 0 <= number < len(data.classes)
-        else str(number)
-    )
+def _label_text(data: Dataset, label: Any) -> str:
+    """The name of the class where it has one, else the value itself."""
+    value: object = label.item() if isinstance(label, Tensor) else label
+    if isinstance(value, int) and 0 <= value < len(data.classes):
+        return data.classes[value]
+    return str(value)
 
 
-def _draw(rows: list[tuple[str, Any]], names: list[str], layout: Layout | None) -> "Image":
+def _draw_page(rows: list[tuple[str, Any]], labels: list[str], layout: Layout | None) -> "Image":
     from PIL import Image, ImageDraw, ImageFont
 
-    side, margin = _TILE + _GAP, 64
-    page = Image.new("RGB", (margin + side * len(names), _TEXT + _GAP + side * len(rows)), _PAPER)
-    pen, font = ImageDraw.Draw(page), ImageFont.load_default(12)
-    for column, name in enumerate(names):
-        pen.text((margin + column * side, 4), name[:18], _INK, font)
-    for row, (title, tiles) in enumerate(rows):
-        top = _TEXT + _GAP + row * side
-        pen.text((_GAP, top + _TILE // 2 - 6), title, _INK, font)
-        for column in range(len(names)):
-            pixels = _pixels(tiles[column], layout)
-            height, width = (
-                max(1, round(n * _TILE / max(pixels.shape[:2]))) for n in pixels.shape[:2]
-            )
+    side = _TILE + _GAP
+    first_top = _TITLE_HEIGHT + _GAP
+    page_size = (_MARGIN + side * len(labels), first_top + side * len(rows))
+    page = Image.new("RGB", page_size, _PAGE_COLOUR)
+    pen = ImageDraw.Draw(page)
+    font = ImageFont.load_default(_FONT_SIZE)
+
+    for column, label in enumerate(labels):
+        pen.text((_MARGIN + column * side, 4), label[:_MAX_LABEL_LETTERS], _TEXT_COLOUR, font)
+    for row, (title, images) in enumerate(rows):
+        top = first_top + row * side
+        pen.text((_GAP, top + _TILE // 2 - 6), title, _TEXT_COLOUR, font)
+        for column in range(len(labels)):
+            pixels = _to_pixels(images[column], layout)
+
+            # The longer side fills the tile; the image stands in its middle.
+            longer_side = max(pixels.shape[:2])
+            height = max(1, round(pixels.shape[0] * _TILE / longer_side))
+            width = max(1, round(pixels.shape[1] * _TILE / longer_side))
             tile = Image.fromarray(pixels.numpy()).resize((width, height), Image.Resampling.NEAREST)
-            page.paste(
-                tile, (margin + column * side + (_TILE - width) // 2, top + (_TILE - height) // 2)
-            )
+            left = _MARGIN + column * side
+            page.paste(tile, (left + (_TILE - width) // 2, top + (_TILE - height) // 2))
     return page
 
 
-def _pixels(image: Any, layout: Layout | None) -> Tensor:
+def _to_pixels(image: Any, layout: Layout | None) -> Tensor:
     """uint8 [H, W, 3] of an image in any layout and dtype."""
-    tile: Tensor = torch.as_tensor(image).detach().cpu()
-    tile = tile if tile.dtype == torch.uint8 else _stretched(tile.float())
+    pixels: Tensor = torch.as_tensor(image).detach().cpu()
+    if pixels.dtype != torch.uint8:
+        pixels = _stretch_to_uint8(pixels.float())
+
+    # The channel's axis: by the shape, or by `layout` where the shape leaves it open.
     try:
-        channel = axes("sheet", tile[None], None).channel
+        channel = axes("sheet", pixels[None], None).channel
     except ValueError:
-        if layout is None or tile.dim() != 3:
+        if layout is None or pixels.dim() != 3:
             raise
-        channel = axes("sheet", tile[None], layout).channel
-    tile = tile.unsqueeze(-1) if channel is None else tile.movedim(channel - 1, -1)
-    return tile[..., : 3 if tile.shape[-1] >= 3 else 1].expand(-1, -1, 3).contiguous()
+        channel = axes("sheet", pixels[None], layout).channel
+    if channel is None:
+        pixels = pixels.unsqueeze(-1)
+    else:
+        pixels = pixels.movedim(channel - 1, -1)
+
+    # The first three channels as colours, or the first one as grey.
+    shown_channels = 3 if pixels.shape[-1] >= 3 else 1
+    return pixels[..., :shown_channels].expand(-1, -1, 3).contiguous()
 
 
-def _stretched(tile: Tensor) -> Tensor:
-    finite = tile[tile.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0
-    tile = tile.nan_to_num(nan=low, posinf=high, neginf=low)
-    return ((tile - low) / max(high - low, 1e-12) * 255).round().to(torch.uint8)
+def _stretch_to_uint8(pixels: Tensor) -> Tensor:
+    """0 to 255 for 0 to 1, or from the smallest to the largest finite value beyond that range."""
+    low, high = 0.0, 1.0
+    finite = pixels[pixels.isfinite()]
+    if finite.numel() and (float(finite.min()) < 0 or float(finite.max()) > 1):
+        low = float(finite.min())
+        high = float(finite.max())
+    pixels = pixels.nan_to_num(nan=low, posinf=high, neginf=low)
+    return ((pixels - low) / max(high - low, 1e-12) * 255).round().to(torch.uint8)

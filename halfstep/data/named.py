@@ -14,29 +14,35 @@ from halfstep.data.readers.idx import read_split
 
 
 def load(
-    name: str, split: Literal["train", "test"] = "train", *, path: str | Path | None = None, download: bool = False,
+    name: str,
+    split: Literal["train", "test"] = "train",
+    *,
+    path: str | Path | None = None,
+    download: bool = False,
     seed: int = 0,
-) -> Dataset:  # fmt: skip
+) -> Dataset:
     """The named set with columns image (uint8, HWC) and label (int64), and its class names.
 
-    Looked for in `path` (a folder, an archive or a URL) when given, else in HALFSTEP_DATA, the user's cache, Debian's
-    packages; downloaded only when asked. Fashion-MNIST alone falls back to the shipped sample, with a notice.
+    Searched in `path` (a folder, an archive or a URL) where one is named, else in HALFSTEP_DATA,
+    the user's cache and Debian's packages; downloaded only with `download=True`. Fashion-MNIST
+    alone falls back to the shipped sample, with a notice.
     """
     if split not in ("train", "test"):
         raise ValueError(f"expected split 'train' or 'test', got {split!r}")
     entry = known(name)
-    found = find(name, path, download=download)
+    location = find(name, path, download=download)
     try:
-        images, labels = _read(entry, found.folder, train=split == "train")
+        images, labels = _read_images(entry, location.folder, train=split == "train")
     except (ValueError, OSError):
-        forget(
-            found
-        )  # an address without a checksum may have given anything, and may do better next time
+        # Files from an address without a checksum may be anything. They leave the cache, so that
+        # the next call asks the address again.
+        forget(location)
         raise
     return Dataset({"image": images, "label": labels}, seed=seed, classes=entry.classes)
 
 
-def _read(entry: Entry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+def _read_images(entry: Entry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+    """uint8 images [N, H, W, C] and int64 labels [N]."""
     if entry.kind == "cifar":
         return read_cifar(folder, train=train, classes=100 if entry.num_classes == 100 else 10)
     images, labels = read_split(folder, train=train)
@@ -44,5 +50,8 @@ def _read(entry: Entry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def sample(train: bool = True) -> tuple[Tensor, Tensor]:
-    """The shipped part of Fashion-MNIST, classes in equal numbers: uint8 images [N, 28, 28], int64 labels [N]."""
+    """The shipped part of Fashion-MNIST: uint8 images [N, 28, 28], int64 labels [N].
+
+    It has equally many images of each class.
+    """
     return read_split(SAMPLE, train=train)

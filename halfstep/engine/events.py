@@ -1,75 +1,117 @@
-"""Calling the callbacks: who overrides an event, in which order, and what happens when one of them fails."""
+"""Callbacks: six events, what they may look at, and how they are called.
+
+begin
+  epoch_begin
+    step  step  step …   every step's row, in order, at the host's visit
+    visit                host and network stand at the same step: read weights, save checkpoints
+  epoch_end              before the epoch's last visit, after its evaluation
+end                      always, also after an error or a stop
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from halfstep.engine.events__callback import Callback
-from halfstep.engine.run import Run
-from halfstep.engine.run__rows import Row
+from halfstep.engine.run import Row, Run
 
-_EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
+EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
+
+
+class Callback:
+    """Override what you need."""
+
+    exact = False  # `step` reads weights, so every step is a visit unless sink= says otherwise
+    last = False  # called after the others: it saves what they know
+    writes = False  # leaves files or lines behind: left out when a run is repeated to look at it
+
+    def begin(self, run: Run) -> None: ...
+
+    def epoch_begin(self, run: Run) -> None: ...
+
+    def step(self, run: Run, row: Row) -> None: ...
+
+    def visit(self, run: Run) -> None: ...
+
+    def epoch_end(self, run: Run) -> None: ...
+
+    def end(self, run: Run) -> None: ...
+
+    def next_stop(self, run: Run) -> int | None:
+        """The next global step at which this callback needs a visit; None: at any visit."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it must remember over a resume."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__}: expected no saved state, got {sorted(state)}")
 
 
 class Events:
-    """The callbacks of a run, those marked `last` behind the others."""
+    """The callbacks of a run, those marked `last` behind the others.
+
+    Only methods that a callback overrides are called: the others cost nothing.
+    """
 
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
-        self.run, self.callbacks = run, sorted(callbacks, key=lambda c: c.last)
-        self.calls = {event: _overriding(self.callbacks, event) for event in _EVENTS}
-        self.stops = _overriding(self.callbacks, "next_stop")
+        self.run = run
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
+        self.methods = {event: self._overriding_methods(event) for event in EVENTS}
+        self.next_stops = self._overriding_methods("next_stop")
 
-    def first(self, event: str) -> None:
-        """Up to the first that fails: what is refused here has not happened to the others."""
-        for call in self.calls[event]:
-            self._one(call)
+    def call_until_error(self, event: str) -> None:
+        """Calls up to the first that fails: what is refused here has not happened to the others."""
+        for method in self.methods[event]:
+            self._call(method)
 
-    def every(self, *events: str) -> None:
-        """To all of them, also when one fails: what happened once comes to everybody. The first error is seen."""
-        self._all((call,) for event in events for call in self.calls[event])
+    def call_all(self, *events: str) -> None:
+        """Calls all of them, also when one fails, then raises the first error."""
+        self._call_each((method,) for event in events for method in self.methods[event])
 
-    def rows(self, rows: Iterable[Row]) -> None:
-        """Every row to everybody, in order; the first error is seen."""
-        self._all((call, row) for row in rows for call in self.calls["step"])
+    def deliver_rows(self, rows: Iterable[Row]) -> None:
+        """Hands every row to every callback, in order, then raises the first error."""
+        self._call_each((method, row) for row in rows for method in self.methods["step"])
 
-    def end(self) -> None:
-        """To all of them, whatever they raise; an error before this one is the one that is seen.
+    def call_end(self) -> None:
+        """Calls `end` of all of them, whatever they raise; an earlier error is the one raised.
 
-        In reverse: what is marked `last` saves the run before others put back best weights or close their files.
+        In reverse: what is marked `last` saves the run before others restore the best weights or
+        close their files.
         """
-        failed: BaseException | None = None
-        for call in reversed(self.calls["end"]):
+        first_error: BaseException | None = None
+        for method in reversed(self.methods["end"]):
             try:
-                self._one(call)
+                self._call(method)
             except BaseException as error:
-                failed = failed or error
-        if failed is not None and self.run.error is None:
-            raise failed
+                first_error = first_error or error
+        if first_error is not None and self.run.error is None:
+            raise first_error
 
-    def _all(self, calls: Iterable[tuple[Any, ...]]) -> None:
-        failed: Exception | None = None
-        for call, *args in calls:
+    def _call_each(self, calls: Iterable[tuple[Any, ...]]) -> None:
+        first_error: Exception | None = None
+        for method, *arguments in calls:
             try:
-                self._one(call, *args)
+                self._call(method, *arguments)
             except Exception as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
-    def _one(self, call: Callable[..., Any], *args: Any) -> None:
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> None:
         try:
-            call(self.run, *args)
+            method(self.run, *arguments)
         except Exception as error:
-            owner = type(call.__self__).__name__  # type: ignore[attr-defined]
+            owner = type(method.__self__).__name__  # type: ignore[attr-defined]
             error.add_note(
-                f"raised by the callback {owner} in {call.__name__}, at step {self.run.global_step}"
+                f"raised by the callback {owner} in {method.__name__}, "
+                f"at step {self.run.global_step}"
             )
             raise
 
-
-def _overriding(callbacks: Sequence[Callback], event: str) -> list[Callable[..., Any]]:
-    """The bound methods of those that override an event: the others cost nothing."""
-    return [
-        getattr(c, event)
-        for c in callbacks
-        if getattr(type(c), event) is not getattr(Callback, event)
-    ]
+    def _overriding_methods(self, event: str) -> list[Callable[..., Any]]:
+        methods = []
+        for callback in self.callbacks:
+            if getattr(type(callback), event) is not getattr(Callback, event):
+                methods.append(getattr(callback, event))
+        return methods

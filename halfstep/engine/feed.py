@@ -1,4 +1,7 @@
-"""Batches for a step, pass after pass, from whatever the user has; its position is that of the steps done."""
+"""Batches for a step, pass after pass, from whatever the user has.
+
+The position of a feed is that of the steps done, not of the batches fetched.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,90 +12,103 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
 
-Args = tuple[Any, ...]
+Args = tuple[Any, ...]  # a batch as the arguments of a step
 
 
 class Feed:
-    """One pass per `start()`. `done(n)`: n more were trained on; that, not what was fetched, is the position."""
+    """One pass for each `start()`. `advance(n)` says that n more batches were trained on."""
 
     def __init__(
         self, data: Any, *, named: bool = False, device: torch.device | None = None
     ) -> None:
-        self.data, self.named = as_data(data), named
+        self.data = as_batches(data)
+        self.named = named  # a batch is one dict by column names
         if device is not None and device.type == "cuda" and isinstance(self.data, Dataset):
             self.data = self.data.near(device)
-        self.passes, self.step = 0, 0
-        self._base = self.data.state_dict()
+        self.pass_number = 0
+        self.step = 0
+        self._pass_start = self.data.state_dict()
 
     @property
     def size(self) -> int | None:
-        """Batches in the pass under way; None when nobody knows."""
+        """Batches in the current pass; None when nobody knows."""
         return self.data.pass_size if isinstance(self.data, Dataset) else self.data.size
 
     @property
     def samples(self) -> int | None:
-        """Samples in a pass, where the data is a Dataset whose batches no stage reorders or repeats."""
-        plan = self.data.plan if isinstance(self.data, Dataset) else None
-        if plan is None or plan.batch_stages:
+        """Samples in a pass, for a Dataset whose batches no stage reorders or repeats."""
+        if not isinstance(self.data, Dataset):
+            return None
+        plan = self.data.plan
+        if plan.batch_stages:
             return None
         return min(plan.samples, plan.batches * plan.batch)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the columns, where the data has names for them."""
+        """The names of the columns, where the data has some."""
         return self.data.columns if isinstance(self.data, Dataset) else ()
 
     def start(self) -> Iterator[Args]:
-        """The batches of the pass under way from its position on, as the arguments of a step."""
-        self._base = self.data.state_dict()
-        named = self.named and isinstance(self.data, Dataset)
-        items = self.data.dicts() if named and isinstance(self.data, Dataset) else self.data
-        return (_arguments(item) for item in items)
+        """The batches of the current pass from its position on, as the arguments of a step."""
+        self._pass_start = self.data.state_dict()
+        items: Any = self.data
+        if self.named and isinstance(self.data, Dataset):
+            items = self.data.dicts()
+        return (_as_arguments(item) for item in items)
 
     def arguments(self, columns: dict[str, Any]) -> Args:
         """A batch by column names, as the arguments of a step."""
         return (columns,) if self.named else tuple(columns.values())
 
-    def done(self, steps: int) -> None:
+    def advance(self, steps: int) -> None:
+        """Counts steps that were done."""
         self.step += steps
 
-    def ended(self) -> None:
-        """The pass is over."""
-        self._stand(self.passes + 1)
+    def end_pass(self) -> None:
+        """Moves on to the start of the next pass."""
+        self._rewind(self.pass_number + 1)
+
+    def go_to_pass(self, pass_number: int) -> None:
+        """Moves to the start of that pass."""
+        if isinstance(self.data, Dataset):
+            self.data.seek(pass_number)
+        self._rewind(pass_number)
+
+    def _rewind(self, pass_number: int) -> None:
+        # A loader does not know that its last batch was the last: nobody asked for another.
+        if isinstance(self.data, Loader):
+            self.data.epoch = pass_number
+            self.data.step = 0
+        self.pass_number = pass_number
+        self.step = 0
+        self._pass_start = self.data.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        base = self._base if isinstance(self.data, Dataset) else self.data.state_dict()
-        return {**base, "epoch": self.passes, "step": self.step}
+        """The position, as the data saves it."""
+        saved = self._pass_start if isinstance(self.data, Dataset) else self.data.state_dict()
+        return {**saved, "epoch": self.pass_number, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues at a saved position."""
         self.data.load_state_dict(state)
-        self._base = self.data.state_dict()
-        self.passes, self.step = (
-            self._base["epoch"],
-            self._base["step"],
-        )  # other numbers after a change of shards
-
-    def next_pass(self, passes: int) -> None:
-        """Go on with pass number `passes`, from its start."""
-        if isinstance(self.data, Dataset):
-            self.data.seek(passes)
-        self._stand(passes)
-
-    def _stand(self, passes: int) -> None:
-        """At the start of a pass. A loader does not know that its last batch was the last: nobody asked for another."""
-        if isinstance(self.data, Loader):
-            self.data.epoch, self.data.step = passes, 0
-        self.passes, self.step, self._base = passes, 0, self.data.state_dict()
+        self._pass_start = self.data.state_dict()
+        # After a change of shards these are other numbers than the saved ones.
+        self.pass_number = self._pass_start["epoch"]
+        self.step = self._pass_start["step"]
 
     def describe(self) -> list[str]:
-        """What it is, a line each, to compare with that of a saved run."""
+        """What it is, in lines that can be compared with those of a saved run."""
         if isinstance(self.data, Dataset):
             return list(self.data.plan.describe())
         return [f"{type(self.data.batches).__name__} of {self.size} batches"]
 
 
-def as_data(data: Any) -> Dataset | Loader:
-    """Batches from a Dataset, a Loader, a DataLoader or any iterable of batches that can be gone through again."""
+def as_batches(data: Any) -> Dataset | Loader:
+    """A Dataset or a Loader of batches.
+
+    From one of these, a DataLoader, or any iterable of batches that can be iterated again.
+    """
     if isinstance(data, Dataset):
         if not data.plan.batch:
             raise ValueError(f"expected batches, got single samples: {data!r}. Add .batch(64).")
@@ -101,25 +117,25 @@ def as_data(data: Any) -> Dataset | Loader:
         return data
     if isinstance(data, DataLoader):
         return Loader(data)
-    if isinstance(data, Tensor) or (
-        isinstance(data, tuple) and all(isinstance(part, Tensor) for part in data)
-    ):
+
+    is_tuple_of_tensors = isinstance(data, tuple) and all(isinstance(x, Tensor) for x in data)
+    if isinstance(data, Tensor) or is_tuple_of_tensors:
         raise TypeError(
-            "expected batches, got whole tensors. Make them a data set: hs.data.Dataset((x, y)).batch(64)"
+            "expected batches, got whole tensors. "
+            "Make them a data set: hs.data.Dataset((x, y)).batch(64)"
         )
-    if (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not isinstance(data, list | IterableDataset)
-    ):
-        name = type(data).__name__
+    is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if is_map_style and not isinstance(data, list | IterableDataset):
         raise TypeError(
-            f"expected batches, got {name}. Say how they are made: hs.data.Dataset(data).batch(64)"
+            f"expected batches, got {type(data).__name__}. "
+            "Say how they are made: hs.data.Dataset(data).batch(64)"
         )
     return Loader(data)
 
 
-def _arguments(item: Any) -> Args:
+def _as_arguments(item: Any) -> Args:
     if isinstance(item, tuple | list) and not hasattr(item, "_fields"):
         return tuple(item)
-    return (dict(item),) if isinstance(item, Mapping) else (item,)
+    if isinstance(item, Mapping):
+        return (dict(item),)
+    return (item,)

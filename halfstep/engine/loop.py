@@ -1,273 +1,336 @@
-"""The loop: steps up to the next visit, their rows to the callbacks, evaluation, visit. It reads top to bottom."""
+"""The loop: steps up to the next visit, their rows to the callbacks, evaluation, visit.
+
+Start with `Loop.run_epochs`; it reads top to bottom. A *visit* is the moment at which the host and
+the network stand at the same step: rows are delivered, weights may be read, signals are heard.
+"""
 
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from halfstep.engine import signals
 from halfstep.engine.batch_errors import explain_batch_error
-from halfstep.engine.captured.runner import CapturedRunner, raise_device_errors
-from halfstep.engine.events import Events
-from halfstep.engine.events__callback import Callback
+from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.run import Run
-from halfstep.engine.run__rows import Row, StepPosition, read
-from halfstep.engine.run__rows import rows as make
-from halfstep.engine.run__timing import Timing
+from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
 from halfstep.step import Record
-from halfstep.step.objective import batch_size as samples_of
+from halfstep.step.objective import batch_size
+from halfstep.step.overflow import raise_device_errors
 from halfstep.utils import rng
 
-_LOOK_S, _LOOK_STEPS = (
-    0.25,
-    50,
-)  # how often the host looks in when nobody says: signals are heard, bars move
-_MOST = 1 << 16  # steps of a sunk visit that only time ends
+# How often the host looks in when nobody says: signals are heard, progress bars move.
+VISIT_EVERY_S = 0.25
+EAGER_STEPS_PER_VISIT = 50
+CAPTURED_STEPS_PER_VISIT = 1 << 16  # time ends such a visit
+
+# Runs an evaluation: (should it stop?) → scores, or None when it was stopped.
 Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 
 
+class Runner(Protocol):
+    """Many steps without the host: engine/captured/runner.py has it, where that folder is there."""
+
+    done: list[int]  # the samples of each step since `run` was called
+    over: bool  # the pass has given its last batch
+
+    def run(
+        self, limit: int, stop: Callable[[], object], seconds: float | None = None
+    ) -> list[int]: ...
+    def flush(self) -> bool: ...
+    def rows(self) -> tuple[list[list[float]], list[int]]: ...
+
+
+def _no_runner() -> Runner | None:
+    return None
+
+
 class Loop:
-    """Runs `step` over `feed`; `evaluate` returns scores, or None when a signal cut it short."""
+    """Runs `step` over `feed`, with callbacks and evaluations.
+
+    `make_runner` gives a Runner for captured steps, or None for eager ones.
+    """
 
     def __init__(
-        self, run: Run, step: Any, feed: Feed, callbacks: Sequence[Callback], timing: Timing,
-        evaluate: Evaluate | None, engine: Callable[[], CapturedRunner | None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.run, self.step, self.feed, self.timing, self.evaluate = (
-            run,
-            step,
-            feed,
-            timing,
-            evaluate,
-        )
-        self.events, run.evaluates = Events(run, callbacks), evaluate is not None
-        self.callbacks, self.exact = self.events.callbacks, any(c.exact for c in callbacks)
-        self.signals, self.engine, self.sunk = Signals(), engine, engine()
+        self,
+        run: Run,
+        step: Any,
+        feed: Feed,
+        callbacks: Sequence[Callback],
+        timing: Timing,
+        evaluate: Evaluate | None,
+        make_runner: Callable[[], Runner | None] = _no_runner,
+    ) -> None:
+        self.run = run
+        self.step = step
+        self.feed = feed
+        self.timing = timing
+        self.evaluate = evaluate
+        self.events = Events(run, callbacks)
+        self.callbacks = self.events.callbacks
+        self.reads_every_step = any(callback.exact for callback in callbacks)
+        self.signals = Signals()
+        self.make_runner = make_runner
+        self.captured_runner = make_runner()
+        run.evaluates = evaluate is not None
+        step_options = getattr(step, "options", None)
+        self.fingerprints = bool(getattr(step_options, "fingerprint_every", 0))
+
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
-        self._batches: Iterator[Args] | None = None
-        self._places: list[StepPosition] = []
-        self._records: list[Record] = []
-        self._started = 0.0
-        self._losses: list[float] = [
-            0.0,
-            0.0,
-        ]  # weighted sum and weight since the last entry of the history
 
-    def go(self) -> None:
-        """From where the run stands to its end; `end` is called whatever happens."""
+        # Of the visit under way.
+        self._batches: Iterator[Args] | None = None
+        self._positions: list[StepPosition] = []
+        self._records: list[Record] = []
+        self._visit_started = 0.0
+
+        # Since the last entry of the history: Σ loss · samples, Σ samples.
+        self._losses: list[float] = [0.0, 0.0]
+
+    def run_epochs(self) -> None:
+        """Trains from where the run stands to its end. `end` is called whatever happens."""
         run = self.run
         with self.signals:
             try:
-                self.events.first("begin")
+                self.events.call_until_error("begin")
                 if self.pending:
-                    self._settle()
-                while not run.stopped and (run.epoch, run.epoch_over) < (run.epochs, True):
-                    self._open()
-                    if self.sunk is not None:
-                        self._sink(self.sunk)
+                    self._evaluate_and_visit()
+                while not run.stopped and not self._is_finished():
+                    self._begin_visit()
+                    if self.captured_runner is not None:
+                        self._run_captured(self.captured_runner)
                     else:
-                        for args in (
-                            self._due()
-                        ):  # the step is called from here: few frames between fit and forward
+                        # The step is called from here: few frames between fit and forward.
+                        for args in self._eager_batches():
                             try:
                                 self._records.append(self.step(*args))
                             except Exception as error:
-                                explain_batch_error(
-                                    error,
-                                    f"step {run.position + 1}",
-                                    args,
-                                    self.feed.names,
-                                    run.model.net,
-                                )
+                                self._explain(error, run.position + 1, args)
                                 raise
-                    self._deliver()
+                    self._deliver_rows()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
-                        self._settle()
+                        self._evaluate_and_visit()
             except BaseException as error:
                 run.error = error
-                self._save_rows()
+                self._rescue_rows()
                 raise
             finally:
-                self.events.end()
+                self.events.call_end()
         if self.signals.caught and not signals.QUIET:
-            advice = "where a Checkpoint saves the run, fit(resume='auto') goes on from here"
             print(
-                f"halfstep: {self.signals.caught.name} after step {run.position}; {advice}",
+                f"halfstep: {self.signals.caught.name} after step {run.position}; "
+                "where a Checkpoint saves the run, fit(resume='auto') goes on from here",
                 file=sys.stderr,
             )
-        self.signals.raise_again()
+        self.signals.raise_caught()
 
-    def _open(self) -> None:
+    def _is_finished(self) -> bool:
+        run = self.run
+        return (run.epoch, run.epoch_over) >= (run.epochs, True)
+
+    def _begin_visit(self) -> None:
         run = self.run
         if run.epoch_over:
-            run.epoch, run.step, run.seconds, run.epoch_over = run.epoch + 1, 0, 0.0, False
-        if self.sunk is None and self._batches is None:  # compile="auto" may have made up its mind
-            self.sunk = self.engine()
+            run.epoch += 1
+            run.step = 0
+            run.seconds = 0.0
+            run.epoch_over = False
+        # compile="auto" may have decided since the last pass.
+        if self.captured_runner is None and self._batches is None:
+            self.captured_runner = self.make_runner()
         if run.step == 0:
-            self.events.every("epoch_begin")
-        self._places, self._records, run.scores = [], [], None
-        self._started = time.perf_counter()
+            self.events.call_all("epoch_begin")
+        self._positions = []
+        self._records = []
+        run.scores = None
+        self._visit_started = time.perf_counter()
 
-    def _due(self) -> Iterator[Args]:
-        """The batches up to the next visit. A pass ends a visit, and its tail is flushed with its last step."""
-        limit = self._limit()
+    def _eager_batches(self) -> Iterator[Args]:
+        """The batches up to the next visit. The end of a pass ends a visit too."""
+        limit = self._steps_until_visit()
         if self._batches is None:
             self._batches = self.feed.start()
-        while len(self._places) < limit and not self.signals.caught:
+        while len(self._positions) < limit and not self.signals.caught:
             args = next(self._batches, None)
             if args is None:
-                return self._pass_over()
+                self._end_pass()
+                return
             yield args
-            self.feed.done(1)
-            self._place(samples_of(args))
+            self.feed.advance(1)
+            self._add_position(batch_size(args))
             if self.feed.step == self.feed.size:
-                return self._pass_over()
-            if self.timing.sink is None and time.perf_counter() > self._started + _LOOK_S:
-                return None
-        return None
+                self._end_pass()
+                return
+            is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
+            if self.timing.sink is None and is_late:
+                return
 
-    def _sink(self, sunk: CapturedRunner) -> None:
+    def _run_captured(self, runner: Runner) -> None:
         """The steps up to the next visit, without the host."""
-        run = self.run
+        seconds = None if self.timing.sink else VISIT_EVERY_S
         try:
-            sunk.run(
-                self._limit(), lambda: self.signals.caught, None if self.timing.sink else _LOOK_S
-            )
+            runner.run(self._steps_until_visit(), lambda: self.signals.caught, seconds)
         except Exception as error:
-            explain_batch_error(
-                error,
-                f"step {run.position + len(sunk.done) + 1}",
-                None,
-                self.feed.names,
-                run.model.net,
-            )
+            self._explain(error, self.run.position + len(runner.done) + 1, None)
             raise
         finally:
-            for samples in sunk.done:
-                self._place(samples)
-        if sunk.over:
-            self._pass_over()
+            for samples in runner.done:
+                self._add_position(samples)
+        if runner.over:
+            self._end_pass()
 
-    def _place(self, samples: int) -> None:
+    def _explain(self, error: Exception, global_step: int, args: Args | None) -> None:
+        net = self.run.model.net
+        explain_batch_error(error, f"step {global_step}", args, self.feed.names, net)
+
+    def _add_position(self, samples: int) -> None:
         run = self.run
         run.position += 1
-        self._places.append(
-            StepPosition(run.epoch, run.step + len(self._places) + 1, run.position, samples)
+        self._positions.append(
+            StepPosition(
+                epoch=run.epoch,
+                step=run.step + len(self._positions) + 1,
+                global_step=run.position,
+                samples=samples,
+            )
         )
 
-    def _deliver(self) -> None:
+    def _deliver_rows(self) -> None:
         """Every step's row to every callback, in order."""
         run = self.run
-        places, records = self._places, self._records
-        self._places, self._records = [], []
-        if self.sunk is not None:
-            rows = make(places, *self.sunk.rows())
-        else:
-            rows = read(places, records, fingerprints=self._fingerprints()) if records else []
-        run.seconds += time.perf_counter() - self._started
+        positions = self._positions
+        records = self._records
+        self._positions = []
+        self._records = []
+        rows: list[Row] = []
+        if self.captured_runner is not None:
+            numbers, fingerprints = self.captured_runner.rows()
+            rows = make_rows(positions, numbers, fingerprints)
+        elif records:
+            rows = read_rows(positions, records, fingerprints=self.fingerprints)
+        run.seconds += time.perf_counter() - self._visit_started
         self.pending = bool(rows)
         if self.signals.caught:
             run.stop(self.signals.caught.name)
-        self.events.rows(self._shown(rows))
-        if self.sunk is not None or getattr(self.step, "decides_on_device", False):
+        self.events.deliver_rows(self._advance_run(rows))
+        if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step)
 
-    def _shown(self, rows: list[Row]) -> Iterator[Row]:
-        """The run at each row in turn."""
+    def _advance_run(self, rows: list[Row]) -> Iterator[Row]:
+        """Moves the run from row to row while they are handed out."""
         run = self.run
         for row in rows:
-            run.step, run.global_step = row.step, row.global_step
-            if not row.skipped:  # its loss may be inf, and it moved nothing
+            run.step = row.step
+            run.global_step = row.global_step
+            if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples
             yield row
 
-    def _pass_over(self) -> None:
+    def _end_pass(self) -> None:
+        """The end of a pass over the data: its tail is an update of its own."""
         if self.feed.step == 0:
-            again = "Can the data be gone through again?"
             raise ValueError(
-                f"fit: expected at least one batch in a pass, got none in pass {self.feed.passes}. {again}"
+                "fit: expected at least one batch in a pass, "
+                f"got none in pass {self.feed.pass_number}. Can the data be gone through again?"
             )
         self._batches = None
-        self.feed.ended()
+        self.feed.end_pass()
         if self.timing.epoch_steps is None:
             self.run.epoch_over = True
-        self.flushing = True  # an error in here leaves a torn state, unless the cycle is closed
-        tail = self.step.flush() if self.sunk is None else self.sunk.flush()
+
+        # An error in here leaves a torn state, unless the cycle is closed.
+        self.flushing = True
+        if self.captured_runner is not None:
+            self.captured_runner.flush()
+            tail = None
+        else:
+            tail = self.step.flush()
         self.flushing = False
+
+        # The update of the tail belongs to the last step, which keeps its own loss.
         if self._records and isinstance(tail, Record):
             self._records[-1] = tail._replace(loss=self._records[-1].loss)
 
-    def _limit(self) -> int:
+    def _steps_until_visit(self) -> int:
         """Steps until the host must look in."""
-        run, timing = self.run, self.timing
-        limits = [timing.sink or (1 if self.exact else _LOOK_STEPS if self.sunk is None else _MOST)]
+        run = self.run
+        timing = self.timing
+        if timing.sink:
+            limit = timing.sink
+        elif self.reads_every_step:  # a callback reads weights at every step
+            limit = 1
+        elif self.captured_runner is None:
+            limit = EAGER_STEPS_PER_VISIT
+        else:
+            limit = CAPTURED_STEPS_PER_VISIT
+        limits = [limit]
         if timing.epoch_steps is not None:
             limits.append(timing.epoch_steps - run.step)
         if timing.valid_steps:
             limits.append(timing.valid_steps - run.position % timing.valid_steps)
-        asked: list[int] = [
-            stop for next_stop in self.events.stops if (stop := next_stop(run)) is not None
-        ]
-        return max(
-            1, min([*limits, *(stop - run.position for stop in asked if stop > run.position)])
-        )
+        for next_stop in self.events.next_stops:
+            stop = next_stop(run)
+            if stop is not None and stop > run.position:
+                limits.append(stop - run.position)
+        return max(1, min(limits))
 
-    def _settle(self) -> None:
-        """Evaluation, the end of the epoch, and the visit, in this order: a checkpoint knows all of it."""
-        run, timing = self.run, self.timing
+    def _evaluate_and_visit(self) -> None:
+        """Evaluation, the end of the epoch, the visit; in this order: a checkpoint knows all."""
+        run = self.run
+        timing = self.timing
         if timing.epoch_steps is not None and run.step >= timing.epoch_steps:
             run.epoch_over = True
         run.scores = None
-        if self.evaluate and self._evaluation_due():
+        if self.evaluate and self._evaluation_is_due():
             self.pending = True
-            run.scores = self._scores(self.evaluate)
-            if run.scores is None:  # cut short by a signal: still pending when the run is resumed
+            # An evaluation moves no random state: a DataLoader would, by being started.
+            with rng.kept():
+                run.scores = self.evaluate(lambda: self.signals.caught is not None)
+            if run.scores is None:  # stopped by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None
-                return run.stop(self.signals.caught.name)
+                run.stop(self.signals.caught.name)
+                return
         if run.epoch_over or run.scores is not None:
-            self._note()
+            self._append_history()
         self.pending = False
-        self.events.every(*(["epoch_end"] if run.epoch_over else []), "visit")
+        if run.epoch_over:
+            self.events.call_all("epoch_end", "visit")
+        else:
+            self.events.call_all("visit")
 
-    def _evaluation_due(self) -> bool:
-        run, timing = self.run, self.timing
-        by_steps = (
-            self.pending and timing.valid_steps > 0 and run.position % timing.valid_steps == 0
-        )
-        return by_steps or (run.epoch_over and timing.valid_epochs(run.epoch))
+    def _evaluation_is_due(self) -> bool:
+        run = self.run
+        timing = self.timing
+        if self.pending and timing.valid_steps > 0 and run.position % timing.valid_steps == 0:
+            return True
+        return run.epoch_over and timing.valid_epochs(run.epoch)
 
-    def _scores(self, evaluate: Evaluate) -> dict[str, float] | None:
-        """An evaluation moves no random state: a DataLoader would, by being started."""
-        with rng.kept():
-            return evaluate(lambda: self.signals.caught is not None)
-
-    def _note(self) -> None:
-        total, weight = self._losses
+    def _append_history(self) -> None:
+        loss_sum, samples = self._losses
         entry = {
             "epoch": self.run.epoch,
             "step": self.run.global_step,
-            "loss": total / weight if weight else None,
+            "loss": loss_sum / samples if samples else None,
         }
-        self.run.history.append(
-            {**entry, **{f"valid_{k}": v for k, v in (self.run.scores or {}).items()}}
-        )
+        for name, score in (self.run.scores or {}).items():
+            entry[f"valid_{name}"] = score
+        self.run.history.append(entry)
         self._losses = [0.0, 0.0]
 
-    def _save_rows(self) -> None:
-        """After an error: the rows of the steps that were done. What cannot be read any more is no new error."""
-        with suppress(Exception):
-            if self._places:
-                self._records = self._records[: len(self._places)]
-                self._deliver()
+    def _rescue_rows(self) -> None:
+        """After an error: delivers the rows of the steps that were done.
 
-    def _fingerprints(self) -> bool:
-        return bool(getattr(getattr(self.step, "options", None), "fingerprint_every", 0))
+        What cannot be read any more is no new error.
+        """
+        with suppress(Exception):
+            if self._positions:
+                self._records = self._records[: len(self._positions)]
+                self._deliver_rows()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands, between steps."""
@@ -275,7 +338,7 @@ class Loop:
         return {
             "epochs": run.epochs,
             "epoch": run.epoch,
-            "step": run.step + run.position - run.global_step,  # after an error rows may lag behind
+            "step": run.step + run.position - run.global_step,  # after an error rows may lag
             "global_step": run.position,
             "pending": self.pending,
             "epoch_over": run.epoch_over,
@@ -284,11 +347,13 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where a saved loop stood."""
         run = self.run
-        run.epoch, run.step = state["epoch"], state["step"]
-        run.global_step = run.position = state["global_step"]
-        self.pending, run.epoch_over = state["pending"], state["epoch_over"]
-        self._losses, run.history = (
-            list(state["losses"]),
-            [dict(entry) for entry in state["history"]],
-        )
+        run.epoch = state["epoch"]
+        run.step = state["step"]
+        run.global_step = state["global_step"]
+        run.position = state["global_step"]
+        run.epoch_over = state["epoch_over"]
+        run.history = [dict(entry) for entry in state["history"]]
+        self.pending = state["pending"]
+        self._losses = list(state["losses"])

@@ -1,18 +1,23 @@
-"""A run as callbacks see it: where it stands, what it scored, and how to end it."""
+"""A run as callbacks see it: where it stands, what each step reported, when things happen."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from halfstep.step import Record
+from halfstep.step.state import ROW_FIELDS
 
 
 @dataclass
 class Run:
     """Progress of one `fit`. Epochs and steps count from 1; `step` is 0 before an epoch's first.
 
-    While rows are handed out, `epoch`, `step` and `global_step` are those of the row; `position` is where the network
-    stands. They agree at a visit.
+    While rows are handed out, `epoch`, `step` and `global_step` are those of the row; `position` is
+    where the network stands. They agree at a visit.
     """
 
     model: Any
@@ -32,7 +37,10 @@ class Run:
     scores: dict[str, float] | None = None
     """What an evaluation at this very step gave; None between evaluations."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per evaluation or epoch end: epoch, step, the mean training loss since the last, and the scores."""
+    """One entry for each evaluation or epoch end.
+
+    It holds epoch, step, the mean training loss since the last entry, and the scores.
+    """
     epoch_over: bool = False
     """At a visit: this one ends the epoch."""
     stopped: str | None = None
@@ -40,29 +48,121 @@ class Run:
     resume: str | None = None
     """What fit(resume=…) asked for."""
     resumed: str | None = None
-    """The checkpoint that this run went on from; None also where resume="auto" found none to go on from."""
+    """The checkpoint that this run continued from; None also where resume="auto" found none."""
 
     def stop(self, reason: str) -> None:
-        """End the run after this visit."""
+        """Ends the run after this visit."""
         self.stopped = self.stopped or reason
 
     @property
     def net(self) -> nn.Module:
-        """The network, where its weights are those of the step at hand; elsewhere an error that says how to ask."""
-        self._check("net")
+        """The network, where its weights are those of the step at hand; elsewhere an error."""
+        self._check_at_visit("net")
         net: nn.Module = self.model.net
         return net
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer, where its state is that of the step at hand."""
-        self._check("optimizer")
+        """The optimizer, where its state is that of the step at hand; elsewhere an error."""
+        self._check_at_visit("optimizer")
         optimizer: Optimizer = self.model.optimizer
         return optimizer
 
-    def _check(self, what: str) -> None:
+    def _check_at_visit(self, attribute: str) -> None:
         if self.global_step != self.position:
             raise RuntimeError(
-                f"run.{what}: the row is that of step {self.global_step}, the network stands at {self.position}. "
-                "Read weights in visit(), name the step in next_stop(), or set exact = True on the callback."
+                f"run.{attribute}: the row is that of step {self.global_step}, "
+                f"the network stands at {self.position}. Read weights in visit(), "
+                "name the step in next_stop(), or set exact = True on the callback."
             )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When things happen in a run."""
+
+    epochs: int
+    epoch_steps: int | None
+    sink: int | None  # steps between two visits; None: by time
+    valid_epochs: Callable[[int], bool]  # whether an epoch ends with an evaluation
+    valid_steps: int = 0  # steps between evaluations; 0: never by steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepPosition:
+    """Where in the run a record belongs. Epochs and steps count from 1."""
+
+    epoch: int
+    step: int
+    global_step: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step's record on the host. `global_step` never starts again.
+
+    `lr` is a number, or one for each parameter group when there are several. `samples` is the size
+    of the batch.
+    """
+
+    epoch: int
+    step: int
+    global_step: int
+    samples: int
+    loss: float
+    cycle_loss: float
+    lr: float | tuple[float, ...]
+    scale: float
+    skipped: bool
+    grad_norm: float
+    updated: bool
+    fingerprint: int = 0
+
+
+def read_rows(
+    positions: Sequence[StepPosition], records: Sequence[Record], *, fingerprints: bool
+) -> list[Row]:
+    """The rows of a visit: one read from the device for all of its steps.
+
+    With `fingerprints` a second read: 64 bits do not fit a float.
+    """
+    columns = [
+        torch.stack([getattr(record, name) for record in records]).double() for name in ROW_FIELDS
+    ]
+    rates = torch.stack([record.lr for record in records]).double()  # [steps] or [steps, groups]
+    rate_columns = rates.view(len(records), -1).t()
+    numbers = torch.cat([torch.stack(columns), rate_columns]).t().tolist()  # the host waits here
+    prints = [0] * len(records)
+    if fingerprints:
+        prints = torch.stack([record.fingerprint for record in records]).tolist()
+    return make_rows(positions, numbers, prints)
+
+
+def make_rows(
+    positions: Sequence[StepPosition],
+    numbers: Sequence[Sequence[float]],
+    fingerprints: Sequence[int],
+) -> list[Row]:
+    """Rows from numbers: for each step those of ROW_FIELDS, then the learning rates."""
+    rows = []
+    for position, step_numbers, fingerprint in zip(positions, numbers, fingerprints, strict=True):
+        values = dict(zip(ROW_FIELDS, step_numbers, strict=False))
+        rates = step_numbers[len(ROW_FIELDS) :]
+        rows.append(
+            Row(
+                epoch=position.epoch,
+                step=position.step,
+                global_step=position.global_step,
+                samples=position.samples,
+                loss=values["loss"],
+                cycle_loss=values["cycle_loss"],
+                lr=rates[0] if len(rates) == 1 else tuple(rates),
+                scale=values["scale"],
+                skipped=values["skipped"] != 0,
+                grad_norm=values["grad_norm"],
+                updated=values["updated"] != 0,
+                fingerprint=fingerprint,
+            )
+        )
+    return rows

@@ -13,7 +13,7 @@ from halfstep.errors import Notice
 from halfstep.model.learning_rates__doubt import doubt
 from halfstep.schedules import Schedule, from_torch, resolve, tables
 from halfstep.schedules.resolve import check_scheduler
-from halfstep.schedules.torch_schedulers import end_of, has_moved, twin
+from halfstep.schedules.torch_schedulers import copy_scheduler, has_moved, last_update
 from halfstep.step import TrainStep
 
 
@@ -93,7 +93,7 @@ class Tables:
                 (s.length for s in resolve(schedule, step.optimizer) if s.length is not None),
                 default=None,
             )
-        end = end_of(schedule)
+        end = last_update(schedule)
         past = max(done - self._first, 0) if schedule is self._scheduler else 0
         return None if end is None else end - past
 
@@ -101,7 +101,7 @@ class Tables:
         start, first = self._start, self._first
         if scheduler is not self._scheduler:
             check_scheduler(scheduler, step.optimizer)
-            start, first = twin(scheduler), done
+            start, first = copy_scheduler(scheduler), done
         else:
             _check_still(scheduler, step)
         assert start is not None
@@ -141,7 +141,7 @@ def _check_still(scheduler: LRScheduler, step: TrainStep) -> None:
 
 
 def _check_end(scheduler: LRScheduler, past: int, count: int) -> None:
-    end, name = end_of(scheduler), type(scheduler).__name__
+    end, name = last_update(scheduler), type(scheduler).__name__
     if past and end is not None and past + count > end + 1:
         raise ValueError(
             f"schedule: {name} was built for {end} updates; the fits before made {past} and this one has {count}. "

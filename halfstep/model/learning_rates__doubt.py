@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.schedules import resolve
-from halfstep.schedules.resolve import one_per_group
+from halfstep.schedules.resolve import is_one_per_group
 from halfstep.step import TrainStep
 
 _LENGTHS = (
@@ -71,7 +71,7 @@ def _longer(scheduler: Any, each: int) -> str:
 
 def _alike(schedule: Any, step: TrainStep) -> str:
     rates = [float(group["lr"]) for group in step.optimizer.param_groups]
-    if len(set(rates)) < 2 or isinstance(schedule, Mapping) or one_per_group(schedule):
+    if len(set(rates)) < 2 or isinstance(schedule, Mapping) or is_one_per_group(schedule):
         return ""
     one = resolve(schedule, step.optimizer)[0]
     maker = f"{one.name}({{:g}}, …)" if "lr" in dict(one.settings) else "…"

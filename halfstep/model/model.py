@@ -13,10 +13,10 @@ from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
-from halfstep.engine.auto_compile import chooser
+from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.captured.cache import ModelCaptures
-from halfstep.engine.evaluate import evaluate, inputs_of, label_of, to_host
+from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
 from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -58,7 +58,7 @@ class Model:
             schedule,
             False,
         )
-        self.metrics, self.labels = Metrics(metrics), labels or label_of
+        self.metrics, self.labels = Metrics(metrics), labels or find_labels
         self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
         if step is None and optimizer is not None:
             self._fused = parts.fused(net, optimizer, precision, schedule, options)
@@ -109,7 +109,7 @@ class Model:
                 self._resume(loop, resume)
                 self._tables.check()
                 with kept() if self._cell.device.type == "cpu" else nullcontext():
-                    loop.go()
+                    loop.run_epochs()
         finally:
             self._fit = None
         return loop.run
@@ -130,7 +130,15 @@ class Model:
         given = plan.checked(callbacks)
         saved = any(isinstance(each, Checkpoint) for each in given)
         named = plan.named(
-            [*given, *chooser(self.step, steps, whole=bool(self.graphs.wish), saved=saved)]
+            [
+                *given,
+                *auto_compile_callbacks(
+                    self.step,
+                    steps,
+                    whole_step=bool(self.graphs.wish),
+                    has_checkpoint=saved,
+                ),
+            ]
         )
         timing = plan.timing(
             epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
@@ -252,7 +260,7 @@ class Model:
                 feed, lambda args: self._output(args, targets), self._cell.applied, targets
             )
             return
-        feed.next_pass(0)
+        feed.go_to_pass(0)
         for number, args in enumerate(feed.start(), 1):
             try:
                 with self._averaged():
@@ -270,7 +278,7 @@ class Model:
             len(args) > 1 or named
         ):  # a forward of the user's own takes the batch as it is
             return logits_of(self._cell(*args).outputs)
-        return logits_of(self._cell.predict(*inputs_of(args, targets=targets)))
+        return logits_of(self._cell.predict(*without_target(args, targets=targets)))
 
     # looking, saving
 

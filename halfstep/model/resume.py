@@ -227,7 +227,7 @@ def _other_data(
     _notice(
         f"the data had {a!r} and has {b!r}: the epoch goes on with a new pass, number {passes}, from its start"
     )
-    feed.next_pass(passes)
+    feed.go_to_pass(passes)
 
 
 def _notice(text: str) -> None:

@@ -76,7 +76,7 @@ def close_cycle(step: Any) -> None:
     if cycle is not None and cycle.micro:
         text = f"fit: the {cycle.micro} batches of an update cycle that an earlier run left open are dropped"
         warnings.warn(text, Notice, stacklevel=4)
-        cycle.drop()
+        cycle.close()
 
 
 def checked(callbacks: Any) -> list[Callback]:

@@ -12,7 +12,7 @@ import torch
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Precision
 from halfstep.step.state import UpdateResult
-from halfstep.utils.device_values import AsyncHostRead
+from halfstep.utils.device_values import AsyncHostRead, read_to_host
 from halfstep.utils.text import list_some
 
 if TYPE_CHECKING:
@@ -55,8 +55,10 @@ def check_after_update(step: "TrainStep", result: UpdateResult) -> None:
             raise_or_fall_back(step, *counters)
 
 
-def check_device(step: "TrainStep", halted_cycle: int, skips_in_a_row: int) -> None:
-    """Raises or falls back for counters that were read from the device at a host visit."""
+def raise_device_errors(step: "TrainStep") -> None:
+    """Raises, or changes the precision, for what the device has run into: one wait for it."""
+    counters = torch.stack([step.state.halted, step.state.streak])
+    halted_cycle, skips_in_a_row = read_to_host(counters)
     # Inside a cycle no precision can change: the fallback waits for the cycle's end.
     falls_back = step.precision.loss_scale.on_skips != "raise"
     if falls_back and step.state.cycle.micro > 0:

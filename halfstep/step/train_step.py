@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
-from halfstep.precision.backend_flags import set_backend_flags, check_deterministic
+from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
 from halfstep.step import overflow
 from halfstep.step.accumulate import Accumulate

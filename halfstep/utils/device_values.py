@@ -1,6 +1,7 @@
 """Values on a device: reading them on the host without waiting, and what reads them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,21 @@ HOST_READ_OPS = (
 def is_capturing() -> bool:
     """Whether a CUDA graph is being recorded. A torch without CUDA cannot even be asked."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def read_to_host(tensor: Tensor) -> Any:
+    """The values of a tensor as (nested) lists: one wait for the device.
+
+    On CUDA by way of pinned memory, and waiting for this copy alone.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    copy_done = torch.cuda.Event()
+    copy_done.record(torch.cuda.current_stream(tensor.device))
+    copy_done.synchronize()
+    return pinned.tolist()
 
 
 class AsyncHostRead:

@@ -93,7 +93,7 @@ def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
         from halfstep.engine.captured.runner import CapturedRunner
         from halfstep.engine.feed import Feed
 
-        sink.sunk = CapturedRunner.of(b, Feed(batches * 4), direct=True)
+        sink.runner = CapturedRunner.of(b, Feed(batches * 4), direct=True)
     seen = 0
     for records in sink:
         seen += len(records)
@@ -109,6 +109,6 @@ def test_graphs_of_many_steps(accumulate: int, every: int, device: torch.device)
     options = {"accumulate": accumulate, "fingerprint_every": 0, "poison": (5, 300)}
     _, sink = compare(device, "O2", every=every, samples=420, polished=True, **options)
     bursts = [
-        key for key in sink.sunk.program.graphs._held if isinstance(key, tuple) and len(key) == 2
+        key for key in sink.runner.program.graphs._held if isinstance(key, tuple) and len(key) == 2
     ]
     assert bursts

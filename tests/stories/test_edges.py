@@ -159,7 +159,7 @@ def test_a_halted_device_moves_nothing() -> None:
     step(X, Y)
     before = [p.detach().clone() for p in step.params]
     step.state.halted.fill_(1)
-    step._update_graph(step.state, halted_cycle(step))
+    step._update_on_device(step.state, halted_cycle(step))
     assert all(torch.equal(a, b) for a, b in zip(before, step.params, strict=True))
 
 

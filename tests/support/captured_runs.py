@@ -98,11 +98,11 @@ def sunk(
     """The same through hs.sink; `direct` replays by calling, on devices without graphs. `polished`: as a long run."""
     sink = hs.sink(step, batches, every=every)
     if direct:
-        sink.sunk = CapturedRunner.of(step, Feed(batches), direct=True)
+        sink.runner = CapturedRunner.of(step, Feed(batches), direct=True)
     if polished:
-        assert isinstance(sink.sunk.program, StepProgram)
-        sink.sunk.program.polish()
-        sink.sunk.pace = Hasty(step.device)
+        assert isinstance(sink.runner.program, StepProgram)
+        sink.runner.program.polish()
+        sink.runner.pace = Hasty(step.device)
     return rows(sink, passes), sink
 
 

@@ -94,5 +94,5 @@ def sinking(
         if own
         else StepProgram(step, ring, Emulated(CPU), policy)
     )
-    sink.sunk = CapturedRunner(program, Feed(batches))
+    sink.runner = CapturedRunner(program, Feed(batches))
     return sink

@@ -1,1 +1,1 @@
-"""Pipelines: sources, stages that order items, maps that change them, and the ways batches come out."""
+"""Pipelines: sources, stages that order items, maps that change them, ways to deliver batches."""

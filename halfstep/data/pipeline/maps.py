@@ -1,60 +1,74 @@
-"""What a pipeline does to the samples it fetched: device transforms on whole batches, and functions of the user's."""
+"""What a pipeline does to fetched samples: transforms on whole batches, functions of the user's."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.pipeline.maps__parts import Batch, Parts, parts, stacked
-from halfstep.data.pipeline.maps__shown import shown
+from halfstep.data.pipeline.collate import Batch, UnstackedColumn, stack_column, unstacked_column
 from halfstep.data.transforms import Transform, apply
+
+_PLAIN_TYPES = (int, float, complex, str, bytes, bool, type(None))
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Transforms on columns; several columns get the same random numbers, so an image and its mask stay together."""
+    """Transforms on columns.
+
+    Several columns get the same random numbers, so that an image and its mask stay together.
+    """
 
     transforms: tuple[Transform, ...]
     columns: tuple[str, ...]
     seed: int = 0
 
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
-        changed = {name: self._column(name, batch[name], epochs, samples) for name in self.columns}
-        return {**batch, **changed}
+        transformed = {
+            name: self._transform_column(name, batch[name], epochs, samples)
+            for name in self.columns
+        }
+        return {**batch, **transformed}
 
-    def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return names
 
-    def _column(self, name: str, column: Any, epochs: Tensor, samples: Tensor) -> Any:
-        column = stacked(name, column)
+    def _transform_column(self, name: str, column: Any, epochs: Tensor, samples: Tensor) -> Any:
+        column = stack_column(name, column)
         if isinstance(column, Tensor):
             return self._apply(column, epochs, samples)
-        if not isinstance(column, Parts):
+        if not isinstance(column, UnstackedColumn):
             raise TypeError(
                 f"column {name!r}: expected tensors for {self}, got {type(column[0]).__name__}"
             )
-        each = zip(
-            column, epochs.split(1), samples.split(1), strict=True
-        )  # sizes differ: one by one, same numbers
-        made = Parts(
-            self._apply(torch.as_tensor(part)[None], epoch, sample)[0]
-            for part, epoch, sample in each
-        )
-        return stacked(name, made)
+
+        # Samples of different sizes: one by one. They get the same random numbers as in a batch.
+        transformed = UnstackedColumn()
+        rows = zip(column, epochs.split(1), samples.split(1), strict=True)
+        for part, epoch, sample in rows:
+            batch_of_one = torch.as_tensor(part)[None]
+            transformed.append(self._apply(batch_of_one, epoch, sample)[0])
+        return stack_column(name, transformed)
 
     def _apply(self, column: Tensor, epochs: Tensor, samples: Tensor) -> Tensor:
         return apply(self.transforms, column, seed=self.seed, epochs=epochs, samples=samples)
 
     def __str__(self) -> str:
-        return f"map({', '.join(map(shown, self.transforms))} on {', '.join(self.columns)})"
+        transforms = ", ".join(describe_callable(transform) for transform in self.transforms)
+        return f"map({transforms} on {', '.join(self.columns)})"
 
 
 @dataclass(frozen=True)
-class Done:
-    """A transform that .load() has applied: it stands for its place, so that random numbers and states stay."""
+class AlreadyApplied:
+    """Stands for a transform that .load() has applied, and changes nothing.
+
+    The transforms behind it keep their numbers in the chain, and with them their random numbers;
+    the pipeline's description stays the same, so that saved positions still fit.
+    """
 
     transform: Transform
     draws: ClassVar[int] = 0
@@ -63,12 +77,15 @@ class Done:
         return batch
 
     def __repr__(self) -> str:
-        return shown(self.transform)
+        return describe_callable(self.transform)
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the user's, of the columns in order; per sample before `batch`, of whole batches after it."""
+    """A function of the user's, which takes the columns in order.
+
+    It sees single samples before `batch`, whole batches after it.
+    """
 
     function: Callable[..., Any]
     columns: tuple[str, ...]
@@ -76,35 +93,40 @@ class Function:
     per_sample: bool
 
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
+        inputs = [batch[name] for name in self.columns]
+        results: Sequence[Any]
         if self.per_sample:
-            rows = zip(*(batch[name] for name in self.columns), strict=True)
-            results = zip(*(self._parts(self.function(*row)) for row in rows), strict=True)
-            made: Sequence[Any] = [parts(result) for result in results]
+            rows = [self._result_parts(self.function(*row)) for row in zip(*inputs, strict=True)]
+            results = [unstacked_column(parts) for parts in zip(*rows, strict=True)]
         else:
-            made = self._parts(
-                self.function(*(stacked(name, batch[name]) for name in self.columns))
-            )
-        columns = {**batch, **dict(zip(self.output, made, strict=True))}
-        return {name: columns[name] for name in self.names(tuple(batch))}
+            named_inputs = zip(self.columns, inputs, strict=True)
+            stacked_inputs = [stack_column(name, column) for name, column in named_inputs]
+            results = self._result_parts(self.function(*stacked_inputs))
+        columns = {**batch, **dict(zip(self.output, results, strict=True))}
+        return {name: columns[name] for name in self.output_names(tuple(batch))}
 
-    def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Columns that went in and do not come out are gone; new ones come last."""
-        kept = tuple(name for name in names if name not in self.columns or name in self.output)
-        return kept + tuple(name for name in self.output if name not in names)
+    def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Columns that go in and do not come out are dropped; new ones come last."""
+        remaining = [name for name in names if name not in self.columns or name in self.output]
+        added = [name for name in self.output if name not in names]
+        return (*remaining, *added)
 
-    def _parts(self, result: Any) -> tuple[Any, ...]:
-        found = result if isinstance(result, tuple) and len(self.output) > 1 else (result,)
-        if len(found) != len(self.output):
+    def _result_parts(self, result: Any) -> tuple[Any, ...]:
+        """What the function returned, one value for each output column."""
+        is_several = isinstance(result, tuple) and len(self.output) > 1
+        parts: tuple[Any, ...] = result if is_several else (result,)
+        if len(parts) != len(self.output):
             raise ValueError(
-                f"map: expected {shown(self.function)} to return {len(self.output)} values for {list(self.output)}, "
-                f"got {len(found)}"
+                f"map: expected {describe_callable(self.function)} to return {len(self.output)} "
+                f"values for {list(self.output)}, got {len(parts)}"
             )
-        return found
+        return parts
 
     def __str__(self) -> str:
-        to = "" if self.output == self.columns else f" to {', '.join(self.output)}"
+        inputs = ", ".join(self.columns)
+        outputs = "" if self.output == self.columns else f" to {', '.join(self.output)}"
         kind = "per sample" if self.per_sample else "per batch"
-        return f"map({shown(self.function)} on {', '.join(self.columns)}{to}, {kind})"
+        return f"map({describe_callable(self.function)} on {inputs}{outputs}, {kind})"
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,7 @@ class Select:
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
         return {name: batch[name] for name in self.columns}
 
-    def names(self, names: tuple[str, ...]) -> tuple[str, ...]:
+    def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return self.columns
 
     def __str__(self) -> str:
@@ -126,15 +148,16 @@ class Select:
 Map = Chain | Function | Select
 
 
-def mapped(
+def build_maps(
     operations: Any, columns: tuple[str, ...], output: tuple[str, ...], per_sample: bool
 ) -> list[Map]:
     """The maps of one call of `.map`."""
     maps: list[Map] = []
-    for operation in listed(operations):
+    for operation in as_list(operations):
         if not callable(operation):
             raise TypeError(
-                f"map: expected a transform or a function, got {type(operation).__name__} {operation!r}"
+                "map: expected a transform or a function, got "
+                f"{type(operation).__name__} {operation!r}"
             )
         if not is_transform(operation):
             maps.append(Function(operation, columns, output, per_sample))
@@ -143,12 +166,13 @@ def mapped(
             maps.append(Chain((operation,), columns))
         else:
             raise ValueError(
-                f"map: a transform writes back to its columns {list(columns)}, so output= is of no use"
+                f"map: a transform writes back to its columns {list(columns)}, "
+                "so output= is of no use"
             )
     return maps
 
 
-def listed(operations: Any) -> list[Any]:
+def as_list(operations: Any) -> list[Any]:
     return list(operations) if isinstance(operations, list | tuple) else [operations]
 
 
@@ -156,15 +180,45 @@ def is_transform(operation: Any) -> bool:
     return hasattr(operation, "draws")
 
 
-def joined(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:
-    """Neighbouring chains on the same columns made one, so that their random numbers are one hash."""
-    result: list[Map] = []
-    for map in maps:
-        last = result[-1] if result else None
-        if isinstance(map, Chain) and isinstance(last, Chain) and last.columns == map.columns:
-            result[-1] = replace(last, transforms=last.transforms + map.transforms)
+def join_chains(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:
+    """Joins neighbouring chains on the same columns, so that one hash gives their random numbers.
+
+    A chain's own seed is a hash of the pipeline's and of its place among the maps.
+    """
+    joined: list[Map] = []
+    for operation in maps:
+        previous = joined[-1] if joined else None
+        if not isinstance(operation, Chain):
+            joined.append(operation)
+        elif isinstance(previous, Chain) and previous.columns == operation.columns:
+            joined[-1] = replace(previous, transforms=previous.transforms + operation.transforms)
         else:
-            result.append(
-                replace(map, seed=hashing.key(seed, len(result))) if isinstance(map, Chain) else map
-            )
-    return tuple(result)
+            joined.append(replace(operation, seed=hashing.key(seed, len(joined))))
+    return tuple(joined)
+
+
+def describe_callable(operation: Any) -> str:
+    """A function or transform as text that is the same in every process, to compare pipelines by.
+
+    A function is its name, a partial its function and arguments, another object its own repr, or
+    its class where it has none.
+    """
+    if isinstance(operation, partial):
+        arguments = [_describe_value(value) for value in operation.args]
+        for name, value in operation.keywords.items():
+            arguments.append(f"{name}={_describe_value(value)}")
+        return f"partial({', '.join([describe_callable(operation.func), *arguments])})"
+    qualified_name = getattr(operation, "__qualname__", None)
+    if isinstance(qualified_name, str):
+        return qualified_name
+    cls: Any = type(operation)
+    if cls.__repr__ is object.__repr__:
+        return str(cls.__qualname__)
+    # A memory address is another one in the next process.
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(operation))
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({', '.join(map(_describe_value, value))})"
+    return repr(value) if isinstance(value, _PLAIN_TYPES) else describe_callable(value)

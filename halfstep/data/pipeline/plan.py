@@ -1,54 +1,68 @@
-"""What a pipeline is: a source, stages that order its items, maps that change them. It knows no position.
+"""A pipeline as a value: a source, stages that order its items, maps that change them.
 
-source → stages on samples → maps on samples → batch → stages on batches → maps on batches
+    source → stages on samples → maps on samples → batch → stages on batches → maps on batches
+
+It knows no position; see position.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from halfstep.data.pipeline.maps import Chain, Function, Map, Select, joined
-from halfstep.data.pipeline.maps__parts import Batch, checked
-from halfstep.data.pipeline.seeding import seeded
-from halfstep.data.pipeline.source import Columns, Source, first_of
-from halfstep.data.pipeline.stages import Shard, Stage, Window
+from halfstep.data.pipeline.collate import Batch, stack_or_raise
+from halfstep.data.pipeline.maps import Chain, Function, Map, Select, join_chains
+from halfstep.data.pipeline.seeding import seeded_generators
+from halfstep.data.pipeline.source import Columns, Source, only_sample
+from halfstep.data.pipeline.stages import BufferShuffle, Shard, Stage
 from halfstep.data.transforms import spec
 
 _CPU = torch.device("cpu")
-Key = tuple[
-    int, int
-]  # pass and number of a batch's first sample, on the host: what a user's random code is seeded by
+
+# Pass and number of a batch's first sample, on the host: the seed of the user's random code.
+SeedKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Which samples of which pass make up some batches: int64 [batches, batch size], a short batch's tail repeated."""
+class SampleIndices:
+    """Which samples of which pass make up some batches.
+
+    Both tensors are int64 [batches, batch size]; the tail of a short batch repeats a sample.
+    """
 
     samples: Tensor
     epochs: Tensor
     lengths: tuple[int, ...]
-    keys: tuple[Key, ...] = ()  # where code of the user's runs
+    seed_keys: tuple[SeedKey, ...] = ()  # only where code of the user's runs
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        n = self.lengths[i]
-        return self.samples[i, :n], self.epochs[i, :n]
+        """Samples and passes of batch i, without the tail."""
+        length = self.lengths[i]
+        return self.samples[i, :length], self.epochs[i, :length]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The chain, and what follows from it: sizes, tokens, fetched batches."""
+    """The chain of a pipeline, and what follows from it: sizes, sample indices, fetched batches.
+
+    Sizes are computed when they are requested, not stored: a data set of the user's may grow
+    between passes. A pass computes its size once, when it begins.
+    """
 
     source: Source
     seed: int = 0
     stages: tuple[Stage, ...] = ()
     maps: tuple[Map, ...] = ()
-    batch: int = 0  # 0: not batched
+    batch: int = 0  # samples in a batch; 0: not batched
     drop_remainder: bool = False
     batch_stages: tuple[Stage, ...] = ()
+
+    # Sizes
 
     @property
     def samples(self) -> int:
@@ -58,8 +72,9 @@ class Plan:
     @property
     def batches(self) -> int:
         """Batches in one pass of the samples, before any stage on batches."""
-        n = self.batch or 1
-        return self.samples // n if self.drop_remainder else -(-self.samples // n)
+        if self.drop_remainder:
+            return self.samples // self.samples_per_item
+        return -(-self.samples // self.samples_per_item)
 
     @property
     def size(self) -> int:
@@ -67,154 +82,204 @@ class Plan:
         return self.batch_stages[-1].size if self.batch_stages else self.batches
 
     @property
-    def indexable(self) -> bool:
-        """Whether the order is arithmetic that runs on any device; a window is a walk on the host."""
-        return not any(isinstance(stage, Window) for stage in (*self.stages, *self.batch_stages))
+    def samples_per_item(self) -> int:
+        """Samples in a full batch; 1 where nothing is batched."""
+        return self.batch or 1
+
+    # What the parts allow
+
+    @cached_property
+    def is_indexable(self) -> bool:
+        """Whether the order is arithmetic that runs on any device.
+
+        A shuffle by a buffer is not: it is a walk through the pass, on the host.
+        """
+        stages = (*self.stages, *self.batch_stages)
+        return not any(isinstance(stage, BufferShuffle) for stage in stages)
+
+    @cached_property
+    def ours(self) -> bool:
+        """Whether a fetch runs no code of the user's."""
+        calls_function = any(isinstance(operation, Function) for operation in self.maps)
+        return isinstance(self.source, Columns) and not calls_function
 
     @property
-    def ours(self) -> bool:
-        """Whether no code of the user's runs in a fetch."""
-        return isinstance(self.source, Columns) and not any(
-            isinstance(m, Function) for m in self.maps
-        )
+    def random(self) -> bool:
+        """Whether a transform draws random numbers, so that a fetch depends on the pass."""
+        chains = [operation for operation in self.maps if isinstance(operation, Chain)]
+        return any(transform.draws for chain in chains for transform in chain.transforms)
+
+    @property
+    def sample_function(self) -> Function | None:
+        """The first function that must see single samples on the host, if any."""
+        for operation in self.maps:
+            if isinstance(operation, Function) and operation.per_sample:
+                return operation
+        return None
 
     @property
     def versions(self) -> list[int]:
         """How often each column in memory has been written to."""
-        return (
-            [t._version for t in self.source.tensors.values()]
-            if isinstance(self.source, Columns)
-            else []
-        )
-
-    @property
-    def random(self) -> bool:
-        """Whether a transform draws random numbers, and with them the pass matters to a fetch."""
-        return any(t.draws for m in self.maps if isinstance(m, Chain) for t in m.transforms)
-
-    @property
-    def per_sample(self) -> Function | None:
-        """The first function that must see single samples on the host, if any."""
-        return next((m for m in self.maps if isinstance(m, Function) and m.per_sample), None)
+        if not isinstance(self.source, Columns):
+            return []
+        return [column._version for column in self.source.tensors.values()]
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The names of what a fetched batch holds, in order."""
         names = self.source.names
-        for change in self.maps:
-            names = change.names(names)
+        for operation in self.maps:
+            names = operation.output_names(names)
         return names
 
-    def staged(self, stage: Stage) -> "Plan":
+    def column_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape (after the batch dimension) and dtype of columns that no function has changed."""
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if isinstance(self.source, Columns):
+            for name, column in self.source.tensors.items():
+                specs[name] = (tuple(column.shape[1:]), column.dtype)
+
+        for operation in self.maps:
+            if isinstance(operation, Function):
+                for name in (*operation.columns, *operation.output):
+                    specs.pop(name, None)
+            elif not isinstance(operation, Select):
+                for name in specs.keys() & set(operation.columns):
+                    sample_shape, dtype = specs[name]
+                    shape, dtype = spec(operation.transforms, (2, *sample_shape), dtype)
+                    specs[name] = (shape[1:], dtype)
+        return specs
+
+    # New plans from this one
+
+    def with_stage(self, stage: Stage) -> "Plan":
+        """With one more stage, on batches where there are batches."""
         if self.batch:
             return replace(self, batch_stages=(*self.batch_stages, stage))
         return replace(self, stages=(*self.stages, stage))
 
-    def mapped(self, maps: list[Map]) -> "Plan":
-        plan = replace(self, maps=joined((*self.maps, *maps), self.seed))
-        plan.specs()  # a chain that does not fit its column fails here, not in the first batch
+    def with_maps(self, maps: Sequence[Map]) -> "Plan":
+        """With more maps at the end."""
+        plan = replace(self, maps=join_chains((*self.maps, *maps), self.seed))
+        plan.column_specs()  # a chain that does not fit its column fails now, not in a batch
         return plan
 
-    def specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape (after the batch dimension) and dtype of the columns whose values no function of the user's decides."""
-        source = self.source.tensors if isinstance(self.source, Columns) else {}
-        found = {name: (tuple(column.shape[1:]), column.dtype) for name, column in source.items()}
-        for change in self.maps:
-            if isinstance(change, Function):
-                found = {
-                    name: known
-                    for name, known in found.items()
-                    if name not in (*change.columns, *change.output)
-                }
-            elif not isinstance(change, Select):
-                for name in found.keys() & set(change.columns):
-                    shape, dtype = spec(change.transforms, (2, *found[name][0]), found[name][1])
-                    found[name] = shape[1:], dtype
-        return found
+    def with_source(self, source: Source, maps: tuple[Map, ...] | None = None) -> "Plan":
+        """The same pipeline over another source, and with other maps where they are named."""
+        return replace(self, source=source, maps=self.maps if maps is None else maps)
+
+    # Order
 
     def tokens(
         self, epoch: int, start: int, count: int, device: torch.device | str = "cpu"
-    ) -> Tokens:
-        """The samples of items start..start+count−1 of a pass, in a fixed number of kernels and without a host sync."""
-        n = min(self.batch or 1, self.samples)  # a batch larger than the set is the set
-        samples, epochs = self._places(epoch, start, count, n, torch.device(device))
-        keys: tuple[Key, ...] = ()
-        if not self.ours:
-            firsts, passes = self._places(epoch, start, count, 1, _CPU)
-            keys = tuple(zip(passes.flatten().tolist(), firsts.flatten().tolist(), strict=True))
-        return Tokens(samples, epochs, self._lengths(epoch, start, count), keys)
+    ) -> SampleIndices:
+        """The samples of items start..start+count−1 of a pass.
 
-    def _places(
+        Takes a fixed number of kernels and no host sync.
+        """
+        width = min(self.samples_per_item, self.samples)  # a batch larger than the set is the set
+        samples, epochs = self._batch_samples(epoch, start, count, width, torch.device(device))
+        seed_keys: tuple[SeedKey, ...] = ()
+        if not self.ours:
+            firsts, passes = self._batch_samples(epoch, start, count, 1, _CPU)
+            pairs = zip(passes.flatten().tolist(), firsts.flatten().tolist(), strict=True)
+            seed_keys = tuple(pairs)
+        return SampleIndices(samples, epochs, self._lengths(epoch, start, count), seed_keys)
+
+    def _batch_samples(
         self, epoch: int, start: int, count: int, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The first `width` samples of each batch, and the pass of each."""
-        where = device if self.indexable else _CPU
-        epochs, items = self._items(epoch, start, count, where)
-        places = items * (self.batch or 1) + torch.arange(width, device=where)
-        if self.samples % (self.batch or 1):
-            places = places.clamp(max=self.samples - 1)
-        for stage in reversed(self.stages):
-            epochs, places = stage.back(epochs, places)
-        return places.to(device), epochs.expand_as(places).to(device)
+        """The first `width` samples of each batch, and the pass of each, as [count, width]."""
+        compute_device = device if self.is_indexable else _CPU
+        epochs, batches = self._batch_numbers(epoch, start, count, compute_device)
 
-    def _items(
+        # Positions of the samples in their pass. The last batch may be short: its tail repeats the
+        # last sample.
+        offsets = torch.arange(width, device=compute_device)
+        positions = batches * self.samples_per_item + offsets
+        if self.samples % self.samples_per_item:
+            positions = positions.clamp(max=self.samples - 1)
+
+        # Back through the stages, to the numbers of the source.
+        for stage in reversed(self.stages):
+            epochs, positions = stage.to_input_index(epochs, positions)
+        return positions.to(device), epochs.expand_as(positions).to(device)
+
+    def _batch_numbers(
         self, epoch: int, start: int, count: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        items = torch.arange(start, start + count, device=device).unsqueeze(1)
-        epochs = torch.full_like(items, epoch)
+        """The pass and the batch of each item, before the stages on batches, as [count, 1]."""
+        batches = torch.arange(start, start + count, device=device).unsqueeze(1)
+        epochs = torch.full_like(batches, epoch)
         for stage in reversed(self.batch_stages):
-            epochs, items = stage.back(epochs, items)
-        return epochs, items
+            epochs, batches = stage.to_input_index(epochs, batches)
+        return epochs, batches
 
     def _lengths(self, epoch: int, start: int, count: int) -> tuple[int, ...]:
-        n, rest = self.batch or 1, self.samples % (self.batch or 1)
-        if not rest or self.drop_remainder:
-            return (n,) * count
-        items = self._items(epoch, start, count, _CPU)[1]  # on the host: shapes must be known there
-        return tuple(rest if item == self.batches - 1 else n for item in items.flatten().tolist())
+        """Samples in each batch."""
+        full_length = self.samples_per_item
+        last_length = self.samples % full_length
+        if last_length == 0 or self.drop_remainder:
+            return (full_length,) * count
+        # On the host: shapes must be known there.
+        _, batches = self._batch_numbers(epoch, start, count, _CPU)
+        last_batch = self.batches - 1
+        return tuple(
+            last_length if batch == last_batch else full_length
+            for batch in batches.flatten().tolist()
+        )
 
-    def fetch(self, samples: Tensor, epochs: Tensor, key: Key | None = None) -> Batch:
-        """Columns with all maps applied. With columns on a device and transforms only: no host sync. Code of the
-        user's runs with the host's generators seeded for this batch, so that it repeats in any process."""
+    # Fetching
+
+    def fetch(self, samples: Tensor, epochs: Tensor, seed_key: SeedKey | None = None) -> Batch:
+        """Columns with all maps applied.
+
+        With columns on a device and transforms only there is no host sync. Code of the user's runs
+        with the host's generators seeded for this batch, so that it repeats in any process.
+        """
         if self.ours:
             return self._fetch(samples, epochs)
-        with seeded(self.seed, *(key or (int(epochs[0]), int(samples[0])))):
+        if seed_key is None:
+            seed_key = (int(epochs[0]), int(samples[0]))
+        with seeded_generators(self.seed, *seed_key):
             return self._fetch(samples, epochs)
 
     def _fetch(self, samples: Tensor, epochs: Tensor) -> Batch:
         batch = self.source.fetch(samples)
-        for change in self.maps:
-            batch = change(batch, epochs, samples)
-        return (
-            {name: checked(name, column) for name, column in batch.items()} if self.batch else batch
-        )
+        for operation in self.maps:
+            batch = operation(batch, epochs, samples)
+        if not self.batch:
+            return batch
+        return {name: stack_or_raise(name, column) for name, column in batch.items()}
 
-    def item(self, samples: Tensor, epochs: Tensor, key: Key | None = None) -> Batch:
+    def item(self, samples: Tensor, epochs: Tensor, seed_key: SeedKey | None = None) -> Batch:
         """What is delivered: a batch, or where nothing is batched the sample itself."""
-        fetched = self.fetch(samples, epochs, key)
-        return fetched if self.batch else first_of(fetched)
+        columns = self.fetch(samples, epochs, seed_key)
+        return columns if self.batch else only_sample(columns)
+
+    # Text, and the shard that a resume may change
 
     def describe(self) -> tuple[str, ...]:
-        """A line per part that decides what is delivered. Of the last shard count and index are left open, for they may
-        change on resume."""
-        batch = [f"batch({self.batch}, drop_remainder={self.drop_remainder})"] if self.batch else []
-        last = self.last_shard()
-        before, after = (
-            [s.open if s is last else str(s) for s in each]
-            for each in (self.stages, self.batch_stages)
-        )
-        return (
-            str(self.source),
-            *before,
-            *batch,
-            *after,
-            *map(str, self.maps),
-            f"seed {self.seed}",
-        )
+        """A line for each part that decides what is delivered, to compare pipelines by.
+
+        Count and index of the last shard are left open, because they may change on a resume.
+        """
+        last_shard = self.last_shard()
+
+        def describe_stage(stage: Stage) -> str:
+            return stage.open_text if stage is last_shard else str(stage)
+
+        lines = [str(self.source)]
+        lines += [describe_stage(stage) for stage in self.stages]
+        if self.batch:
+            lines.append(f"batch({self.batch}, drop_remainder={self.drop_remainder})")
+        lines += [describe_stage(stage) for stage in self.batch_stages]
+        lines += [str(operation) for operation in self.maps]
+        lines.append(f"seed {self.seed}")
+        return tuple(lines)
 
     def last_shard(self) -> Shard | None:
-        shards = [stage for stage in (*self.stages, *self.batch_stages) if isinstance(stage, Shard)]
-        return shards[-1] if shards else None
-
-    def with_source(self, source: Source, maps: tuple[Map, ...] | None = None) -> "Plan":
-        return replace(self, source=source, maps=self.maps if maps is None else maps)
+        for stage in reversed((*self.stages, *self.batch_stages)):
+            if isinstance(stage, Shard):
+                return stage
+        return None

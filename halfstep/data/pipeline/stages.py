@@ -1,7 +1,9 @@
-"""Stages of a pipeline that choose and order items, each a pure function from its own numbering to its input's.
+"""Stages of a pipeline that choose and order items.
 
-`back(epochs, places)` takes int64 tensors that broadcast, on any device, and says which items of which pass of the
-input stand there. Where a pipeline is, is therefore two integers; nothing else is saved and nothing is replayed.
+Each is a pure function from its own numbering to that of its input: `to_input_index(epochs,
+positions)` takes int64 tensors that broadcast, on any device, and returns the pass and the number
+of the input's item for each position. The place where a pipeline stands is therefore two integers;
+nothing else is saved and nothing is replayed.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +15,17 @@ from torch import Tensor
 from halfstep.data.hashing import draw_key, words
 from halfstep.data.order import Order
 
-_BLOCK = 4096  # draws of a window computed at a time
+# Draws of a buffer shuffle that are computed at a time.
+_BLOCK = 4096
 
 
 class Stage(Protocol):
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Items in one pass."""
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]: ...
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The pass and the number of the input's item for each position."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,8 @@ class Shuffle:
     size: int
     seed: int
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        return epochs, Order(self.size, self.seed).at(epochs, places)
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return epochs, Order(self.size, self.seed).at(epochs, positions)
 
     def __str__(self) -> str:
         return f"shuffle(seed={self.seed})"
@@ -39,7 +44,10 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every `count`-th item from `index` on, after `start` items that an earlier sharding of this pass delivered."""
+    """Every `count`-th item from `index` on.
+
+    The first `start` items are left out: an earlier sharding of this pass has delivered them.
+    """
 
     input_size: int
     count: int
@@ -49,19 +57,23 @@ class Shard:
 
     @property
     def size(self) -> int:
-        """0 is possible where few items are left for many shards."""
-        whole, rest = divmod(self.input_size - self.start, self.count)
-        return (
-            whole + {"drop": 0, "pad": int(rest > 0), "keep": int(self.index < rest)}[self.uneven]
-        )
+        """Items in one pass. It may be 0 where few items are left for many shards."""
+        full_rounds, remainder = divmod(self.input_size - self.start, self.count)
+        if self.uneven == "keep":
+            gets_one_more = self.index < remainder
+        else:
+            gets_one_more = self.uneven == "pad" and remainder > 0
+        return full_rounds + int(gets_one_more)
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        places = places * self.count + (self.index + self.start)
-        return epochs, places % self.input_size if self.uneven == "pad" else places
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        items = positions * self.count + (self.index + self.start)
+        if self.uneven == "pad":
+            items = items % self.input_size
+        return epochs, items
 
     @property
-    def open(self) -> str:
-        """As it is called, with count and index left open."""
+    def open_text(self) -> str:
+        """The call as text, with count and index left open."""
         return f"shard(count, index, uneven={self.uneven!r})"
 
     def __str__(self) -> str:
@@ -69,14 +81,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Part:
-    """`size` items from place `first` on: take and skip."""
+class Slice:
+    """`size` items from item `first` on: take and skip."""
 
     size: int
     first: int
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        return epochs, places + self.first
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return epochs, positions + self.first
 
     def __str__(self) -> str:
         return f"skip({self.first})" if self.first else f"take({self.size})"
@@ -93,60 +105,68 @@ class Repeat:
     def size(self) -> int:
         return self.input_size * self.times
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        passes = torch.div(places, self.input_size, rounding_mode="floor")
-        return epochs * self.times + passes, places - passes * self.input_size
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        passes = torch.div(positions, self.input_size, rounding_mode="floor")
+        return epochs * self.times + passes, positions - passes * self.input_size
 
     def __str__(self) -> str:
         return f"repeat({self.times})"
 
 
 @dataclass(frozen=True)
-class Window:
-    """MindSpore's shuffle: a buffer is filled; a slot is drawn and emitted, the last moves into it, the next comes in.
+class BufferShuffle:
+    """MindSpore's shuffle by a sliding buffer.
 
-    Only item numbers go through the buffer. Going back, or on after a resume, draws again from the start of the pass:
-    about a microsecond an item, nothing is read.
+    The buffer is filled with the first items. Then, again and again: a slot is drawn and its item
+    emitted, the last item moves into the slot, and the next one of the input comes in.
+
+    Only item numbers go through the buffer. Seeking back, or going on after a resume, draws again
+    from the start of the pass: about a microsecond an item, and nothing is read.
     """
 
     size: int
-    buffer: int
+    buffer_size: int
     seed: int
-    _passes: dict[int, "_Pass"] = field(default_factory=dict, repr=False, compare=False)
+    _walks: dict[int, "_BufferWalk"] = field(default_factory=dict, repr=False, compare=False)
 
-    def back(self, epochs: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        epochs, places = torch.broadcast_tensors(epochs, places)
-        found = torch.empty_like(places)
+    def to_input_index(self, epochs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        epochs, positions = torch.broadcast_tensors(epochs, positions)
+        items = torch.empty_like(positions)
         for epoch in torch.unique(epochs).tolist():
             mask = epochs == epoch
-            found[mask] = self._numbers(epoch, places[mask])
-        return epochs, found
+            items[mask] = self._items_of_pass(epoch, positions[mask])
+        return epochs, items
 
-    def _numbers(self, epoch: int, places: Tensor) -> Tensor:
-        first, last = int(places.min()), int(places.max())
-        walk = self._passes.get(epoch)
+    def _items_of_pass(self, epoch: int, positions: Tensor) -> Tensor:
+        first = int(positions.min())
+        last = int(positions.max())
+        walk = self._walks.get(epoch)
         if walk is None or first < walk.first:
-            walk = self._passes[epoch] = _Pass(self, epoch)
-            for old in list(self._passes)[:-2]:  # a batch may lie across two passes
-                del self._passes[old]
-        walk.go_on(first, last)
-        return torch.tensor(walk.emitted)[places - walk.first]
+            walk = _BufferWalk(self, epoch)
+            self._walks[epoch] = walk
+            for old_epoch in list(self._walks)[:-2]:  # a batch may lie across two passes
+                del self._walks[old_epoch]
+        walk.advance(first, last)
+        return torch.tensor(walk.emitted)[positions - walk.first]
 
     def __str__(self) -> str:
-        return f"shuffle({self.buffer}, seed={self.seed})"
+        return f"shuffle({self.buffer_size}, seed={self.seed})"
 
 
-class _Pass:
-    """One pass through a window; holds the numbers emitted from place `first` on."""
+class _BufferWalk:
+    """One pass through a buffer; holds the item numbers emitted from position `first` on."""
 
-    def __init__(self, window: Window, epoch: int) -> None:
-        self.window, self.epoch = window, epoch
-        self.buffer = list(range(min(window.buffer, window.size)))
-        self.taken = len(self.buffer)
-        self.first, self.emitted = 0, list[int]()
+    def __init__(self, stage: BufferShuffle, epoch: int) -> None:
+        self.size = stage.size
+        self.seed = stage.seed
+        self.epoch = epoch
+        self.buffer = list(range(min(stage.buffer_size, stage.size)))
+        self.next_item = len(self.buffer)
+        self.first = 0
+        self.emitted: list[int] = []
 
-    def go_on(self, first: int, last: int) -> None:
-        """Emit up to place `last`; what lies more than a block before `first` is forgotten."""
+    def advance(self, first: int, last: int) -> None:
+        """Emits up to position `last`; forgets what lies more than a block before `first`."""
         while self.first + len(self.emitted) <= last:
             self._emit_block()
             surplus = min(first - self.first, len(self.emitted)) - _BLOCK
@@ -156,15 +176,16 @@ class _Pass:
 
     def _emit_block(self) -> None:
         start = self.first + len(self.emitted)
-        draws = torch.arange(start, min(start + _BLOCK, self.window.size))
+        draws = torch.arange(start, min(start + _BLOCK, self.size))
+        epochs = torch.full_like(draws, self.epoch)
+        first_draw = torch.tensor([draw_key(0)])
         buffer = self.buffer
-        epochs, first = torch.full_like(draws, self.epoch), torch.tensor([draw_key(0)])
-        for word in words(self.window.seed, epochs, draws, first)[0].tolist():
+        for word in words(self.seed, epochs, draws, first_draw)[0].tolist():
             slot = word * len(buffer) >> 32
             self.emitted.append(buffer[slot])
             buffer[slot] = buffer[-1]
-            if self.taken < self.window.size:
-                buffer[-1] = self.taken
-                self.taken += 1
+            if self.next_item < self.size:
+                buffer[-1] = self.next_item
+                self.next_item += 1
             else:
                 buffer.pop()

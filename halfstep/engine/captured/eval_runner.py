@@ -21,7 +21,7 @@ from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.runner__pace import HostThrottle
-from halfstep.engine.evaluate import Labels, finished
+from halfstep.engine.evaluate import Labels, final_scores
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
@@ -57,7 +57,7 @@ class Forward:
         self.inputs.feed = feed
         if isinstance(self.inputs, Resident) and data is not None:
             self.inputs.data = data
-        feed.next_pass(0)
+        feed.go_to_pass(0)
         self.inputs.start()
         return self.inputs
 
@@ -121,11 +121,11 @@ class Scores:
                     *tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (outputs, truth))
                 )
             pace.tick()
-        return finished(self.mean, self.metrics)
+        return final_scores(self.mean, self.metrics)
 
     def _counters(self) -> list[int]:
         counters = [
-            v for m in self.inside.each.values() for v in vars(m).values() if isinstance(v, Tensor)
+            v for m in self.inside.by_name.values() for v in vars(m).values() if isinstance(v, Tensor)
         ]
         return addresses([*counters, self.mean.total, self.mean.count])
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep.cuda_graphs.capture__graph import MOST
 from halfstep.data import Dataset
-from halfstep.data.pipeline.maps__parts import Batch
+from halfstep.data.pipeline.collate import Batch
 from halfstep.data.pipeline.source import Columns
 from halfstep.engine.captured.inputs__gather import gather, parted, row_bytes
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer

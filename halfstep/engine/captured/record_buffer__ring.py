@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.captured.record_buffer import pack
-from halfstep.engine.run__rows import COLUMNS
 from halfstep.step import Record
+from halfstep.step.state import ROW_FIELDS
+from halfstep.utils.device_values import read_to_host
 
 
 class RecordBuffer:
@@ -37,8 +38,8 @@ class RecordBuffer:
 
     def record(self, record: Record, *, tail: bool = False) -> None:
         """A step's record as a row; `tail`: the newest row again, but for its own loss, by the flush that followed."""
-        self._fit(len(COLUMNS) + record.lr.numel())
-        fields = {name: getattr(record, name) for name in (*COLUMNS, "lr")}
+        self._fit(len(ROW_FIELDS) + record.lr.numel())
+        fields = {name: getattr(record, name) for name in (*ROW_FIELDS, "lr")}
         pack(
             self.table,
             self.next_row,
@@ -58,19 +59,9 @@ class RecordBuffer:
 
     def read(self, first: int, last: int) -> list[list[float]]:
         """Rows first..last−1 as numbers: the host's visit."""
-        return self.fetch(self.table[first:last])
+        rows: list[list[float]] = read_to_host(self.table[first:last])
+        return rows
 
     def read_prints(self, first: int, last: int) -> list[int]:
-        numbers: list[int] = self.fetch(self.prints[first:last])
+        numbers: list[int] = read_to_host(self.prints[first:last])
         return numbers
-
-    @staticmethod
-    def fetch(part: Tensor) -> list:  # type: ignore[type-arg]
-        if part.device.type != "cuda":
-            return part.tolist()
-        landing = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-        landing.copy_(part, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(part.device))
-        done.synchronize()  # the one wait of a visit
-        return landing.tolist()

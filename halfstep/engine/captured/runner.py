@@ -5,8 +5,6 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
 from halfstep.cuda_graphs.capture__graph import Compiles, GraphCache
 from halfstep.engine.captured.inputs import ROWS, Resident, Staged, resident_dataset
 from halfstep.engine.captured.programs import StepProgram
@@ -15,7 +13,6 @@ from halfstep.engine.captured.runner__pace import HostThrottle
 from halfstep.engine.captured.uncapturable__refusal import OnUncapturable
 from halfstep.engine.feed import Feed
 from halfstep.step import TrainStep
-from halfstep.step.overflow import raise_or_fall_back
 
 MOST, SHORT_S = (
     16,
@@ -108,7 +105,7 @@ class CapturedRunner:
             inputs.skip(many - 1)
             self._made += many
             done += [inputs.samples] * many
-            feed.done(many)
+            feed.advance(many)
             if feed.step == feed.size:
                 self.over = True
                 break
@@ -159,14 +156,6 @@ class CapturedRunner:
     def _hashed(self) -> bool:
         step = getattr(self.program, "step", None)
         return bool(getattr(getattr(step, "options", None), "fingerprint_every", 0))
-
-
-def raise_device_errors(step: TrainStep) -> None:
-    """Raises or switches precision for what the device has run into."""
-    halted, skips = RecordBuffer.fetch(torch.stack([step.state.halted, step.state.streak]))
-    falls = getattr(step.precision.loss_scale, "on_skips", "raise") != "raise"
-    later = falls and step.state.cycle.micro > 0  # inside a cycle no precision can change
-    raise_or_fall_back(step, int(halted), 0 if later else int(skips))
 
 
 def whole_step_compiler(step: TrainStep) -> Compiles | None:

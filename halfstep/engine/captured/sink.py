@@ -15,15 +15,16 @@ from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import ROWS
 from halfstep.engine.captured.programs__own import FunctionProgram
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.runner import CapturedRunner, raise_device_errors
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep, cloned, warmup_steps
 from halfstep.engine.captured.verify import verify as compare
 from halfstep.engine.feed import Feed
 from halfstep.engine.memory import kept
-from halfstep.engine.run__rows import COLUMNS
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
+from halfstep.step.overflow import raise_device_errors
+from halfstep.step.state import ROW_FIELDS
 from halfstep.utils import rng
 
 
@@ -55,30 +56,30 @@ class Sink:
     """Each `for` over it is one pass over the data, in visits of `every` steps; graphs are kept from pass to pass."""
 
     def __init__(self, sunk: CapturedRunner, step: Any, every: int, data: Any = None) -> None:
-        self.sunk, self.step, self.every = sunk, step, every
+        self.runner, self.step, self.every = sunk, step, every
         self._data = data if isinstance(data, Dataset) else None  # its passes are counted there
 
     @property
     def captures(self) -> int:
         """Graphs captured so far."""
-        return self.sunk.program.graphs.captures
+        return self.runner.program.graphs.captures
 
     def __iter__(self) -> Iterator[Records]:
-        with kept() if self.sunk.ring.device.type == "cpu" else nullcontext():
+        with kept() if self.runner.ring.device.type == "cpu" else nullcontext():
             yield from self._visits()
 
     def _visits(self) -> Iterator[Records]:
-        sunk, feed = self.sunk, self.sunk.feed
+        sunk, feed = self.runner, self.runner.feed
         if self._data is not None:
             feed.load_state_dict(self._data.take_pass())
         elif not sunk.over:  # a pass that was left early counts
-            feed.next_pass(feed.passes + 1)
+            feed.go_to_pass(feed.pass_number + 1)
         sunk.over = True
         while True:
             samples = sunk.run(self.every, lambda: False)
             if sunk.over:
                 sunk.flush()
-                feed.ended()
+                feed.end_pass()
             rows, prints = sunk.rows()
             if isinstance(self.step, TrainStep):
                 raise_device_errors(self.step)
@@ -90,10 +91,10 @@ class Sink:
     def _records(self, rows: list[list[float]], prints: list[int], samples: list[int]) -> Records:
         table = torch.tensor(rows, dtype=torch.float64)
         if not isinstance(self.step, TrainStep):
-            names = self.sunk.program.names  # type: ignore[attr-defined]
+            names = self.runner.program.names  # type: ignore[attr-defined]
             return Records({name: table[:, i] for i, name in enumerate(names)}, samples)
-        columns = {name: table[:, i] for i, name in enumerate(COLUMNS)}
-        rates = table[:, len(COLUMNS) :]
+        columns = {name: table[:, i] for i, name in enumerate(ROW_FIELDS)}
+        rates = table[:, len(ROW_FIELDS) :]
         columns |= {name: columns[name] != 0 for name in ("skipped", "updated")}
         columns["lr"] = rates.squeeze(1) if rates.shape[1] == 1 else rates
         columns["fingerprint"] = torch.tensor(prints)

@@ -1,4 +1,4 @@
-"""The data path on CUDA: host and device agree bit for bit, nothing waits, nothing is copied after the start."""
+"""The data path on CUDA: host and device agree bit for bit, and nothing waits."""
 
 import threading
 import warnings
@@ -20,38 +20,36 @@ def test_the_order_is_the_same_on_host_and_device(size: int) -> None:
     count = min(size, 50_000)
     for epoch in (0, 5):
         for start in {0, (size - count) // 2, size - count}:
-            host, there = (
-                Order(size, seed=3).indices(epoch, start, count, device) for device in ("cpu", CUDA)
-            )
-            assert torch.equal(host, there.cpu())
-            assert torch.equal(
-                Order(size, seed=3).position_of(epoch, there).cpu(),
-                torch.arange(start, start + count),
-            )
+            order = Order(size, seed=3)
+            on_host = order.indices(epoch, start, count, "cpu")
+            on_device = order.indices(epoch, start, count, CUDA)
+            assert torch.equal(on_host, on_device.cpu())
+            positions = order.position_of(epoch, on_device).cpu()
+            assert torch.equal(positions, torch.arange(start, start + count))
 
 
 def test_the_order_runs_without_a_sync_and_inside_a_graph() -> None:
-    order, places = Order(60_000, seed=1), torch.arange(64_000, device=CUDA) % 60_000
+    order = Order(60_000, seed=1)
+    positions = torch.arange(64_000, device=CUDA) % 60_000
     epochs = torch.zeros(1, dtype=torch.int64, device=CUDA)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with no_sync(), torch.cuda.stream(stream):
-        order.at(epochs, places)
+        order.at(epochs, positions)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = order.at(epochs, places)
+        samples = order.at(epochs, positions)
     for epoch in (0, 4):
         with no_sync():
             epochs.fill_(epoch)
             graph.replay()
-        assert torch.equal(found.cpu(), order.at(epoch, places.cpu()))
+        assert torch.equal(samples.cpu(), order.at(epoch, positions.cpu()))
 
 
-def data(size: int = 500) -> Dataset:
-    images = torch.randint(
-        0, 256, (size, 32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+def augmented_data(size: int = 500) -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (size, 32, 32, 3), dtype=torch.uint8, generator=generator)
     chain = [
         PadCrop(32, 4),
         Flip(),
@@ -59,27 +57,26 @@ def data(size: int = 500) -> Dataset:
         Rescale(1 / 255, 0.0),
         Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.3)),
     ]
-    return (
-        Dataset({"image": images, "label": torch.arange(size)}, seed=4)
-        .map(chain, "image")
-        .shuffle()
-        .batch(64)
-    )
+    dataset = Dataset({"image": images, "label": torch.arange(size)}, seed=4)
+    return dataset.map(chain, "image").shuffle().batch(64)
+
+
+def streaming_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name == "halfstep-stream"]
 
 
 def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
-    host, resident = data(), data().to_device(CUDA)
+    host = augmented_data()
+    resident = augmented_data().to_device(CUDA)
     list(resident)  # constants go to the device with the first batch
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as prof:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiler:
         with no_sync():
             batches = list(resident)
         torch.cuda.synchronize()
-    copies = [
-        event.name
-        for event in prof.events()
-        if "Memcpy HtoD" in event.name or "Memcpy DtoH" in event.name
-    ]
-    assert copies == []
+    names = [event.name for event in profiler.events()]
+    assert [name for name in names if "Memcpy HtoD" in name or "Memcpy DtoH" in name] == []
     list(host)
     for (x, y), (u, v) in zip(host, batches, strict=True):
         assert u.is_cuda
@@ -89,9 +86,9 @@ def test_resident_batches_equal_the_hosts_without_a_sync_or_a_copy() -> None:
 
 def test_streamed_batches_equal_the_hosts_and_arrive_in_order() -> None:
     with pytest.warns(Notice, match="not resident"):
-        streamed = data(3000).to_device(CUDA, budget=0)
+        streamed = augmented_data(3000).to_device(CUDA, budget=0)
     work = torch.randn(2000, 2000, device=CUDA)
-    for (x, y), (u, v) in zip(data(3000), streamed, strict=True):
+    for (x, y), (u, v) in zip(augmented_data(3000), streamed, strict=True):
         assert u.is_cuda
         work = work @ work / work.norm()  # the device is busy while the next batch comes in
         assert torch.equal(y, v.cpu())
@@ -101,29 +98,25 @@ def test_streamed_batches_equal_the_hosts_and_arrive_in_order() -> None:
 def test_a_stream_left_early_ends_its_thread_and_an_error_reaches_the_user() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)
-        streamed = data(3000).to_device(CUDA, budget=0)
+        streamed = augmented_data(3000).to_device(CUDA, budget=0)
         stream = iter(streamed)
         next(stream)
         del stream
         streamed.seek(0)
-        broken = (
-            Dataset({"image": torch.zeros(9, 5, 5, 3)})
-            .batch(3)
-            .workers(1)
-            .map(lambda x: 1 / 0, "image")
-        )
+        broken = Dataset({"image": torch.zeros(9, 5, 5, 3)}).batch(3).workers(1)
+        broken = broken.map(lambda x: 1 / 0, "image")
         with pytest.raises(ZeroDivisionError):
             list(broken.to_device(CUDA, budget=0))
-    assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
+    assert streaming_threads() == []
 
 
 def test_a_break_ends_the_thread_and_the_next_for_is_the_next_pass() -> None:
-    host = data(3000)
+    host = augmented_data(3000)
     with pytest.warns(Notice, match="not resident"):
-        streamed = data(3000).workers(2).to_device(CUDA, budget=0)
+        streamed = augmented_data(3000).workers(2).to_device(CUDA, budget=0)
     for _ in streamed:
         break
-    assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
+    assert streaming_threads() == []
     host.seek(1)
     for (x, y), (u, v) in zip(host, streamed, strict=True):
         assert torch.equal(x, u.cpu())
@@ -132,8 +125,8 @@ def test_a_break_ends_the_thread_and_the_next_for_is_the_next_pass() -> None:
 
 def test_streams_within_streams() -> None:
     with pytest.warns(Notice, match="not resident"):
-        streamed = data(300).workers(1).to_device(CUDA, budget=0)
-    host = data(300)
+        streamed = augmented_data(300).workers(1).to_device(CUDA, budget=0)
+    host = augmented_data(300)
     labels = [[y.tolist() for _, y in host] for _ in range(6)]
     for step, (_, outer) in enumerate(streamed):
         assert outer.tolist() == labels[0][step]
@@ -141,13 +134,14 @@ def test_streams_within_streams() -> None:
 
 
 def test_tensors_that_are_on_the_device_are_gathered_there() -> None:
-    x, y = torch.arange(1000, dtype=torch.uint8), torch.arange(1000)
-    there = Dataset({"x": x.to(CUDA), "y": y.to(CUDA)}, seed=1).shuffle().batch(64)
+    x = torch.arange(1000, dtype=torch.uint8)
+    y = torch.arange(1000)
+    on_device = Dataset({"x": x.to(CUDA), "y": y.to(CUDA)}, seed=1).shuffle().batch(64)
     host = Dataset({"x": x, "y": y}, seed=1).shuffle().batch(64)
-    assert str(there.placement) == "resident on cuda:0: its tensors were there"
-    list(there)
+    assert str(on_device.placement) == "resident on cuda:0: its tensors were there"
+    list(on_device)
     with no_sync():
-        batches = list(there)
+        batches = list(on_device)
     list(host)
     for (a, b), (c, d) in zip(host, batches, strict=True):
         assert c.is_cuda
@@ -163,8 +157,8 @@ def test_a_function_of_resident_batches_waits_for_nothing_and_is_random_as_on_th
     def noisy(y: torch.Tensor) -> torch.Tensor:
         return y + int(torch.randint(0, 1000, ()))  # the host's generator, seeded for the batch
 
-    host = data().map(noisy, "label")
-    resident = data().map(noisy, "label").to_device(CUDA)
+    host = augmented_data().map(noisy, "label")
+    resident = augmented_data().map(noisy, "label").to_device(CUDA)
     list(resident)
     with no_sync():
         batches = list(resident)
@@ -174,7 +168,7 @@ def test_a_function_of_resident_batches_waits_for_nothing_and_is_random_as_on_th
 
 
 def test_resident_data_can_be_loaded_and_has_no_use_for_workers() -> None:
-    resident = data().to_device(CUDA)
+    resident = augmented_data().to_device(CUDA)
     assert resident.load().placement == resident.placement
     for (x, _), (u, _) in zip(resident, resident.load(), strict=True):
         assert torch.equal(x, u)
@@ -182,7 +176,9 @@ def test_resident_data_can_be_loaded_and_has_no_use_for_workers() -> None:
         ValueError, match="workers: expected data on the host, got it resident on cuda:0"
     ):
         resident.workers(2)
-    for (x, _), (u, _) in zip(data(), data().workers(2).to_device(CUDA), strict=True):
+    for (x, _), (u, _) in zip(
+        augmented_data(), augmented_data().workers(2).to_device(CUDA), strict=True
+    ):
         assert torch.equal(x, u.cpu())
 
 
@@ -200,7 +196,7 @@ def test_rows_that_were_streamed_are_resident_once_loaded() -> None:
 
 def test_memory_stays_flat_over_many_streamed_batches() -> None:
     with pytest.warns(Notice, match="not resident"):
-        streamed = data(2000).to_device(CUDA, budget=0)
+        streamed = augmented_data(2000).to_device(CUDA, budget=0)
     list(streamed)
     before = torch.cuda.memory_reserved()
     for _ in range(5):
@@ -209,20 +205,20 @@ def test_memory_stays_flat_over_many_streamed_batches() -> None:
     assert torch.cuda.memory_reserved() <= before + (32 << 20)
 
 
-def test_the_whole_chain_with_resize_stays_within_its_tolerance() -> None:
+def test_a_chain_with_resize_stays_within_its_tolerance() -> None:
     chain = [PadCrop(32, 4), Flip(), Resize(224), ToCHW(), Rescale(1 / 255, 0.0)]
     images = torch.randint(0, 256, (64, 32, 32, 3), dtype=torch.uint8)
     host = Dataset({"image": images}).map(chain, "image").batch(64)
     resident = host.to_device(CUDA)
     (x,), (u,) = next(iter(host)), next(iter(resident))
-    # uint8 in, uint8 out of the resize: a value next to a tie may round to the other neighbour
+    # uint8 in, uint8 out of the resize: a value next to a tie may round to the other neighbour.
     assert (x - u.cpu()).abs().max() <= 1 / 255 + 1e-6
     assert ((x - u.cpu()).abs() > 1e-6).double().mean() < 1e-3
 
 
 def test_the_default_budget_is_half_of_the_free_memory() -> None:
     free = torch.cuda.mem_get_info(CUDA)[0]
-    placed = data().to_device(CUDA)
+    placed = augmented_data().to_device(CUDA)
     assert placed.placement.kind == "resident"
     assert "GiB" in placed.placement.reason
     assert free > 0

@@ -132,9 +132,9 @@ def test_a_compiled_burst_is_equal_to_eager(monkeypatch: pytest.MonkeyPatch) -> 
 def kernels(burst: Case) -> list[str]:
     """What one pass of 20 steps launches, once everything is captured: 16 are one graph, 4 are single."""
     sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
-    assert isinstance(sink.sunk.program, StepProgram)
-    sink.sunk.program.polish()
-    sink.sunk.pace = Hasty(CUDA)
+    assert isinstance(sink.runner.program, StepProgram)
+    sink.runner.program.polish()
+    sink.runner.pace = Hasty(CUDA)
     rows(sink, 3)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:

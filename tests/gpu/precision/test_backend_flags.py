@@ -1,4 +1,4 @@
-"""Precisions on CUDA mean what they say: strict fp32, TF32 only when asked, the caller's switches untouched."""
+"""Precisions on CUDA: strict fp32, TF32 only for "tf32", the caller's flags as before."""
 
 import os
 import subprocess
@@ -13,8 +13,8 @@ import halfstep as hs
 pytestmark = pytest.mark.gpu
 
 
-def error(precision: str) -> float:
-    """Relative error of one Linear's output against float64."""
+def relative_error_of_linear(precision: str) -> float:
+    """The relative error of one Linear's output against float64."""
     torch.manual_seed(0)
     net = nn.Linear(2048, 512, bias=False).cuda()
     x = torch.randn(256, 2048, device="cuda")
@@ -25,12 +25,12 @@ def error(precision: str) -> float:
     return float(((out.double() - exact).norm() / exact.norm()).detach())
 
 
-def test_fp32_is_strict_and_tf32_is_asked_for() -> None:
+def test_fp32_is_strict_and_tf32_is_a_precision_of_its_own() -> None:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
         # 2048 products in fp32: √2048 · 2⁻²⁴ ≈ 2.7e-6 at worst, measured near 3e-7
-        assert error("fp32") < 2e-6
-        assert error("tf32") > 5e-5  # TF32 keeps 10 bits: near 3e-4
+        assert relative_error_of_linear("fp32") < 2e-6
+        assert relative_error_of_linear("tf32") > 5e-5  # TF32 keeps 10 bits: near 3e-4
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -42,14 +42,14 @@ def test_convolutions_too() -> None:
     x = torch.randn(8, 64, 32, 32, device="cuda")
     exact = nn.functional.conv2d(x.double(), net.weight.double())
 
-    def off(precision: str) -> float:
+    def relative_error(precision: str) -> float:
         out = hs.EvalStep(net, nn.MSELoss(), precision=precision)(
             x, torch.zeros_like(exact).float()
         ).outputs
         return float(((out.double() - exact).norm() / exact.norm()).detach())
 
-    assert off("fp32") < 2e-6  # 576 products: √576 · 2⁻²⁴ ≈ 1.4e-6
-    assert off("tf32") > 5e-5
+    assert relative_error("fp32") < 2e-6  # 576 products: √576 · 2⁻²⁴ ≈ 1.4e-6
+    assert relative_error("tf32") > 5e-5
 
 
 def test_memory_does_not_grow_with_steps() -> None:
@@ -76,10 +76,15 @@ import torch, halfstep as hs
 from torch import nn
 def run():
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(),
-                        nn.Linear(16 * 36, 10)).cuda()
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True),
-                        precision="O2", deterministic=True, fingerprint_every=1)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3),
+        nn.Flatten(), nn.Linear(16 * 36, 10),
+    ).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, fused=True)
+    step = hs.TrainStep(
+        net, nn.CrossEntropyLoss(), optimizer,
+        precision="O2", deterministic=True, fingerprint_every=1,
+    )
     x, y = torch.randn(32, 3, 8, 8, device="cuda"), torch.randint(0, 10, (32,), device="cuda")
     return [step(x, y).fingerprint.item() for _ in range(30)]
 a, b = run(), run()
@@ -90,10 +95,10 @@ assert not torch.are_deterministic_algorithms_enabled()
 
 def test_deterministic_repeats_bit_for_bit() -> None:
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", REPEAT], env=env, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
 def test_deterministic_without_a_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Low copies and their gradients in a graph: the bits of whole tensors, in one kernel each way."""
+"""Low copies and their gradients in a graph: the same bits, in one kernel each way."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ pytestmark = pytest.mark.gpu
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
 
 
-def kernels(graph: torch.cuda.CUDAGraph) -> list[str]:
+def kernels_of(graph: torch.cuda.CUDAGraph) -> list[str]:
     graph.replay()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         graph.replay()
         torch.cuda.synchronize()
-    return [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
@@ -27,19 +27,19 @@ def test_one_kernel_each_way(low: torch.dtype) -> None:
     grads: list[Tensor | None] = [torch.randn(s, device="cuda").to(low) for s in MLP]
     copies.cast_masters()
     widen(grads, [torch.float32] * len(grads))
-    there = torch.cuda.CUDAGraph()
-    back = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(there):
-        made = copies.cast_masters()
-    with torch.cuda.graph(back):
+    cast_graph = torch.cuda.CUDAGraph()
+    grad_graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cast_graph):
+        copies_in_graph = copies.cast_masters()
+    with torch.cuda.graph(grad_graph):
         wide = widen(grads, [torch.float32] * len(grads))
     for m, g in zip(masters, grads, strict=True):
         m.data.normal_()
         assert g is not None
         g.normal_()
-    assert len(kernels(there)) == 1
-    assert len(kernels(back)) == 1
-    for m, c, g, w in zip(masters, made, grads, wide, strict=True):
+    assert len(kernels_of(cast_graph)) == 1
+    assert len(kernels_of(grad_graph)) == 1
+    for m, c, g, w in zip(masters, copies_in_graph, grads, wide, strict=True):
         assert g is not None
         assert w is not None
         assert torch.equal(c.detach(), m.detach().to(low))
@@ -72,13 +72,17 @@ def test_gradients_through_captured_copies() -> None:
 
 
 def test_pieces_only_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    kernel = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (seen.append(len(a[0])), kernel(*a))[1])
-    to, given = (
-        [torch.zeros(40960, dtype=d, device="cuda")] for d in (torch.float16, torch.float32)
-    )
-    foreach_cast_(to, given)
+    list_lengths: list[int] = []
+    foreach_copy_ = torch._foreach_copy_
+
+    def record_and_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+        list_lengths.append(len(targets))
+        foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", record_and_copy)
+    targets = [torch.zeros(40960, dtype=torch.float16, device="cuda")]
+    sources = [torch.zeros(40960, dtype=torch.float32, device="cuda")]
+    foreach_cast_(targets, sources)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        foreach_cast_(to, given)
-    assert seen == [1, 10]
+        foreach_cast_(targets, sources)
+    assert list_lengths == [1, 10]

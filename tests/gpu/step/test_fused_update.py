@@ -240,7 +240,7 @@ def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
         ema=0.9,
         lr=[0.02, 0.01],
     )
-    step._update_graph._usable = False
+    step._update_on_device._is_usable = False
     step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
     return step
 

@@ -22,7 +22,7 @@ def build(name: str, *, replayed: bool, **options: object) -> hs.TrainStep:
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).cuda()
     step = hs.TrainStep(net, nn.CrossEntropyLoss(), OPTIMIZERS[name](net.parameters()), **options)  # type: ignore[arg-type]
     if not replayed:
-        step._update_graph._usable = False
+        step._update_on_device._is_usable = False
     return step
 
 
@@ -62,8 +62,8 @@ def test_replayed_equals_eager(name: str, precision: str | hs.Precision, accumul
         for field, a, b in zip(one._fields, one, two, strict=True):
             assert a.dtype == b.dtype, field
             assert torch.equal(a, b) or (a.isnan().all() and b.isnan().all()), (i, field, a, b)
-    assert steps[0]._update_graph.captures >= 1
-    assert steps[1]._update_graph.captures == 0
+    assert steps[0]._update_on_device.captures >= 1
+    assert steps[1]._update_on_device.captures == 0
     same(*steps)
 
 
@@ -82,7 +82,7 @@ def test_a_changed_setting_acts_on_the_next_update(name: str) -> None:
                 step.load_state_dict(step.state_dict())
             step(*batch(i))
     same(*steps)
-    assert steps[0]._update_graph.captures >= 2
+    assert steps[0]._update_on_device.captures >= 2
 
 
 def test_a_rate_that_moves_every_step_is_not_captured_every_step() -> None:
@@ -91,14 +91,14 @@ def test_a_rate_that_moves_every_step_is_not_captured_every_step() -> None:
         step.optimizer.param_groups[0]["lr"] = 0.05 / (i + 1)
         x, y = batch(100 + i)
         step(x, y)
-    assert step._update_graph.captures == 0
+    assert step._update_on_device.captures == 0
 
 
 def test_a_table_of_rates_costs_no_capture() -> None:
     step = build("AdamW fused", replayed=True, lr=[0.01 / (k + 1) for k in range(40)])
     rates = [step(*batch(100 + i)).lr for i in range(30)]
     assert (
-        1 <= step._update_graph.captures <= 2
+        1 <= step._update_on_device.captures <= 2
     )  # the allocator may take two turns to repeat itself
     assert torch.equal(
         torch.stack(rates).cpu(), torch.tensor([0.01 / (k + 1) for k in range(30)]).double()

@@ -1,4 +1,4 @@
-"""autocast as context, decorator and switch: the right dtypes, no stale casts, no state that leaks."""
+"""autocast as context, decorator and switch: right dtypes, no stale casts, no state that leaks."""
 
 import copy
 import pickle
@@ -17,20 +17,9 @@ from halfstep import amp
 from halfstep.grads import GradManager
 from halfstep.precision.cpu_half import has_native
 
-LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+LOW_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 KERNELS = ("auto", "torch")
 kernels = pytest.mark.parametrize("kernels", KERNELS)
-
-
-@pytest.fixture(autouse=True)
-def room() -> Iterator[None]:
-    """Every test leaves torch's state as it found it, and the next one finds the room's defaults."""
-    yield
-    amp.enabled = False
-    amp.low_prec_dtype = "float16"
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.is_autocast_cache_enabled()
-    assert torch.overrides._get_current_function_mode() is None
 
 
 @pytest.fixture
@@ -43,41 +32,41 @@ def x() -> Tensor:
     return torch.randn(3, 8)
 
 
-def cpu(**kwargs: object) -> amp.autocast:
+def cpu_autocast(**kwargs: object) -> amp.autocast:
     return amp.autocast(device_type="cpu", **kwargs)  # type: ignore[arg-type]
 
 
 # what is computed
 
 
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_a_product_is_the_rounded_float32_product_of_the_rounded_operands(
     low: str, net: nn.Linear, x: Tensor
 ) -> None:
-    if has_native(LOW[low]):
+    if has_native(LOW_DTYPES[low]):
         pytest.skip("this CPU has units for it: torch's own kernel runs")
-    wide = [t.detach().to(LOW[low]).float() for t in (x, net.weight, net.bias)]
-    with cpu(low_prec_dtype=low):
+    wide = [t.detach().to(LOW_DTYPES[low]).float() for t in (x, net.weight, net.bias)]
+    with cpu_autocast(low_prec_dtype=low):
         out = net(x)
-    assert out.dtype == LOW[low]
-    assert torch.equal(out, F.linear(*wide).to(LOW[low]))
+    assert out.dtype == LOW_DTYPES[low]
+    assert torch.equal(out, F.linear(*wide).to(LOW_DTYPES[low]))
 
 
-@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_torch_kernels_are_torchs_autocast_without_cache(
     low: str, net: nn.Linear, x: Tensor
 ) -> None:
-    with cpu(low_prec_dtype=low, kernels="torch"):
+    with cpu_autocast(low_prec_dtype=low, kernels="torch"):
         out = net(x)
         loss = F.mse_loss(net(x), torch.zeros(3, 4))
-    with torch.autocast("cpu", LOW[low], cache_enabled=False):
+    with torch.autocast("cpu", LOW_DTYPES[low], cache_enabled=False):
         assert torch.equal(out, net(x))
         assert torch.equal(loss, F.mse_loss(net(x), torch.zeros(3, 4)))
 
 
 @kernels
 def test_delicate_ops_run_in_float32(kernels: str, x: Tensor) -> None:
-    with cpu(kernels=kernels):
+    with cpu_autocast(kernels=kernels):
         assert F.mse_loss(x.half(), x.half()).dtype == torch.float32
 
 
@@ -86,22 +75,22 @@ def test_float32_casts_nothing_inside_another_block_too(
     kernels: str, net: nn.Linear, x: Tensor
 ) -> None:
     plain = net(x)
-    with cpu(kernels=kernels):
-        with cpu(low_prec_dtype="float32", kernels=kernels):
+    with cpu_autocast(kernels=kernels):
+        with cpu_autocast(low_prec_dtype="float32", kernels=kernels):
             assert torch.equal(net(x), plain)
         assert net(x).dtype == torch.float16
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bf16", torch.bfloat16])
 def test_names_and_dtypes_are_the_same(name: str | torch.dtype, net: nn.Linear, x: Tensor) -> None:
-    with cpu(low_prec_dtype=name, high_prec_dtype=torch.float32):
+    with cpu_autocast(low_prec_dtype=name, high_prec_dtype=torch.float32):
         assert net(x).dtype == torch.bfloat16
     amp.low_prec_dtype = name
     assert amp.low_prec_dtype == "bfloat16"
 
 
-def test_none_means_the_rooms_dtype_at_entry(net: nn.Linear, x: Tensor) -> None:
-    block = cpu()
+def test_none_means_the_modules_dtype_at_entry(net: nn.Linear, x: Tensor) -> None:
+    block = cpu_autocast()
     forward = block(net.forward)
     amp.low_prec_dtype = "bfloat16"
     assert forward(x).dtype == torch.bfloat16
@@ -115,7 +104,10 @@ def test_none_means_the_rooms_dtype_at_entry(net: nn.Linear, x: Tensor) -> None:
 
 
 def losses_in_one_context(context: object) -> list[float]:
-    """w = 4, loss = w²: each update takes a quarter of w, so the losses are 16, 9, 81/16, all exact in bfloat16."""
+    """w = 4, loss = w². Each update takes a quarter of w.
+
+    The losses are 16, 9, 81/16, all exact in bfloat16.
+    """
     w = nn.Parameter(torch.tensor([[4.0]]))
     losses = []
     with context:  # type: ignore[attr-defined]
@@ -130,17 +122,10 @@ def losses_in_one_context(context: object) -> list[float]:
 
 @kernels
 def test_an_update_inside_one_context_is_seen(kernels: str) -> None:
-    # what the cache would do
-    assert losses_in_one_context(torch.autocast("cpu", torch.bfloat16)) == [
-        16,
-        16,
-        16,
-    ]
-    assert losses_in_one_context(cpu(low_prec_dtype="bfloat16", kernels=kernels)) == [
-        16,
-        9,
-        81 / 16,
-    ]
+    stale_losses = losses_in_one_context(torch.autocast("cpu", torch.bfloat16))
+    assert stale_losses == [16, 16, 16]  # what the cache would do
+    losses = losses_in_one_context(cpu_autocast(low_prec_dtype="bfloat16", kernels=kernels))
+    assert losses == [16, 9, 81 / 16]
 
 
 @kernels
@@ -149,7 +134,7 @@ def test_a_teacher_without_gradients_changes_no_gradient(
     kernels: str, quiet: Callable[[], torch.no_grad], net: nn.Linear, x: Tensor
 ) -> None:
     def gradient(teach: bool) -> Tensor:
-        with cpu(kernels=kernels):
+        with cpu_autocast(kernels=kernels):
             with quiet():
                 # the student's own weights: the case that loses its history
                 target = net(x).clone() if teach else None
@@ -163,7 +148,7 @@ def test_a_teacher_without_gradients_changes_no_gradient(
 
 
 @kernels
-def test_distillation_trains_the_student_as_if_the_targets_were_given(
+def test_distillation_trains_the_student_as_if_the_targets_were_constants(
     kernels: str, x: Tensor
 ) -> None:
     teacher = nn.Linear(8, 4)
@@ -172,12 +157,12 @@ def test_distillation_trains_the_student_as_if_the_targets_were_given(
         torch.manual_seed(1)
         student = nn.Linear(8, 4)
         optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-        with torch.no_grad(), cpu(kernels=kernels):
-            given = teacher(x)
+        with torch.no_grad(), cpu_autocast(kernels=kernels):
+            targets_before = teacher(x)
         for _ in range(3):
-            with cpu(kernels=kernels):
+            with cpu_autocast(kernels=kernels):
                 with torch.no_grad():
-                    target = teacher(x) if inside else given
+                    target = teacher(x) if inside else targets_before
                 loss = F.mse_loss(student(x), target)
                 loss.backward()
                 optimizer.step()  # inside the context, as MegEngine's pattern has it
@@ -194,12 +179,12 @@ def test_disabled_turns_an_outer_block_off_and_it_comes_back(
     kernels: str, net: nn.Linear, x: Tensor
 ) -> None:
     plain = net(x)
-    with cpu(kernels=kernels):
+    with cpu_autocast(kernels=kernels):
         low = net(x)
-        for off in (amp.autocast(enabled=False), cpu(enabled=False)):
+        for off in (amp.autocast(enabled=False), cpu_autocast(enabled=False)):
             with off:
                 assert torch.equal(net(x), plain)
-                with cpu(kernels=kernels):
+                with cpu_autocast(kernels=kernels):
                     assert torch.equal(net(x), low)
                 assert torch.equal(net(x), plain)
         assert torch.equal(net(x), low)
@@ -207,13 +192,13 @@ def test_disabled_turns_an_outer_block_off_and_it_comes_back(
 
 def test_the_innermost_block_decides_dtype_and_kernels(net: nn.Linear, x: Tensor) -> None:
     def alone(low: str, kernels: str) -> Tensor:
-        with cpu(low_prec_dtype=low, kernels=kernels):
+        with cpu_autocast(low_prec_dtype=low, kernels=kernels):
             return net(x)
 
-    cases = [(low, kernels) for low in LOW for kernels in KERNELS]
+    cases = [(low, kernels) for low in LOW_DTYPES for kernels in KERNELS]
     expected = {case: alone(*case) for case in cases}
     for outer in cases:
-        with cpu(low_prec_dtype=outer[0], kernels=outer[1]):
+        with cpu_autocast(low_prec_dtype=outer[0], kernels=outer[1]):
             for inner in cases:
                 assert torch.equal(alone(*inner), expected[inner])
             with torch.autocast("cpu", torch.bfloat16, enabled=False):
@@ -227,7 +212,7 @@ def test_the_innermost_block_decides_dtype_and_kernels(net: nn.Linear, x: Tensor
 def test_one_instance_entered_again_restores_each_level(
     kernels: str, net: nn.Linear, x: Tensor
 ) -> None:
-    block = cpu(kernels=kernels)
+    block = cpu_autocast(kernels=kernels)
     with block:
         with block, block:
             assert net(x).dtype == torch.float16
@@ -237,26 +222,26 @@ def test_one_instance_entered_again_restores_each_level(
 
 @kernels
 def test_recursion_through_one_decorator(kernels: str, net: nn.Linear, x: Tensor) -> None:
-    seen = []
+    dtypes = []
 
-    @cpu(kernels=kernels)
+    @cpu_autocast(kernels=kernels)
     def descend(depth: int) -> None:
-        seen.append(net(x).dtype)
+        dtypes.append(net(x).dtype)
         if depth:
             with amp.autocast(enabled=False):
-                seen.append(net(x).dtype)
+                dtypes.append(net(x).dtype)
                 descend(depth - 1)
-            seen.append(net(x).dtype)
+            dtypes.append(net(x).dtype)
 
     descend(2)
     half = torch.float16
     full = torch.float32
-    assert seen == [half, full, half, full, half, half, half]
+    assert dtypes == [half, full, half, full, half, half, half]
     assert net(x).dtype == full
 
 
 def test_an_exception_leaves_nothing_on(net: nn.Linear, x: Tensor) -> None:
-    @cpu()
+    @cpu_autocast()
     def fail() -> None:
         amp.enabled = False
         raise KeyError("ours")
@@ -267,7 +252,7 @@ def test_an_exception_leaves_nothing_on(net: nn.Linear, x: Tensor) -> None:
     assert net(x).dtype == torch.float32
 
 
-def in_threads(n: int, work: Callable[[int], object]) -> list[object]:
+def run_in_threads(n: int, work: Callable[[int], object]) -> list[object]:
     results: list[object] = [None] * n
 
     def run(i: int) -> None:
@@ -285,7 +270,7 @@ def in_threads(n: int, work: Callable[[int], object]) -> list[object]:
 def test_one_decorated_function_in_several_threads(kernels: str, net: nn.Linear, x: Tensor) -> None:
     barrier = threading.Barrier(4)  # all four are inside at once, and leave in any order
 
-    @cpu(kernels=kernels)
+    @cpu_autocast(kernels=kernels)
     def forward() -> Tensor:
         barrier.wait(60)
         out: Tensor = net(x)
@@ -296,18 +281,18 @@ def test_one_decorated_function_in_several_threads(kernels: str, net: nn.Linear,
         inside = forward().dtype
         return inside, net(x).dtype, amp.enabled
 
-    assert in_threads(4, work) == [(torch.float16, torch.float32, False)] * 4
+    assert run_in_threads(4, work) == [(torch.float16, torch.float32, False)] * 4
 
 
 def test_methods_static_methods_and_modules(x: Tensor) -> None:
     class Net(nn.Linear):
-        @cpu()
+        @cpu_autocast()
         def forward(self, input: Tensor) -> Tensor:
             """Ours."""
             return super().forward(input)
 
         @staticmethod
-        @cpu()
+        @cpu_autocast()
         def product(a: Tensor, *, b: Tensor) -> Tensor:
             return a @ b
 
@@ -318,7 +303,10 @@ def test_methods_static_methods_and_modules(x: Tensor) -> None:
 
 
 def test_a_block_can_be_copied_and_pickled(net: nn.Linear, x: Tensor) -> None:
-    with pickle.loads(pickle.dumps(cpu(low_prec_dtype="bf16"))), copy.deepcopy(cpu()):
+    with (
+        pickle.loads(pickle.dumps(cpu_autocast(low_prec_dtype="bf16"))),
+        copy.deepcopy(cpu_autocast()),
+    ):
         assert net(x).dtype == torch.float16
 
 
@@ -327,7 +315,7 @@ def test_megengines_pattern_with_backward_and_step_inside(net: nn.Linear, x: Ten
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = net.weight.detach().clone()
 
-    @cpu()
+    @cpu_autocast()
     def train_step() -> Tensor:
         with gm:
             loss = F.cross_entropy(net(x), torch.tensor([0, 1, 2]))
@@ -354,7 +342,7 @@ def test_the_switch(net: nn.Linear, x: Tensor) -> None:
         assert not amp.enabled
         assert net(x).dtype == torch.float32
     assert net(x).dtype == torch.float16
-    with cpu(low_prec_dtype="bfloat16"):
+    with cpu_autocast(low_prec_dtype="bfloat16"):
         assert amp.enabled
         assert net(x).dtype == torch.bfloat16
     amp.enabled = False
@@ -363,7 +351,7 @@ def test_the_switch(net: nn.Linear, x: Tensor) -> None:
 
 
 def test_a_switch_set_inside_a_block_ends_with_it(net: nn.Linear, x: Tensor) -> None:
-    with cpu():
+    with cpu_autocast():
         amp.enabled = False
         assert net(x).dtype == torch.float32
         amp.enabled = True
@@ -377,13 +365,13 @@ def test_a_switch_set_inside_a_block_ends_with_it(net: nn.Linear, x: Tensor) -> 
     assert net(x).dtype == torch.float32
 
 
-def test_the_switch_follows_the_rooms_dtype_and_a_block_inside_delays_it(
+def test_the_switch_follows_the_modules_dtype_and_a_block_inside_delays_it(
     net: nn.Linear, x: Tensor
 ) -> None:
     amp.enabled = True
     amp.low_prec_dtype = "bfloat16"
     assert net(x).dtype == torch.bfloat16
-    with cpu():
+    with cpu_autocast():
         amp.low_prec_dtype = "float16"
         assert net(x).dtype == torch.bfloat16
     assert net(x).dtype == torch.float16
@@ -401,7 +389,7 @@ def test_the_switch_belongs_to_its_thread(net: nn.Linear, x: Tensor) -> None:
         amp.enabled = True
         return before, dtype, net(x).dtype
 
-    assert in_threads(2, work) == [(False, torch.float32, torch.float16)] * 2
+    assert run_in_threads(2, work) == [(False, torch.float32, torch.float16)] * 2
     assert amp.enabled
 
 
@@ -448,8 +436,11 @@ def test_other_refusals() -> None:
         TypeError, match=r"do write the parentheses when decorating: @amp.autocast\(\)"
     ):
         amp.autocast(lambda: None)  # type: ignore[arg-type]
-    torchs = "do write amp.autocast(), which is for every device of this machine; a dtype is low_prec_dtype='float16',"
-    for given, how, came in (
+    advice = (
+        "do write amp.autocast(), which is for every device of this machine; "
+        "a dtype is low_prec_dtype='float16',"
+    )
+    for arguments, keywords, problem in (
         (["cuda"], {}, "enabled: expected True or False, received 'cuda'"),
         (["cpu", torch.bfloat16], {}, "enabled: expected True or False, received 'cpu'"),
         ([torch.device("cpu")], {}, "enabled: expected True or False, received device(type='cpu')"),
@@ -461,8 +452,8 @@ def test_other_refusals() -> None:
             "no dtype=, cache_enabled=",
         ),
     ):
-        with pytest.raises(TypeError, match=re.escape(f"{came}, {torchs}")):
-            amp.autocast(*given, **how)
+        with pytest.raises(TypeError, match=re.escape(f"{problem}, {advice}")):
+            amp.autocast(*arguments, **keywords)
     with amp.autocast(low_prec_dtype="bfloat16"):  # as it says
         assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="expected True or False, received 1"):
@@ -508,10 +499,13 @@ def test_only_plain_functions_can_be_decorated() -> None:
 
 def test_import_changes_nothing_in_torch() -> None:
     code = (
-        "import torch; before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype('cpu')\n"
+        "import torch\n"
+        "before = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype('cpu')\n"
         "from halfstep import amp\n"
         "assert before == (torch.is_autocast_cache_enabled(), torch.get_autocast_dtype('cpu'))\n"
-        "assert not torch.is_autocast_enabled('cpu') and not torch.cuda.is_initialized() and not amp.enabled\n"
+        "assert not torch.is_autocast_enabled('cpu')\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not amp.enabled\n"
         "from halfstep.amp import *\n"
         "assert autocast is amp.autocast and 'enabled' not in globals()\n"
     )
@@ -524,7 +518,7 @@ def test_on_cuda_none_is_cuda_and_disabled_turns_both_off() -> None:
     x = torch.randn(3, 8, device="cuda")
     with amp.autocast():
         low = net(x)
-        with cpu():
+        with cpu_autocast():
             assert net.cpu()(x.cpu()).dtype == torch.float16
             with amp.autocast(enabled=False):
                 assert net(x.cpu()).dtype == torch.float32

@@ -16,7 +16,7 @@ from halfstep import checkpoint
 from halfstep.cli import main
 from halfstep.compare import summary, table
 from halfstep.report import charts, page, read
-from halfstep.report.load__values import parse
+from halfstep.report.report_data import parse_summary
 from tests.support.report_fixtures import MIB, comparison
 from tests.support.user_module import work_beside
 
@@ -331,15 +331,15 @@ def test_memory_of_a_process_is_not_compared_below_20_mib() -> None:
     given = comparison(("fp32", "O1", "O2"))
     for row, mib in zip(given["rows"], (60, 41, 39), strict=True):
         row["peak_memory"] = mib * MIB
-    report = parse(given)
+    report = parse_summary(given)
     first, near, far = report.rows
-    assert report.share("peak_memory", near, first) is None
-    assert report.share("peak_memory", far, first) == 39 / 60
+    assert report.ratio_to_first("peak_memory", near, first) is None
+    assert report.ratio_to_first("peak_memory", far, first) == 39 / 60
     assert page(given).count("0.68×") == 0  # 41 / 60
     assert "Differences below 20 MiB mean nothing." in page(given)
     for run in given["runs"]:
         run["memory_kind"] = "device"
-    assert parse(given).share("peak_memory", near, first) == 41 / 60
+    assert parse_summary(given).ratio_to_first("peak_memory", near, first) == 41 / 60
 
 
 def test_memory_is_the_median_of_the_seeds() -> None:
@@ -365,7 +365,7 @@ def test_memory_is_the_median_of_the_seeds() -> None:
 
 def test_the_page_of_a_run_says_what_it_was(told: Told) -> None:
     assert told(f"train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r")[0] == 0
-    found = parse(read("r"))
+    found = parse_summary(read("r"))
     assert found.command == f"halfstep train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r"
     assert (found.spec["precision"], found.spec["net"], found.spec["lr"]) == (
         "O2+bf16",
@@ -379,7 +379,7 @@ def test_the_page_of_a_run_says_what_it_was(told: Told) -> None:
         "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05" in shown
     )
     Path("r/run.json").write_text("{")  # damaged: the log is still worth a page
-    assert parse(read("r")).command == ""
+    assert parse_summary(read("r")).command == ""
 
 
 @pytest.mark.parametrize(
@@ -391,5 +391,5 @@ def test_an_axis_of_accuracy_stays_within_0_and_100_percent(
     epochs = [{"epoch": 1, "valid_acc": value}]
     run = {"precision": "r", "seed": 0, "epochs": epochs, "status": "done"}
     given = {"halfstep_compare": 1, "runs": [run], "rows": [{"precision": "r"}]}
-    (chart,) = charts.training(parse(given))
-    assert (chart.y_axis.lo, chart.y_axis.hi) == pytest.approx((lo, hi))
+    (chart,) = charts.training_charts(parse_summary(given))
+    assert (chart.y_axis.low, chart.y_axis.high) == pytest.approx((lo, hi))

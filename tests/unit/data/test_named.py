@@ -1,4 +1,4 @@
-"""Data sets by name: what `load` makes of the files it finds, and the real sets where HALFSTEP_DATA has them."""
+"""Data sets by name: small ones made by hand, and the real ones where HALFSTEP_DATA has them."""
 
 import functools
 import os
@@ -20,16 +20,16 @@ def write_idx(folder: Path, images: torch.Tensor, labels: torch.Tensor) -> None:
     """An MNIST-family folder by hand: magic, sizes, bytes."""
     folder.mkdir(parents=True)
     for split in ("train", "t10k"):
-        head = struct.pack(">4I", 2051, *images.shape)
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
-        body = labels.to(torch.uint8).numpy().tobytes()
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">2I", 2049, len(labels)) + body
-        )
+        image_header = struct.pack(">4I", 2051, *images.shape)
+        image_bytes = images.numpy().tobytes()
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(image_header + image_bytes)
+        label_header = struct.pack(">2I", 2049, len(labels))
+        label_bytes = labels.to(torch.uint8).numpy().tobytes()
+        (folder / f"{split}-labels-idx1-ubyte").write_bytes(label_header + label_bytes)
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No data on this machine but what the test puts into the folder returned, as HALFSTEP_DATA."""
     monkeypatch.setenv("HALFSTEP_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path / "cache"))
@@ -38,9 +38,9 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_an_idx_set_comes_as_height_width_channels(nowhere: Path) -> None:
+def test_an_idx_set_comes_as_height_width_channels(data_folder: Path) -> None:
     images = torch.arange(5 * 6 * 7, dtype=torch.uint8).view(5, 6, 7)
-    write_idx(nowhere / "mnist", images, torch.arange(5))
+    write_idx(data_folder / "mnist", images, torch.arange(5))
     data = hs.data.load("mnist", "test", seed=4)
     assert data.classes == tuple("0123456789")
     image, label = next(iter(data.batch(5)))
@@ -49,9 +49,9 @@ def test_an_idx_set_comes_as_height_width_channels(nowhere: Path) -> None:
     assert label.dtype == torch.int64
 
 
-def test_a_cifar_set_comes_as_height_width_channels(nowhere: Path) -> None:
+def test_a_cifar_set_comes_as_height_width_channels(data_folder: Path) -> None:
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
-    folder = nowhere / "cifar-10-batches-bin"
+    folder = data_folder / "cifar-10-batches-bin"
     folder.mkdir()
     records = b"".join(bytes([i]) + pixels[i].numpy().tobytes() for i in range(3))
     for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
@@ -64,7 +64,7 @@ def test_a_cifar_set_comes_as_height_width_channels(nowhere: Path) -> None:
     assert data.classes[0] == "airplane"
 
 
-def test_without_the_data_fashion_mnist_is_the_sample_and_says_so(nowhere: Path) -> None:
+def test_without_the_data_fashion_mnist_is_the_sample_and_says_so(data_folder: Path) -> None:
     with pytest.warns(Notice, match="fashion-mnist is a sample of it: 11,000"):
         data = hs.data.load("fashion-mnist")
     assert data.size == 11_000
@@ -73,7 +73,7 @@ def test_without_the_data_fashion_mnist_is_the_sample_and_says_so(nowhere: Path)
 
 
 def test_a_folder_on_the_web_that_gave_a_wrong_file_is_asked_again(
-    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server in maintenance answers every address with the same page."""
     monkeypatch.setenv("no_proxy", "*")
@@ -82,22 +82,21 @@ def test_a_folder_on_the_web_that_gave_a_wrong_file_is_asked_again(
     for path in (tmp_path / "web" / "set").iterdir():
         path.write_bytes(b"<html>maintenance</html>")
 
-    class Quiet(SimpleHTTPRequestHandler):
+    class QuietHandler(SimpleHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
             pass
 
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "web"))
-    ) as pages:
-        thread = threading.Thread(target=pages.serve_forever, args=(0.01,))
+    handler = functools.partial(QuietHandler, directory=str(tmp_path / "web"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        address = f"http://127.0.0.1:{pages.server_port}/set"
+        address = f"http://127.0.0.1:{server.server_port}/set"
         with pytest.raises(ValueError, match="web page"):
             hs.data.load("mnist", path=address)
         shutil.rmtree(tmp_path / "web" / "set")
         (tmp_path / "web" / "mended").rename(tmp_path / "web" / "set")
         assert hs.data.load("mnist", path=address).size == 5
-        pages.shutdown()
+        server.shutdown()
         thread.join()
     assert hs.data.load("mnist", path=address).size == 5  # from the cache
 
@@ -111,7 +110,7 @@ def test_mistakes() -> None:
         hs.data.load("mnits")
 
 
-# counts and means of the real files; the CIFAR-10 ones hold for the original pixels and for JPEG copies of them alike
+# Shapes of the real sets. Those of CIFAR-10 hold for the original pixels and for JPEG copies alike.
 REAL = {"mnist": (28, 28, 1), "fashion-mnist": (28, 28, 1), "cifar10": (32, 32, 3)}
 
 
@@ -122,16 +121,19 @@ def test_the_real_sets_at_full_size(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Notice)  # the sample would not do
         try:
-            train, test = hs.data.load(name), hs.data.load(name, "test")
+            train = hs.data.load(name)
+            test = hs.data.load(name, "test")
         except (FileNotFoundError, Notice) as error:
             pytest.skip(f"{name} is not in HALFSTEP_DATA: {str(error)[:80]}")
-    assert (train.size, test.size) == (50_000 if name == "cifar10" else 60_000, 10_000)
+    assert train.size == (50_000 if name == "cifar10" else 60_000)
+    assert test.size == 10_000
     labels = torch.cat([y for _, y in train.shuffle().batch(1000).workers(0)])
     counts = torch.bincount(labels, minlength=10)
     assert len(counts) == 10
-    assert (
-        counts.tolist() == [len(labels) // 10] * 10 if name != "mnist" else int(counts[1]) == 6742
-    )
+    if name == "mnist":
+        assert int(counts[1]) == 6742
+    else:
+        assert counts.tolist() == [len(labels) // 10] * 10
     image, _ = next(iter(train.batch(16)))
     assert tuple(image.shape) == (16, *REAL[name])
     assert image.dtype == torch.uint8

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine import auto_compile as choosing
-from halfstep.engine.auto_compile import AT
+from halfstep.engine.auto_compile import TIMING_ENDS_AT
 
 
 class Slow(nn.Module):
@@ -47,8 +47,8 @@ def test_a_long_run_is_looked_at_once(
 ) -> None:
     """A million steps of a millisecond are worth half a minute of compiling, a million of 50 us are not, nor 2,000."""
     m = model(seconds, capture=False)
-    monkeypatch.setattr(choosing, "LEAST", 100)
-    m.fit(10**6 if on else 10, batches(300), callbacks=[stop_after(AT)])
+    monkeypatch.setattr(choosing, "MIN_STEPS", 100)
+    m.fit(10**6 if on else 10, batches(300), callbacks=[stop_after(TIMING_ENDS_AT)])
     assert m.step.compiled.on is on
     assert ("it pays" in m.step.compiled.reason) is on
 
@@ -56,7 +56,7 @@ def test_a_long_run_is_looked_at_once(
 @pytest.mark.parametrize("options", [{"compile": False}, {"deterministic": True}])
 def test_what_was_said_is_not_chosen(options: dict[str, object]) -> None:
     m = model(1e-3, **options)
-    m.fit(10**6, batches(300), callbacks=[stop_after(AT)])
+    m.fit(10**6, batches(300), callbacks=[stop_after(TIMING_ENDS_AT)])
     assert not m.step.compiled.on
 
 
@@ -64,12 +64,12 @@ def test_a_short_run_is_not_looked_at() -> None:
     m = model()
     run = m.fit(1, batches(300))
     assert run.position == 300
-    assert choosing.chooser(m.step, 300) == []
+    assert choosing.auto_compile_callbacks(m.step, 300) == []
 
 
 def test_a_program_of_the_whole_step_begins_with_a_pass() -> None:
     m = model(1e-3)
-    m.fit(10**6, batches(300), callbacks=[stop_after(AT + 1)])
+    m.fit(10**6, batches(300), callbacks=[stop_after(TIMING_ENDS_AT + 1)])
     assert not m.step.compiled.on
     m = model(1e-3)
     m.fit(10**6, batches(300), callbacks=[stop_after(300)])

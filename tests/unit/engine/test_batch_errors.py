@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
-from halfstep.engine.batch_errors import explain_batch_error, kind
+from halfstep.engine.batch_errors import describe_value, explain_batch_error
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.model import Model
 
@@ -309,7 +309,7 @@ def test_batches_that_are_no_tensors_are_described() -> None:
     assert caught.value.__notes__ == [
         "at step 1, on a batch of item 0 (list of 1), item 1 (ndarray [24])"
     ]
-    assert kind(3) == "int"
+    assert describe_value(3) == "int"
 
 
 def test_whole_numbers_for_an_embedding_are_no_mistake() -> None:

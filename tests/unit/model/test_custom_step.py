@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine import Feed
-from halfstep.engine.evaluate import as_record, evaluate, inputs_of, label_of, to_host
+from halfstep.engine.evaluate import evaluate, find_labels, to_eval_record, to_host, without_target
 from halfstep.metrics import Metrics
 from halfstep.model.custom_step import OwnStep
 from halfstep.step.eval_step import EvalRecord
@@ -56,7 +56,7 @@ def test_an_evaluation_cell_weighs_by_the_samples_of_its_batch(kind: str, output
     def check(*batch: Any) -> tuple[Tensor, Any]:
         return torch.tensor(next(means), device=DEVICE), OUTPUTS[outputs](torch.ones(4, 3))
 
-    assert evaluate(check, Feed(batches), Metrics(None), label_of) == {"loss": WEIGHTED}
+    assert evaluate(check, Feed(batches), Metrics(None), find_labels) == {"loss": WEIGHTED}
 
 
 def test_an_empty_batch_weighs_nothing() -> None:
@@ -64,14 +64,14 @@ def test_an_empty_batch_weighs_nothing() -> None:
         return x.mean(), {"x": x}  # 0/0 of no rows
 
     scores = evaluate(
-        check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), label_of
+        check, Feed([torch.full((2, 1), 3.0), torch.ones(0, 1)]), Metrics(None), find_labels
     )
     assert scores == {"loss": 3.0}
 
 
 def test_a_record_keeps_its_own_count() -> None:
     record = EvalRecord(torch.tensor(2.0), torch.tensor(7), None)
-    assert as_record(record, (torch.ones(3),)) is record
+    assert to_eval_record(record, (torch.ones(3),)) is record
 
 
 def network() -> nn.Sequential:
@@ -94,7 +94,7 @@ def test_an_evaluation_cell_moves_no_statistics_and_keeps_no_graph() -> None:
         net.train()  # as loops written by hand end an evaluation; the next batch is in eval mode all the same
         return seen[-1].square().mean(), seen[-1]
 
-    scores = evaluate(check, Feed(list(x.split(2))), Metrics(None), label_of, net=net)
+    scores = evaluate(check, Feed(list(x.split(2))), Metrics(None), find_labels, net=net)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert [m.training for m in net.modules()] == modes
     assert not any(out.requires_grad for out in seen)
@@ -115,7 +115,7 @@ def test_flags_and_gradients_come_back_after_an_error() -> None:
         raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
-        evaluate(check, Feed([torch.ones(2, 3)]), Metrics(None), label_of, net=net)
+        evaluate(check, Feed([torch.ones(2, 3)]), Metrics(None), find_labels, net=net)
     assert net.training
     assert net[1].training
     assert torch.is_grad_enabled()
@@ -124,7 +124,7 @@ def test_flags_and_gradients_come_back_after_an_error() -> None:
 def test_metrics_of_a_cell_see_its_logits() -> None:
     metrics = Metrics({"a": lambda out, y: out.argmax(1) == y})
     feed = Feed([(torch.eye(3), torch.tensor([0, 1, 1]))])
-    scores = evaluate(lambda x, y: (x.mean(), {"logits": x}), feed, metrics, label_of)
+    scores = evaluate(lambda x, y: (x.mean(), {"logits": x}), feed, metrics, find_labels)
     assert scores is not None
     assert scores["a"] == 2 / 3
 
@@ -203,5 +203,5 @@ def test_every_tensor_is_asked_to_come(nest: Callable[[Tensor], Any]) -> None:
 @pytest.mark.parametrize("name", ["labels", "label", "target", "y"])
 def test_a_name_that_gives_labels_is_no_input(name: str) -> None:
     batch = {"x": torch.ones(2), name: torch.zeros(2)}
-    assert label_of(batch) is batch[name]
-    assert inputs_of((batch,), targets=True)[0].keys() == {"x"}
+    assert find_labels(batch) is batch[name]
+    assert without_target((batch,), targets=True)[0].keys() == {"x"}

@@ -1,4 +1,7 @@
-"""O2 and O3 leave the user's objects alone: low inside the context, untouched outside it. Dtypes are read by hooks."""
+"""O2 and O3 change nothing of the user's: low inside the context, untouched outside it.
+
+Dtypes are read by hooks.
+"""
 
 import copy
 import io
@@ -18,18 +21,21 @@ F16 = torch.float16
 BF16 = torch.bfloat16
 F32 = torch.float32
 F64 = torch.float64
-Bits = list[tuple[str, int, torch.dtype, Tensor]]
+Snapshot = list[tuple[str, int, torch.dtype, Tensor]]
+"""Name, id, dtype and value of each tensor."""
 
 
-def mlp(device: torch.device) -> nn.Sequential:
+def make_mlp(device: torch.device) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).to(device)
 
 
-def apply(net: nn.Module, device: torch.device, name: str = "O2", **choices: Any) -> Applied:
+def apply_precision(
+    net: nn.Module, device: torch.device, name: str = "O2", **choices: Any
+) -> Applied:
     return Applied(net, hs.Precision(name, kernels="torch", **choices), device)
 
 
-def train(
+def make_step(
     net: nn.Module, name: str = "O2", *, lr: float = 0.1, forward: Any = None, **choices: Any
 ) -> hs.TrainStep:
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
@@ -37,26 +43,26 @@ def train(
     return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, forward=forward)
 
 
-def watch(*modules: nn.Module) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
+def record_dtypes(*modules: nn.Module) -> list[tuple[torch.dtype, torch.dtype, torch.dtype]]:
     """(input, weight, output) dtypes of each call, read by forward hooks."""
-    seen: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
+    dtypes: list[tuple[torch.dtype, torch.dtype, torch.dtype]] = []
     for module in modules:
         module.register_forward_hook(
-            lambda m, args, out: seen.append((args[0].dtype, m.weight.dtype, out.dtype))
+            lambda m, args, out: dtypes.append((args[0].dtype, m.weight.dtype, out.dtype))
         )
-    return seen
+    return dtypes
 
 
-def bits(net: nn.Module) -> Bits:
+def take_snapshot(net: nn.Module) -> Snapshot:
     """The identity, dtype and value of everything that parameters() and state_dict() show."""
     tensors = [*net.named_parameters(), *net.named_buffers()]
     return [(name, id(t), t.dtype, t.detach().clone()) for name, t in tensors]
 
 
-def same(one: Bits, other: Bits) -> bool:
-    return [o[:3] for o in one] == [o[:3] for o in other] and all(
-        torch.equal(a[3], b[3]) for a, b in zip(one, other, strict=True)
-    )
+def is_same(first: Snapshot, second: Snapshot) -> bool:
+    if [entry[:3] for entry in first] != [entry[:3] for entry in second]:
+        return False
+    return all(torch.equal(a[3], b[3]) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
@@ -64,11 +70,11 @@ def same(one: Bits, other: Bits) -> bool:
 def test_modules_see_low_weights_and_low_inputs_inside(
     name: str, low: torch.dtype, device: torch.device
 ) -> None:
-    net = mlp(device)
-    seen = watch(net[0], net[2])
-    with apply(net, device, name, dtype=low):
+    net = make_mlp(device)
+    dtypes = record_dtypes(net[0], net[2])
+    with apply_precision(net, device, name, dtype=low):
         out = net(torch.randn(2, 4, device=device))
-    assert seen == [(low, low, low)] * 2
+    assert dtypes == [(low, low, low)] * 2
     assert out.dtype == F32
 
 
@@ -77,19 +83,20 @@ def test_modules_see_low_weights_and_low_inputs_inside(
 def test_outside_everything_is_as_before_also_after_an_exception(
     name: str, fails: bool, device: torch.device
 ) -> None:
-    net = mlp(device)
+    net = make_mlp(device)
     x = torch.randn(2, 4, device=device)
-    before = bits(net)
+    before = take_snapshot(net)
     keys = [set(vars(m)) for m in net.modules()]
     out = net(x)
-    applied = apply(net, device, name)
-    for batch in (x, torch.randn(2, 5, device=device) if fails else x):  # five features do not fit
+    applied = apply_precision(net, device, name)
+    second_batch = torch.randn(2, 5, device=device) if fails else x  # five features do not fit
+    for batch in (x, second_batch):
         try:
             with applied:
                 net(batch)
         except RuntimeError:
             assert fails
-    assert same(bits(net), before)
+    assert is_same(take_snapshot(net), before)
     assert [set(vars(m)) for m in net.modules()] == keys
     assert torch.equal(net(x), out)
     assert torch.equal(copy.deepcopy(net)(x), out)
@@ -101,12 +108,12 @@ def test_outside_everything_is_as_before_also_after_an_exception(
 
 
 def test_training_moves_the_masters_and_nothing_else(device: torch.device) -> None:
-    net = mlp(device)
+    net = make_mlp(device)
     x = torch.randn(8, 4, device=device)
-    before = bits(net)
-    step = train(net)
+    before = take_snapshot(net)
+    step = make_step(net)
     step(x, torch.zeros(8, 3, device=device))
-    after = bits(net)
+    after = take_snapshot(net)
     assert [b[:3] for b in before] == [a[:3] for a in after]
     assert not any(torch.equal(b[3], a[3]) for b, a in zip(before, after, strict=True))
     assert all(p.grad is None for p in net.parameters())
@@ -129,7 +136,7 @@ class Tied(nn.Module):
 def test_tied_weights_share_one_low_copy_and_sum_their_gradients(device: torch.device) -> None:
     net = Tied().to(device)
     tokens = torch.randint(7, (5,), device=device)
-    with apply(net, device):
+    with apply_precision(net, device):
         assert net.head.weight is net.embed.weight
         assert net.head.weight.dtype == F16
         net(tokens).square().sum().backward()
@@ -144,7 +151,7 @@ def test_tied_weights_share_one_low_copy_and_sum_their_gradients(device: torch.d
 
 @pytest.mark.parametrize("name", ["fp32", "O2"])
 def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -> None:
-    net = mlp(device)
+    net = make_mlp(device)
     fired = []
     p = net[2].weight
     net.register_forward_pre_hook(lambda m, args: fired.append("forward pre"))
@@ -152,7 +159,7 @@ def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -
     net[2].register_full_backward_hook(lambda m, gin, gout: fired.append("backward"))
     p.register_hook(lambda grad: fired.append(f"parameter {grad.dtype}"))
     p.register_post_accumulate_grad_hook(lambda p: fired.append(f"accumulated {p.grad.dtype}"))
-    step = train(net, name)
+    step = make_step(net, name)
     for _ in range(2):
         fired.clear()
         step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
@@ -168,10 +175,10 @@ def test_every_kind_of_hook_fires_once_a_step(name: str, device: torch.device) -
 
 @pytest.mark.parametrize("name", ["fp32", "O1", "O2"])
 def test_hooks_that_edit_a_gradient_edit_the_update(name: str, device: torch.device) -> None:
-    net = mlp(device)
+    net = make_mlp(device)
     first = net[0].weight
     last = net[2].weight
-    before = bits(net)
+    before = take_snapshot(net)
     first.register_hook(torch.zeros_like)
     scale = 1.0 if name == "fp32" else 1024.0
 
@@ -180,7 +187,7 @@ def test_hooks_that_edit_a_gradient_edit_the_update(name: str, device: torch.dev
         p.grad.fill_(scale)  # hooks see scaled gradients, as under torch's own scaler
 
     last.register_post_accumulate_grad_hook(fill)
-    step = train(net, name, lr=1.0, scale=None if name == "fp32" else scale)
+    step = make_step(net, name, lr=1.0, scale=None if name == "fp32" else scale)
     step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
     assert torch.equal(first, before[0][3])
     assert torch.equal(last, before[2][3] - 1.0)
@@ -193,38 +200,38 @@ def test_parametrized_layers_train_in_o2(norm: Any, device: torch.device) -> Non
         device
     )
     names = [n for n, _ in net.named_parameters()]
-    seen = []
-    before = bits(net)
-    net[0].register_forward_hook(lambda m, args, out: seen.append((m.weight.dtype, out.dtype)))
-    step = train(net)
+    dtypes = []
+    before = take_snapshot(net)
+    net[0].register_forward_hook(lambda m, args, out: dtypes.append((m.weight.dtype, out.dtype)))
+    step = make_step(net)
     x = torch.randn(16, 4, device=device)
     y = torch.zeros(16, 3, device=device)
     losses = [step(x, y).loss.item() for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
-    assert seen[0] == (F16, F16)
+    assert dtypes[0] == (F16, F16)
     assert [n for n, _ in net.named_parameters()] == names
-    assert all(t.dtype == F32 for *_, t in bits(net))
-    moved = [not torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)]
-    assert all(moved)  # weights, and the power iteration's vectors in float32
+    assert all(t.dtype == F32 for *_, t in take_snapshot(net))
+    is_changed = [
+        not torch.equal(a[3], b[3]) for a, b in zip(before, take_snapshot(net), strict=True)
+    ]
+    assert all(is_changed)  # weights, and the power iteration's vectors in float32
     assert net[0].weight.dtype == F32
 
 
 def test_a_frozen_parameter_stays_and_its_layers_take_no_backward(device: torch.device) -> None:
-    net = mlp(device)
+    net = make_mlp(device)
     net[0].requires_grad_(False)
-    before = bits(net)
+    before = take_snapshot(net)
     x = torch.randn(2, 4, device=device)
-    with apply(net, device):
+    with apply_precision(net, device):
         assert not net[0].weight.requires_grad
         assert not net[0](x).requires_grad
         assert net[2].weight.requires_grad
-    train(net)(x, torch.zeros(2, 3, device=device))
-    assert [torch.equal(a[3], b[3]) for a, b in zip(before, bits(net), strict=True)] == [
-        True,
-        True,
-        False,
-        False,
+    make_step(net)(x, torch.zeros(2, 3, device=device))
+    is_unchanged = [
+        torch.equal(a[3], b[3]) for a, b in zip(before, take_snapshot(net), strict=True)
     ]
+    assert is_unchanged == [True, True, False, False]
 
 
 def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.device) -> None:
@@ -244,28 +251,33 @@ def test_an_unused_parameter_keeps_its_value_under_weight_decay(device: torch.de
 
 @pytest.mark.parametrize("name", ["O2", "O3"])
 def test_low_copies_are_never_stale(name: str, device: torch.device) -> None:
-    net = mlp(device)
-    other = mlp(device)
+    net = make_mlp(device)
+    twin = make_mlp(device)
     x = torch.randn(2, 4, device=device)
-    applied = apply(net, device, name)
-    fresh = apply(other, device, name)
+    applied = apply_precision(net, device, name)
+    fresh = apply_precision(twin, device, name)
+
+    def fill_bias() -> None:
+        twin[2].bias.data = torch.full((3,), 2.0, device=device)
+        net[2].bias.data.fill_(2.0)
+
     for edit in (
-        lambda: net[0].weight.data.copy_(other[0].weight),
-        lambda: net.load_state_dict(other.state_dict()),
-        lambda: (
-            setattr(other[2].bias, "data", torch.full((3,), 2.0, device=device))
-            or net[2].bias.data.fill_(2.0)
-        ),
+        lambda: net[0].weight.data.copy_(twin[0].weight),
+        lambda: net.load_state_dict(twin.state_dict()),
+        fill_bias,
     ):
         with applied:
             net(x)
         edit()
     with applied, fresh:
-        assert torch.equal(net(x), other(x))
+        assert torch.equal(net(x), twin(x))
 
 
 class Buffered(nn.Module):
-    """A table that is read, a mean that is written in place, one that is replaced, a counter, and a low product."""
+    """Buffers of all kinds, and a low product.
+
+    A table that is read, a mean that is written in place, one that is replaced, and a counter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,10 +286,10 @@ class Buffered(nn.Module):
         self.register_buffer("written", torch.zeros(()))
         self.register_buffer("replaced", torch.zeros(()))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.seen: list[torch.dtype] = []
+        self.dtypes: list[torch.dtype] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen += [self.table.dtype, self.count.dtype]
+        self.dtypes += [self.table.dtype, self.count.dtype]
         self.written.add_(1)
         self.replaced = self.replaced + 1
         self.count += 1
@@ -291,10 +303,10 @@ def test_buffers_are_low_inside_and_keep_what_forward_wrote(
 ) -> None:
     net = Buffered().to(device)
     table = net.table
-    step = train(net, name, scale=1)  # no skip, which would rightly take the buffers back
+    step = make_step(net, name, scale=1)  # no skip, which would rightly take the buffers back
     for _ in range(3):
         step(torch.randn(2, 4, device=device), torch.zeros(2, 4, device=device))
-    assert set(net.seen) == {F16 if name in ("O2", "O3") else F32, torch.int64}
+    assert set(net.dtypes) == {F16 if name in ("O2", "O3") else F32, torch.int64}
     assert net.table is table
     # not rounded through half on the way back
     assert torch.equal(table, torch.linspace(0, 1, 4, device=device))
@@ -305,7 +317,7 @@ def test_buffers_are_low_inside_and_keep_what_forward_wrote(
 
 
 def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
-    """By hand: the first layer in half precision, the second in fp32 with the masters themselves."""
+    """By hand: the first layer in half precision, the second in fp32 with the masters."""
     low = F.linear(x.half(), net[0].weight.half(), net[0].bias.half())
     return F.linear(low.float(), net[1].weight, net[1].bias).detach()
 
@@ -313,7 +325,7 @@ def low_then_high(net: nn.Sequential, x: Tensor) -> Tensor:
 def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device)
     x = torch.randn(6, 4, device=device)
-    with apply(net, device, keep={"1": "fp32"}):
+    with apply_precision(net, device, keep={"1": "fp32"}):
         out = net(x)
     exact = low_then_high(net, x)
     assert torch.equal(out, exact)
@@ -323,7 +335,7 @@ def test_a_kept_head_is_not_rounded_through_half(device: torch.device) -> None:
 def test_a_kept_head_called_from_forward_is_not_rounded_through_half(device: torch.device) -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(device)
     x = torch.randn(6, 4, device=device)
-    step = train(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y))
+    step = make_step(net, keep={"1": "fp32"}, forward=lambda n, x, y: (n[1](n[0](x)), y))
     y = torch.zeros(6, 3).to(device)
     exact = F.mse_loss(low_then_high(net, x), y)
     assert torch.equal(step(x, y).loss, exact)
@@ -331,7 +343,7 @@ def test_a_kept_head_called_from_forward_is_not_rounded_through_half(device: tor
 
 def test_an_output_edited_in_place_after_a_kept_module_stays_edited(device: torch.device) -> None:
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.ReLU(inplace=True)).to(device)
-    with apply(net, device, keep={"1": "fp32"}):
+    with apply_precision(net, device, keep={"1": "fp32"}):
         out = net(torch.randn(64, 4, device=device))
     assert out.min().item() == 0.0
 
@@ -339,34 +351,36 @@ def test_an_output_edited_in_place_after_a_kept_module_stays_edited(device: torc
 def test_a_kept_middle_block_runs_high_between_low_neighbours(device: torch.device) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.ModuleDict({"in": nn.Linear(4, 4)}))
     net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": block, "c": nn.Linear(4, 3)}).to(device)
-    seen = watch(net.a, net.b[0], net.b[1]["in"], net.c)
+    dtypes = record_dtypes(net.a, net.b[0], net.b[1]["in"], net.c)
     rules = {"b": "fp32", "b.1.in": "float16"}
-    step = train(net, keep=rules, forward=lambda n, x, y: (n.c(n.b[1]["in"](n.b[0](n.a(x)))), y))
+    step = make_step(
+        net, keep=rules, forward=lambda n, x, y: (n.c(n.b[1]["in"](n.b[0](n.a(x)))), y)
+    )
     step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
-    assert [weight for _, weight, _ in seen] == [F16, F32, F16, F16]
+    assert [weight for _, weight, _ in dtypes] == [F16, F32, F16, F16]
 
 
 def test_o1_keeps_a_module_out_of_autocast(device: torch.device) -> None:
-    net = mlp(device)
-    seen = watch(net[0], net[2])
+    net = make_mlp(device)
+    dtypes = record_dtypes(net[0], net[2])
     x = torch.randn(2, 4, device=device)
-    with apply(net, device, "O1", keep={"2": "fp32"}):
+    with apply_precision(net, device, "O1", keep={"2": "fp32"}):
         out = net(x)
     # weights stay fp32 under O1; the output tells where it ran
-    assert seen == [
+    assert dtypes == [
         (F32, F32, F16),
         (F16, F32, F32),
     ]
     low = F.relu(F.linear(x.half(), net[0].weight.half(), net[0].bias.half()))
     assert torch.equal(out, F.linear(low.float(), net[2].weight, net[2].bias))
-    with apply(net, device, "O1"):
+    with apply_precision(net, device, "O1"):
         net(x)
-    assert seen[-1] == (F16, F32, F16)
+    assert dtypes[-1] == (F16, F32, F16)
 
 
 def test_a_glob_that_matches_nothing_is_refused_with_the_names(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"(?s)haed.*0, 1, 2"):
-        apply(mlp(device), device, keep={"haed*": "fp32"})
+        apply_precision(make_mlp(device), device, keep={"haed*": "fp32"})
 
 
 class FooRMSNorm(nn.Module):
@@ -380,36 +394,41 @@ class FooRMSNorm(nn.Module):
 
 
 NORMS = [
-    nn.BatchNorm1d(6), nn.LayerNorm(6), nn.GroupNorm(2, 6), nn.InstanceNorm1d(6, affine=True), nn.RMSNorm(6),
+    nn.BatchNorm1d(6),
+    nn.LayerNorm(6),
+    nn.GroupNorm(2, 6),
+    nn.InstanceNorm1d(6, affine=True),
+    nn.RMSNorm(6),
     FooRMSNorm(6),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("kind", NORMS, ids=lambda norm: type(norm).__name__)
+@pytest.mark.parametrize("norm_layer", NORMS, ids=lambda norm: type(norm).__name__)
 def test_norms_compute_in_fp32_under_o2_and_low_under_o3(
-    kind: nn.Module, device: torch.device
+    norm_layer: nn.Module, device: torch.device
 ) -> None:
-    norm = copy.deepcopy(kind)
+    norm = copy.deepcopy(norm_layer)
     nn.init.uniform_(norm.weight, 0.5, 2.0)
     net = nn.Sequential(nn.Identity(), norm).to(device)
     x = torch.randn(8, 6, 6, device=device)
     exact = copy.deepcopy(norm)(x.half().float())  # before anything moves its statistics
-    seen = watch(norm)
-    with apply(net, device, "O2"):
+    dtypes = record_dtypes(norm)
+    with apply_precision(net, device, "O2"):
         out = net(x)
     # fp32 weights; the network around it goes on in half
-    assert (seen[-1][1], seen[-1][2]) == (
+    assert (dtypes[-1][1], dtypes[-1][2]) == (
         F32,
         F16,
     )
-    # One rounding of an fp32 result: half a unit of float16 (2**-11 relative), and 1e-6 for another order of summation.
+    # One rounding of an fp32 result: half a unit of float16 (2**-11 relative), and 1e-6 for another
+    # order of summation.
     assert torch.allclose(out, exact, rtol=2.0**-11, atol=1e-6)
-    with apply(net, device, "O3"):
+    with apply_precision(net, device, "O3"):
         net(x)
-    assert (seen[-1][1], seen[-1][2]) == (F16, F16)
-    with apply(net, device, "O2", keep_batchnorm_fp32=False):
+    assert (dtypes[-1][1], dtypes[-1][2]) == (F16, F16)
+    with apply_precision(net, device, "O2", keep_batchnorm_fp32=False):
         net(x)
-    assert (seen[-1][1], seen[-1][2]) == (F16, F16)
+    assert (dtypes[-1][1], dtypes[-1][2]) == (F16, F16)
     assert {t.dtype for t in net.state_dict().values() if t.is_floating_point()} == {F32}
 
 
@@ -419,12 +438,13 @@ def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(
 ) -> None:
     net = nn.Sequential(nn.Identity(), nn.BatchNorm1d(6)).to(device)
     x = torch.randn(32, 6, device=device) + 1.0
-    with apply(net, device, name):
+    with apply_precision(net, device, name):
         net(x)
         net(x)
     mean = x.double().mean(0)
     var = x.double().var(0)
-    # momentum 0.1, twice: 0.19 of the batch's own; under O3 input and statistics are rounded to float16, twice
+    # Momentum 0.1, twice: 0.19 of the batch's own. Under O3 input and statistics are rounded to
+    # float16, twice.
     expected = [0.19 * mean, 0.81 + 0.19 * var]
     for got, want in zip((net[1].running_mean, net[1].running_var), expected, strict=True):
         assert got.dtype == F32
@@ -433,14 +453,14 @@ def test_batchnorms_statistics_move_in_every_precision_and_stay_fp32(
 
 
 class Structured(nn.Module):
-    """Takes keywords and nested structures; writes down the dtypes that reached it."""
+    """Takes keywords and nested structures; remembers the dtypes that it received."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
 
     def forward(self, x: Tensor, *, extra: dict[str, Any], flag: bool) -> dict[str, Any]:
-        self.seen = [
+        self.received = [
             x.dtype,
             extra["pair"][0].dtype,
             extra["pair"][1].dtype,
@@ -454,20 +474,20 @@ def test_keywords_and_nested_structures_are_cast_leaf_by_leaf(device: torch.devi
     net = Structured().to(device)
     x = torch.ones(2, 4, device=device)
     extra = {"pair": (x.clone(), torch.arange(4, device=device)), "mask": x > 0, "n": 3}
-    with apply(net, device):
+    with apply_precision(net, device):
         out = net(x, extra=extra, flag=True)
-    assert net.seen == [F16, F16, torch.int64, torch.bool, int]
+    assert net.received == [F16, F16, torch.int64, torch.bool, int]
     assert (out["out"][0].dtype, out["flag"], out["ids"].dtype) == (F32, True, torch.int64)
     assert extra["pair"][0].dtype == F32  # the caller's structure is not edited
 
 
 def test_submodules_called_from_forward_take_fp32_inputs_low(device: torch.device) -> None:
     net = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 3)}).to(device)
-    seen = watch(net.a, net.b)
-    step = train(net, forward=lambda n, x, y: (n.b(n.a(x).float().tanh()), y))
+    dtypes = record_dtypes(net.a, net.b)
+    step = make_step(net, forward=lambda n, x, y: (n.b(n.a(x).float().tanh()), y))
     record = step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
     # hooks see the caller's fp32; the product is low
-    assert seen == [
+    assert dtypes == [
         (F32, F16, F16),
         (F32, F16, F16),
     ]

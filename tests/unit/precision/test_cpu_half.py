@@ -1,4 +1,4 @@
-"""FastHalf: a low product on a CPU is round(fp32 product of the low operands), forward and backward."""
+"""FastHalf: a low product on a CPU is round(fp32 product of low operands), also backward."""
 
 import threading
 from collections.abc import Callable
@@ -42,10 +42,14 @@ OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {  # function, shapes of its 
     "einsum of a list": (lambda a, b: torch.einsum("ij,jk->ik", [a, b]), [(3, 16), (16, 5)]),
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, stride=2), [(2, 4, 9), (6, 4, 3), (6,)]),
     "conv2d": (lambda x, w, b: F.conv2d(x, w, b, padding=1), [(2, 4, 6, 6), (8, 4, 3, 3), (8,)]),
-    "conv2d grouped": (lambda x, w: F.conv2d(x, w, groups=2, dilation=2), [(2, 4, 7, 7), (8, 2, 3, 3)]),
+    "conv2d grouped": (
+        lambda x, w: F.conv2d(x, w, groups=2, dilation=2), [(2, 4, 7, 7), (8, 2, 3, 3)],
+    ),
     "conv3d": (F.conv3d, [(1, 3, 4, 4, 4), (4, 3, 2, 2, 2), (4,)]),
     "conv_transpose1d": (F.conv_transpose1d, [(2, 4, 5), (4, 6, 3), (6,)]),
-    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2), [(2, 4, 4, 4), (4, 6, 3, 3)]),
+    "conv_transpose2d": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2), [(2, 4, 4, 4), (4, 6, 3, 3)],
+    ),
     "conv_transpose3d": (F.conv_transpose3d, [(1, 3, 3, 3, 3), (3, 4, 2, 2, 2)]),
     "attention": (F.scaled_dot_product_attention, [(2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)]),
     "causal attention": (
@@ -61,21 +65,21 @@ OPS: dict[str, tuple[Op, list[tuple[int, ...]]]] = {  # function, shapes of its 
 }  # fmt: skip
 
 
-def operands(name: str, low: torch.dtype) -> list[Tensor]:
+def make_operands(name: str, low: torch.dtype) -> list[Tensor]:
     torch.manual_seed(len(name))
     return [torch.randn(shape).to(low) for shape in OPS[name][1]]
 
 
-def forward_and_backward(op: Op, given: list[Tensor], seed: Tensor | None = None) -> list[Tensor]:
-    """The output and the gradient of each operand, for a seed gradient of ones or the given one."""
-    leaves = [g.detach().clone().requires_grad_() for g in given]
+def forward_and_backward(op: Op, inputs: list[Tensor], seed: Tensor | None = None) -> list[Tensor]:
+    """The output and the gradient of each operand, for a seed gradient of ones or `seed`."""
+    leaves = [g.detach().clone().requires_grad_() for g in inputs]
     out = op(*leaves)
     out.backward(torch.ones_like(out) if seed is None else seed.to(out.dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def widened(op: Op, low: torch.dtype) -> Op:
-    """The definition: the op in fp32 on the low operands, rounded once; autograd rounds each gradient once."""
+def rounded_fp32(op: Op, low: torch.dtype) -> Op:
+    """The definition: the op in fp32 on low operands, rounded once, as is each gradient."""
     return lambda *args: op(*(a.float() for a in args)).to(low)
 
 
@@ -85,31 +89,32 @@ def test_a_product_is_the_rounded_fp32_product_forward_and_backward(
     name: str, low: torch.dtype
 ) -> None:
     op = OPS[name][0]
-    given = operands(name, low)
-    expected = forward_and_backward(widened(op, low), given)
+    inputs = make_operands(name, low)
+    expected = forward_and_backward(rounded_fp32(op, low), inputs)
     with FastHalf(low):
-        got = forward_and_backward(op, given)
-    assert [g.dtype for g in got] == [low] * len(given) + [low]
+        got = forward_and_backward(op, inputs)
+    assert [g.dtype for g in got] == [low] * len(inputs) + [low]
     assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("low", [F16, BF16])
 @pytest.mark.parametrize("name", OPS)
 def test_its_largest_error_is_no_worse_than_torchs(name: str, low: torch.dtype) -> None:
-    """Against float64 on the same low operands. Both round once; before that, fp32 sums of at most 100 terms, taken in
-    another order, may differ by 100 · 2**-24 < 2**-16 of the largest.
+    """Against float64 on the same low operands.
+
+    Both round once. Before that, fp32 sums of at most 100 terms, taken in another order, may differ
+    by 100 · 2**-24 < 2**-16 of the largest.
     """
     op = OPS[name][0]
-    given = operands(name, low)
-    exact = forward_and_backward(op, [g.double() for g in given])
-    theirs = forward_and_backward(op, given)
+    inputs = make_operands(name, low)
+    exact = forward_and_backward(op, [g.double() for g in inputs])
+    theirs = forward_and_backward(op, inputs)
     with FastHalf(low):
-        ours = forward_and_backward(op, given)
-    for mine, other, true in zip(ours, theirs, exact, strict=True):
-        worst = (other.double() - true).abs().max().item()
-        assert (
-            mine.double() - true
-        ).abs().max().item() <= worst + 2.0**-16 * true.abs().max().item()
+        ours = forward_and_backward(op, inputs)
+    for our_value, their_value, true in zip(ours, theirs, exact, strict=True):
+        our_error = (our_value.double() - true).abs().max().item()
+        their_error = (their_value.double() - true).abs().max().item()
+        assert our_error <= their_error + 2.0**-16 * true.abs().max().item()
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, torch.int64])
@@ -152,9 +157,10 @@ def test_operands_by_keyword_give_the_same_product() -> None:
     with FastHalf(F16):
         out = F.linear(input=x, weight=w, bias=b)
         mixed = F.linear(x, weight=w, bias=b)
-    expected = widened(F.linear, F16)(x, w, b)
+    expected = rounded_fp32(F.linear, F16)(x, w, b)
     assert (out.dtype, mixed.dtype) == (F16, F16)
-    # torch's own kernel may serve keyword calls: it rounds once as well, after fp32 sums of 4 terms in another order.
+    # torch's own kernel may serve keyword calls: it rounds once as well, after fp32 sums of 4 terms
+    # in another order.
     assert torch.allclose(out.float(), expected.float(), rtol=2.0**-10, atol=2.0**-20)
     assert torch.equal(mixed, expected)
 
@@ -165,10 +171,10 @@ def test_operands_by_keyword_give_the_same_product() -> None:
 )
 def test_under_autocast_operands_are_rounded_first(name: str, low: torch.dtype) -> None:
     op = OPS[name][0]
-    given = [torch.randn(shape) for shape in OPS[name][1]]
-    expected = op(*(g.to(low).float() for g in given)).to(low)
+    inputs = [torch.randn(shape) for shape in OPS[name][1]]
+    expected = op(*(g.to(low).float() for g in inputs)).to(low)
     with torch.autocast("cpu", dtype=low, cache_enabled=False), FastHalf(low, cast=True):
-        out = op(*given)
+        out = op(*inputs)
     assert out.dtype == low
     assert torch.equal(out, expected)
 
@@ -177,7 +183,7 @@ def test_under_autocast_operands_are_rounded_first(name: str, low: torch.dtype) 
 def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(
     other: torch.dtype,
 ) -> None:
-    """autocast's rule: every floating operand but fp64 becomes low, the other half dtype included."""
+    """autocast's rule: every floating operand but fp64 becomes low, the other half dtype too."""
     low = F16 if other is BF16 else BF16
     x = torch.randn(3, 4).to(other)
     w = torch.randn(5, 4)
@@ -186,7 +192,7 @@ def test_under_autocast_a_product_takes_the_dtypes_that_torchs_autocast_takes(
         with FastHalf(low, cast=True):
             ours = F.linear(x, w)
     assert ours.dtype == theirs.dtype == low
-    assert torch.equal(ours, widened(F.linear, low)(x.to(low), w.to(low)))
+    assert torch.equal(ours, rounded_fp32(F.linear, low)(x.to(low), w.to(low)))
 
 
 def test_under_autocast_fp64_is_left_alone_and_an_inner_off_is_off() -> None:
@@ -268,11 +274,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_no_half_product_reaches_torchs_slow_kernels(name: str, precision: str) -> None:
     make, shape = NETS[name]
     net = make()
-    with LowProducts() as seen:
+    with LowProducts() as low_products:
         with Applied(net, hs.Precision(precision), CPU):
             out = net(torch.randn(shape))
         out.sum().backward()  # outside, as the step does it
-    assert seen.names == set()
+    assert low_products.names == set()
 
 
 @pytest.mark.parametrize("low", [F16, BF16])

@@ -1,4 +1,4 @@
-"""Storing fp32 updates in low weights: stochastic rounding is unbiased and repeatable, Kahan loses nothing."""
+"""fp32 updates of low weights: stochastic rounding is unbiased and repeatable, Kahan exact."""
 
 import copy
 import math
@@ -14,26 +14,28 @@ from halfstep.precision.low_params import round_stochastically, rounding_key
 F16 = torch.float16
 BF16 = torch.bfloat16
 F32 = torch.float32
-LOWS = [F16, BF16]
-EDGES = [  # dtype, its largest value, halfway to the next step, which nearest rounding overflows, and a value beyond
+LOW_DTYPES = [F16, BF16]
+# dtype, its largest value, halfway to the next step, which nearest rounding overflows, and a value
+# beyond
+EDGES = [
     (F16, 65504.0, 65520.0, 70000.0),
     (BF16, 255 * 2.0**120, 255.5 * 2.0**120, math.inf),  # fp32 ends before the next step
 ]
 
 
-def key(update: int, index: int, device: torch.device) -> Tensor:
+def make_key(update: int, index: int, device: torch.device) -> Tensor:
     return rounding_key(torch.tensor(update, device=device), index)
 
 
 def neighbours(value: float, low: torch.dtype) -> tuple[float, float]:
-    """The representable values just below and just above a value that is not representable, by magnitude."""
-    near = torch.tensor(abs(value), dtype=torch.float64).to(low)
-    if near.double().item() > abs(value):
-        up = near
-        down = torch.nextafter(near, torch.zeros_like(near))
+    """The representable values next to one that is not, the smaller magnitude first."""
+    nearest = torch.tensor(abs(value), dtype=torch.float64).to(low)
+    if nearest.double().item() > abs(value):
+        up = nearest
+        down = torch.nextafter(nearest, torch.zeros_like(nearest))
     else:
-        up = torch.nextafter(near, torch.full_like(near, math.inf))
-        down = near
+        up = torch.nextafter(nearest, torch.full_like(nearest, math.inf))
+        down = nearest
     return math.copysign(down.double().item(), value), math.copysign(up.double().item(), value)
 
 
@@ -50,7 +52,7 @@ VALUES = {  # name: value; the first four are normal in both dtypes
 }
 
 
-@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 @pytest.mark.parametrize("name", VALUES)
 def test_it_goes_to_a_neighbour_with_the_probability_that_makes_the_mean_exact(
     name: str, low: torch.dtype, device: torch.device
@@ -58,45 +60,46 @@ def test_it_goes_to_a_neighbour_with_the_probability_that_makes_the_mean_exact(
     x = torch.tensor(VALUES[name], dtype=F32)
     down, up = neighbours(x.item(), low)
     n = 1 << 15
-    out = round_stochastically(x.to(device).expand(n), low, key(3, 1, device)).double().cpu()
+    out = round_stochastically(x.to(device).expand(n), low, make_key(3, 1, device)).double().cpu()
     assert ((out == down) | (out == up)).all()
     p = (x.double().item() - down) / (up - down)
     ups = (out == up).sum().item()
-    # z = 5 standard deviations of a binomial: one false alarm in 1.7 million; plus the 2**-13 steps of the draws.
+    # z = 5 standard deviations of a binomial: one false alarm in 1.7 million; plus the 2**-13 steps
+    # of the draws.
     assert abs(ups / n - p) <= 5 * math.sqrt(p * (1 - p) / n) + 2.0**-13
     assert 0 < ups < n
 
 
-@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_the_mean_over_random_values_is_exact_to_its_standard_error(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.randn(1 << 15, generator=torch.Generator().manual_seed(5)).to(device)
-    errors = round_stochastically(x, low, key(0, 0, device)).double() - x.double()
+    errors = round_stochastically(x, low, make_key(0, 0, device)).double() - x.double()
     z = errors.mean() / (errors.std() / math.sqrt(len(x)))
     assert abs(z.item()) < 5  # one false alarm in 1.7 million
     towards_zero = (errors * x.sign()).mean() / (errors.std() / math.sqrt(len(x)))
     assert abs(towards_zero.item()) < 5  # truncation would show here, hidden by symmetry above
 
 
-@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_a_representable_value_never_moves(low: torch.dtype, device: torch.device) -> None:
     """All 65,536 bit patterns: normals, subnormals, zeros of both signs, infinities, NaN."""
     patterns = (
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(low).to(device)
     )
     for update in range(3):
-        out = round_stochastically(patterns.float(), low, key(update, 0, device))
+        out = round_stochastically(patterns.float(), low, make_key(update, 0, device))
         real = ~patterns.isnan()
         # signs of zero included
         assert torch.equal(out[real].view(torch.int16), patterns[real].view(torch.int16))
         assert out[~real].isnan().all()
 
 
-@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_inf_and_nan_stay_and_signs_are_kept(low: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([math.inf, -math.inf, math.nan, -0.0, 1e-30, -1e-30], device=device)
-    out = round_stochastically(x, low, key(0, 0, device))
+    out = round_stochastically(x, low, make_key(0, 0, device))
     assert out[0] == math.inf
     assert out[1] == -math.inf
     assert out[2].isnan()
@@ -110,48 +113,51 @@ def test_what_nearest_keeps_finite_stays_finite_and_what_it_overflows_overflows(
     inside = torch.linspace(top, halfway, 4096, dtype=torch.float64, device=device)[:-1].float()
     assert inside.to(low).isfinite().all()
     for sign in (1, -1):
-        assert (round_stochastically(sign * inside, low, key(0, 0, device)) == sign * top).all()
+        out = round_stochastically(sign * inside, low, make_key(0, 0, device))
+        assert (out == sign * top).all()
         out = round_stochastically(
-            torch.full((4096,), sign * beyond, device=device), low, key(0, 0, device)
+            torch.full((4096,), sign * beyond, device=device), low, make_key(0, 0, device)
         )
         assert (out == sign * math.inf).all()
 
 
-@pytest.mark.parametrize("low", LOWS)
+@pytest.mark.parametrize("low", LOW_DTYPES)
 def test_the_draws_are_a_function_of_update_parameter_and_element(
     low: torch.dtype, device: torch.device
 ) -> None:
     x = torch.full((4096,), 1.0 + 2.0**-12, device=device)
-    one = round_stochastically(x, low, key(7, 2, device))
-    assert torch.equal(one, round_stochastically(x, low, key(7, 2, device)))
+    one = round_stochastically(x, low, make_key(7, 2, device))
+    assert torch.equal(one, round_stochastically(x, low, make_key(7, 2, device)))
     # the shape does not matter
-    assert torch.equal(one, round_stochastically(x.view(64, 64), low, key(7, 2, device)).view(-1))
-    assert torch.equal(one[:100], round_stochastically(x[:100], low, key(7, 2, device)))
+    assert torch.equal(
+        one, round_stochastically(x.view(64, 64), low, make_key(7, 2, device)).view(-1)
+    )
+    assert torch.equal(one[:100], round_stochastically(x[:100], low, make_key(7, 2, device)))
     # nor the device
     assert torch.equal(
-        one, round_stochastically(x.cpu(), low, key(7, 2, torch.device("cpu"))).to(device)
+        one, round_stochastically(x.cpu(), low, make_key(7, 2, torch.device("cpu"))).to(device)
     )
-    for other in (key(8, 2, device), key(7, 3, device)):
-        differs = (round_stochastically(x, low, other) != one).float().mean().item()
+    for other_key in (make_key(8, 2, device), make_key(7, 3, device)):
+        differs = (round_stochastically(x, low, other_key) != one).float().mean().item()
         # of rounding up, so two independent draws differ with 2 p (1 - p)
         p = 2.0**-2 if low == F16 else 2.0**-5
         assert differs == pytest.approx(2 * p * (1 - p), abs=5 * math.sqrt(0.25 / 4096))  # z = 5
 
 
 def test_a_key_far_into_training_is_a_key(device: torch.device) -> None:
-    keys = [key(u, i, device).item() for u in (0, 1, 10**6, 2**31 - 1) for i in (0, 1, 10**4)]
+    keys = [make_key(u, i, device).item() for u in (0, 1, 10**6, 2**31 - 1) for i in (0, 1, 10**4)]
     assert len(set(keys)) == len(keys)
 
 
 def test_torchs_generator_is_left_alone(device: torch.device) -> None:
     before = torch.get_rng_state()
-    round_stochastically(torch.randn(0, device=device), F16, key(0, 0, device))
-    round_stochastically(torch.ones(100, device=device), F16, key(1, 0, device))
+    round_stochastically(torch.randn(0, device=device), F16, make_key(0, 0, device))
+    round_stochastically(torch.ones(100, device=device), F16, make_key(1, 0, device))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 class Drift(nn.Module):
-    """A single weight whose loss has gradient exactly 1, so that SGD subtracts lr at every update."""
+    """A weight whose loss has gradient exactly 1: SGD subtracts lr at every update."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -161,7 +167,7 @@ class Drift(nn.Module):
         return (self.w.float() * x).sum()
 
 
-def drift(
+def train_drift(
     rounding: str, dtype: str, device: torch.device, lr: float, updates: int
 ) -> tuple[Tensor, hs.TrainStep]:
     net = Drift(1.0).to(device)
@@ -178,21 +184,22 @@ LR = 6e-5
 
 
 def test_nearest_loses_small_updates(device: torch.device) -> None:
-    w, _ = drift("nearest", "fp16", device, LR, UPDATES)
+    w, _ = train_drift("nearest", "fp16", device, LR, UPDATES)
     assert torch.equal(w, torch.ones_like(w))
 
 
 def test_kahan_lands_on_the_exact_sum(device: torch.device) -> None:
-    w, step = drift("kahan", "fp16", device, LR, UPDATES)
+    w, step = train_drift("kahan", "fp16", device, LR, UPDATES)
     exact = 1.0 - UPDATES * LR
-    # half a unit of float16 below 1 for the stored weight, and 400 fp32 roundings of hi + lo, kept in 11 + 11 bits.
+    # Half a unit of float16 below 1 for the stored weight, and 400 fp32 roundings of hi + lo, which
+    # have 11 + 11 bits.
     assert (w - exact).abs().max().item() <= 2.0**-12 + UPDATES * 2.0**-24
-    whole = w + step.state.residue[0].double()
-    assert (whole - exact).abs().max().item() <= UPDATES * 2.0**-23
+    weight_and_residue = w + step.state.residue[0].double()
+    assert (weight_and_residue - exact).abs().max().item() <= UPDATES * 2.0**-23
 
 
 def test_stochastic_lands_near_the_exact_sum_and_on_it_in_the_mean(device: torch.device) -> None:
-    w, _ = drift("stochastic", "fp16", device, LR, UPDATES)
+    w, _ = train_drift("stochastic", "fp16", device, LR, UPDATES)
     exact = 1.0 - UPDATES * LR
     unit = 2.0**-11
     p = LR / unit
@@ -203,19 +210,17 @@ def test_stochastic_lands_near_the_exact_sum_and_on_it_in_the_mean(device: torch
 
 
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
-def test_a_weight_of_one_moves_under_updates_of_6e_minus_4_in_float16_and_under_1e_minus_3_in_bfloat16(
-    rounding: str, device: torch.device
-) -> None:
-    half, _ = drift(rounding, "fp16", device, 6e-4, 100)
+def test_small_updates_move_a_weight_of_one(rounding: str, device: torch.device) -> None:
+    half, _ = train_drift(rounding, "fp16", device, 6e-4, 100)
     # z = 6 when stochastic
     assert (half - 0.94).abs().max().item() <= 2.0**-12 + 6 * 2.0**-11 * math.sqrt(100 * 0.25)
-    brain, _ = drift(rounding, "bf16", device, 1e-3, 100)
+    brain, _ = train_drift(rounding, "bf16", device, 1e-3, 100)
     assert (brain.mean() - 0.9).abs().item() <= 2.0**-9 + 6 * 2.0**-8 * math.sqrt(100 * 0.25 / 256)
-    still, _ = drift("nearest", "bf16", device, 1e-3, 100)
-    assert torch.equal(still, torch.ones_like(still))
+    nearest, _ = train_drift("nearest", "bf16", device, 1e-3, 100)
+    assert torch.equal(nearest, torch.ones_like(nearest))
 
 
-def regression(device: torch.device) -> tuple[nn.Linear, Tensor, Tensor]:
+def make_regression(device: torch.device) -> tuple[nn.Linear, Tensor, Tensor]:
     net = nn.Linear(8, 4, bias=False).to(device)
     nn.init.uniform_(net.weight, 0.5, 1.0)
     net.weight.data = net.weight.data.half().float()  # every start below is the same
@@ -223,8 +228,8 @@ def regression(device: torch.device) -> tuple[nn.Linear, Tensor, Tensor]:
 
 
 def test_kahan_tracks_an_fp32_master_over_a_thousand_updates(device: torch.device) -> None:
-    """The gradients are given, so that only the storage of the weights differs."""
-    net, *_ = regression(device)
+    """The gradients are fixed, so that only the storage of the weights differs."""
+    net, *_ = make_regression(device)
     master = net.weight.detach().clone()
     grads = torch.randn(1000, *master.shape, generator=torch.Generator().manual_seed(2)).to(device)
     step = hs.TrainStep(
@@ -237,17 +242,16 @@ def test_kahan_tracks_an_fp32_master_over_a_thousand_updates(device: torch.devic
     for g in grads:
         step(g)
         master -= 1e-3 * g.half().float()  # backward through the half weight rounds its gradient
-    whole = net.weight.double() + step.state.residue[0].double()
-    # hi + lo hold 22 bits of a value below 1 (2**-23 relative per update), fp32 arithmetic adds 2**-24: a random walk
-    # of 1,000 steps at z = 6 stays below 6 · sqrt(1000) · 1.5 · 2**-23.
-    assert (whole - master.double()).abs().max().item() <= 6 * math.sqrt(1000) * 1.5 * 2.0**-23
-    assert (net.weight.double() - master.double()).abs().max().item() <= 2.0**-12 + 6 * math.sqrt(
-        1000
-    ) * 1.5 * 2.0**-23
+    weight_and_residue = net.weight.double() + step.state.residue[0].double()
+    # hi + lo hold 22 bits of a value below 1 (2**-23 relative per update), fp32 arithmetic adds
+    # 2**-24: a random walk of 1,000 steps at z = 6 stays below 6 · sqrt(1000) · 1.5 · 2**-23.
+    bound = 6 * math.sqrt(1000) * 1.5 * 2.0**-23
+    assert (weight_and_residue - master.double()).abs().max().item() <= bound
+    assert (net.weight.double() - master.double()).abs().max().item() <= 2.0**-12 + bound
 
 
-def adam(rounding: str, device: torch.device) -> tuple[hs.TrainStep, Tensor, Tensor]:
-    net, x, y = regression(device)
+def make_adam_step(rounding: str, device: torch.device) -> tuple[hs.TrainStep, Tensor, Tensor]:
+    net, x, y = make_regression(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     return (
         hs.TrainStep(
@@ -262,7 +266,7 @@ def adam(rounding: str, device: torch.device) -> tuple[hs.TrainStep, Tensor, Ten
 def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(
     rounding: str, device: torch.device
 ) -> None:
-    step, x, y = adam(rounding, device)
+    step, x, y = make_adam_step(rounding, device)
     for _ in range(3):
         step(x, y)
     moments = next(iter(step.optimizer.state.values()))
@@ -275,7 +279,7 @@ def test_the_optimizers_state_is_fp32_and_stays_so_through_a_round_trip(
     assert not torch.equal(moments["exp_avg"], moments["exp_avg"].half().float())
     saved = copy.deepcopy(step.state_dict())
     torch.manual_seed(0)
-    twin, *_ = adam(rounding, device)
+    twin, *_ = make_adam_step(rounding, device)
     twin.load_state_dict(saved)
     loaded = next(iter(twin.optimizer.state.values()))
     assert all(torch.equal(loaded[k], moments[k]) and loaded[k].dtype == F32 for k in moments)

@@ -1,4 +1,7 @@
-"""The fluent pipeline against lists: any chain, saved at any item and resumed in a fresh one, gives the same stream."""
+"""The fluent pipeline against lists.
+
+Any chain, saved at any item and resumed in a fresh one, gives the same stream.
+"""
 
 import json
 import pickle
@@ -39,32 +42,37 @@ def reference(size: int, chain: Chain, epoch: int) -> list[Any]:
         return [
             items[i] for i in Order(len(items), argument).indices(epoch, 0, len(items)).tolist()
         ]
-    return {"window": window, "batch": batch, "take": take, "skip": skip, "shard": shard}[name](
-        items, argument, epoch
-    )
+    return {
+        "buffer_shuffle": buffer_shuffle,
+        "batch": batch,
+        "take": take,
+        "skip": skip,
+        "shard": shard,
+    }[name](items, argument, epoch)
 
 
-def window(items: list[Any], argument: tuple[int, int], epoch: int) -> list[Any]:
-    """The seed's sliding shuffle, written down as it is described: fill, draw, emit, move the last in, refill."""
+def buffer_shuffle(items: list[Any], argument: tuple[int, int], epoch: int) -> list[Any]:
+    """The sliding shuffle, as it is described: fill, draw, emit, move the last in, refill."""
     size, seed = argument
-    coming, buffer, out = list(items), [], []
-    while coming or buffer:
-        while coming and len(buffer) < size:
-            buffer.append(coming.pop(0))
-        draw = words(
-            seed, torch.tensor([epoch]), torch.tensor([len(out)]), torch.tensor([draw_key(0)])
-        ).item()
-        slot = int(draw) * len(buffer) // 2**32
-        out.append(buffer[slot])
+    remaining = list(items)
+    buffer: list[Any] = []
+    emitted: list[Any] = []
+    while remaining or buffer:
+        while remaining and len(buffer) < size:
+            buffer.append(remaining.pop(0))
+        position = torch.tensor([len(emitted)])
+        word = words(seed, torch.tensor([epoch]), position, torch.tensor([draw_key(0)])).item()
+        slot = int(word) * len(buffer) // 2**32
+        emitted.append(buffer[slot])
         buffer[slot] = buffer[-1]
         buffer.pop()
-    return out
+    return emitted
 
 
 def batch(items: list[Any], argument: tuple[int, bool], epoch: int) -> list[Any]:
-    n, drop = argument
-    parts = [items[i : i + n] for i in range(0, len(items), n)]
-    return [part for part in parts if len(part) == n or not drop]
+    batch_size, drop_remainder = argument
+    batches = [items[i : i + batch_size] for i in range(0, len(items), batch_size)]
+    return [items for items in batches if len(items) == batch_size or not drop_remainder]
 
 
 def take(items: list[Any], count: int, epoch: int) -> list[Any]:
@@ -77,26 +85,27 @@ def skip(items: list[Any], count: int, epoch: int) -> list[Any]:
 
 def shard(items: list[Any], argument: tuple[int, int, str], epoch: int) -> list[Any]:
     count, index, uneven = argument
-    mine = items[index::count]
+    own_items = items[index::count]
     if uneven == "drop":
-        return mine[: len(items) // count]
-    if uneven == "pad" and len(mine) < -(-len(items) // count):
-        return [*mine, items[(index + len(mine) * count) % len(items)]]
-    return mine
+        return own_items[: len(items) // count]
+    if uneven == "pad" and len(own_items) < -(-len(items) // count):
+        padding = items[(index + len(own_items) * count) % len(items)]
+        return [*own_items, padding]
+    return own_items
 
 
 METHODS: dict[str, Callable[[Dataset, Any], Dataset]] = {
-    "shuffle": lambda d, a: d.shuffle(seed=a),
-    "window": lambda d, a: d.shuffle(a[0], seed=a[1]),
-    "batch": lambda d, a: d.batch(a[0], drop_remainder=a[1]),
-    "repeat": lambda d, a: d.repeat(a),
-    "take": lambda d, a: d.take(a),
-    "skip": lambda d, a: d.skip(a),
-    "shard": lambda d, a: d.shard(a[0], a[1], uneven=a[2]),
+    "shuffle": lambda data, seed: data.shuffle(seed=seed),
+    "buffer_shuffle": lambda data, argument: data.shuffle(argument[0], seed=argument[1]),
+    "batch": lambda data, argument: data.batch(argument[0], drop_remainder=argument[1]),
+    "repeat": lambda data, times: data.repeat(times),
+    "take": lambda data, count: data.take(count),
+    "skip": lambda data, count: data.skip(count),
+    "shard": lambda data, argument: data.shard(argument[0], argument[1], uneven=argument[2]),
 }
 
 
-def built(size: int, chain: Chain) -> Dataset:
+def build_dataset(size: int, chain: Chain) -> Dataset:
     data = Dataset({"i": torch.arange(size)})
     for name, argument in chain:
         data = METHODS[name](data, argument)
@@ -109,17 +118,17 @@ def chains(draw: st.DrawFn) -> tuple[int, Chain]:
     chain: Chain = []
     batched = False
     for _ in range(draw(st.integers(0, 5))):
-        now = len(reference(size, chain, 0))
+        item_count = len(reference(size, chain, 0))
         name = draw(st.sampled_from([n for n in METHODS if not (n == "batch" and batched)]))
         batched |= name == "batch"
         seeds = st.integers(0, 2**32)
-        count = draw(st.integers(1, min(4, now)))
+        count = draw(st.integers(1, min(4, item_count)))
         argument: Any = {
             "shuffle": draw(seeds),
-            "window": (draw(st.integers(2, 12)), draw(seeds)),
+            "buffer_shuffle": (draw(st.integers(2, 12)), draw(seeds)),
             "repeat": draw(st.integers(1, 3)),
-            "take": draw(st.integers(1, now + 3)),
-            "skip": draw(st.integers(0, now - 1)),
+            "take": draw(st.integers(1, item_count + 3)),
+            "skip": draw(st.integers(0, item_count - 1)),
             "shard": (
                 count,
                 draw(st.integers(0, count - 1)),
@@ -127,12 +136,12 @@ def chains(draw: st.DrawFn) -> tuple[int, Chain]:
             ),
         }.get(name)
         if name == "batch":
-            drop = draw(st.booleans())
-            argument = (draw(st.integers(1, now if drop else now + 3)), drop)
+            drop_remainder = draw(st.booleans())
+            largest = item_count if drop_remainder else item_count + 3
+            argument = (draw(st.integers(1, largest)), drop_remainder)
         chain.append((name, argument))
-        if not reference(
-            size, chain, 0
-        ):  # a shard of fewer items than shards: nothing left to build on
+        # A shard of fewer items than shards may be empty: nothing can be build_dataset on it.
+        if not reference(size, chain, 0):
             chain.pop()
     return size, chain
 
@@ -141,40 +150,40 @@ def numbers(data: Dataset) -> list[Any]:
     return [item.tolist() for (item,) in data]
 
 
-def flat(items: list[Any]) -> list[Any]:
-    return [[s for s, _ in item] if isinstance(item, list) else item[0] for item in items]
+def sample_numbers(items: list[Any]) -> list[Any]:
+    """The items of the reference without their passes."""
+    return [[sample for sample, _ in item] if isinstance(item, list) else item[0] for item in items]
 
 
 @given(chains(), st.integers(0, 3))
 def test_any_chain_delivers_what_the_lists_do(case: tuple[int, Chain], epoch: int) -> None:
     size, chain = case
-    data = built(size, chain)
+    data = build_dataset(size, chain)
     data.seek(epoch)
-    expected = flat(reference(size, chain, epoch))
+    expected = sample_numbers(reference(size, chain, epoch))
     assert data.size == len(data) == len(expected)
     assert numbers(data) == expected
-    assert numbers(data) == flat(
-        reference(size, chain, epoch + 1)
-    )  # the next `for` is the next pass
+    # The next `for` is the next pass.
+    assert numbers(data) == sample_numbers(reference(size, chain, epoch + 1))
 
 
 def others_have_more(size: int, chain: Chain, stop: int) -> bool:
-    """Shards of the same pass may be longer by an item: until it is delivered, the pass is not over for any."""
-    for place in range(max(0, len(chain) - 2), len(chain)):
-        name, argument = chain[place]
-        if name == "shard" and all(later == "batch" for later, _ in chain[place + 1 :]):
-            first_of_them = (name, (argument[0], 0, argument[2]))
-            return built(size, [*chain[:place], first_of_them, *chain[place + 1 :]]).size > stop
+    """Whether another shard of the pass is longer: until it is done, the pass is over for none."""
+    for i in range(max(0, len(chain) - 2), len(chain)):
+        name, argument = chain[i]
+        if name == "shard" and all(later == "batch" for later, _ in chain[i + 1 :]):
+            longest_shard = (name, (argument[0], 0, argument[2]))
+            return build_dataset(size, [*chain[:i], longest_shard, *chain[i + 1 :]]).size > stop
     return False
 
 
 def test_a_short_shard_waits_for_the_others_before_the_next_pass() -> None:
-    data = built(3, [("shard", (2, 1, "keep"))])
+    data = build_dataset(3, [("shard", (2, 1, "keep"))])
     assert [item.tolist() for (item,) in islice(iter(data), 1)] == [1]
-    again = built(3, [("shard", (2, 1, "keep"))])
-    again.load_state_dict(data.state_dict())
-    assert numbers(again) == []  # shard 0 has sample 2 to deliver yet
-    assert numbers(again) == [1]
+    resumed = build_dataset(3, [("shard", (2, 1, "keep"))])
+    resumed.load_state_dict(data.state_dict())
+    assert numbers(resumed) == []  # shard 0 has sample 2 to deliver yet
+    assert numbers(resumed) == [1]
 
 
 @given(chains(), st.data())
@@ -183,36 +192,39 @@ def test_saved_at_any_item_it_goes_on_elsewhere_with_the_same_stream(
 ) -> None:
     size, chain = case
     epoch = data.draw(st.integers(0, 2))
-    whole = [item for e in (epoch, epoch + 1) for item in flat(reference(size, chain, e))]
-    first = built(size, chain)
+    passes = [sample_numbers(reference(size, chain, e)) for e in (epoch, epoch + 1)]
+    both_passes = [*passes[0], *passes[1]]
+
+    first = build_dataset(size, chain)
     first.seek(epoch)
     stop = data.draw(st.integers(0, first.size))
-    head = [item.tolist() for (item,) in islice(iter(first), stop)]
+    before_save = [item.tolist() for (item,) in islice(iter(first), stop)]
     saved = json.loads(json.dumps(first.state_dict()))
-    second = built(size, chain)
+
+    second = build_dataset(size, chain)
     second.load_state_dict(saved)
-    rest = numbers(second)
-    if stop == first.size and not others_have_more(
-        size, chain, stop
-    ):  # the pass was over: the rest is the next one
-        assert head + rest == whole
+    after_load = numbers(second)
+    pass_was_over = stop == first.size and not others_have_more(size, chain, stop)
+    if pass_was_over:
+        assert before_save + after_load == both_passes
     else:
-        assert head + rest + numbers(second) == whole
+        assert before_save + after_load + numbers(second) == both_passes
 
 
 @given(chains())
-def test_tokens_say_of_which_pass_each_sample_is(case: tuple[int, Chain]) -> None:
+def test_sample_indices_name_the_pass_of_each_sample(case: tuple[int, Chain]) -> None:
     size, chain = case
-    plan = built(size, chain).plan
-    tokens = plan.tokens(1, 0, plan.size)
-    found = [
-        list(zip(*(part.tolist() for part in tokens[i]), strict=True)) for i in range(len(tokens))
-    ]
+    plan = build_dataset(size, chain).plan
+    indices = plan.tokens(1, 0, plan.size)
+    pairs = []
+    for i in range(len(indices)):
+        samples, epochs = indices[i]
+        pairs.append(list(zip(samples.tolist(), epochs.tolist(), strict=True)))
     expected = [item if isinstance(item, list) else [item] for item in reference(size, chain, 1)]
-    assert found == expected
+    assert pairs == expected
 
 
-# shards
+# Shards
 
 
 @given(st.integers(1, 80), st.integers(1, 7), st.integers(0, 2**32))
@@ -235,7 +247,7 @@ def test_shards_visit_each_sample_once(size: int, count: int, seed: int) -> None
 def test_another_number_of_ranks_in_mid_epoch_visits_each_sample_once(
     size: int, ranks: list[int], batch: int, data: st.DataObject
 ) -> None:
-    """Ranks m → n → …, each leg stopped after the same number of steps on every rank, as training is."""
+    """Ranks m → n → …; every rank stops after the same number of steps, as in training."""
 
     def rank(count: int, index: int) -> Dataset:
         return Dataset({"i": torch.arange(size)}).shuffle(seed=9).shard(count, index).batch(batch)
@@ -243,19 +255,31 @@ def test_another_number_of_ranks_in_mid_epoch_visits_each_sample_once(
     seen: list[int] = []
     state = None
     for leg, count in enumerate(ranks):
-        sets = [rank(count, index) for index in range(count)]
-        for each in sets:
+        datasets = [rank(count, index) for index in range(count)]
+        for dataset in datasets:
             if state is not None:
-                each.load_state_dict(state)
-        lengths = [s._next.plan.size for s in sets]
-        last = leg == len(ranks) - 1
-        steps = max(lengths) if last else data.draw(st.integers(0, min(lengths)))
-        if sets[0]._next.epoch == 1:  # the pass ended with an earlier leg
+                dataset.load_state_dict(state)
+        lengths = [dataset.pass_size for dataset in datasets]
+        is_last_leg = leg == len(ranks) - 1
+        steps = max(lengths) if is_last_leg else data.draw(st.integers(0, min(lengths)))
+        if datasets[0].state_dict()["epoch"] == 1:  # the pass ended with an earlier leg
             break
-        for each in sets:
-            seen += [i for (item,) in islice(iter(each), steps) for i in item.tolist()]
-        state = json.loads(json.dumps(data.draw(st.sampled_from(sets)).state_dict()))
+        for dataset in datasets:
+            seen += [i for (item,) in islice(iter(dataset), steps) for i in item.tolist()]
+        state = json.loads(json.dumps(data.draw(st.sampled_from(datasets)).state_dict()))
     assert sorted(seen) == list(range(size))
+
+
+def test_a_pass_that_other_shards_began_is_shorter_and_the_next_one_is_not() -> None:
+    first = Dataset({"i": torch.arange(12)}).shard(2, 0).batch(2)
+    list(islice(iter(first), 2))  # 8 of 12 samples on two ranks
+    resumed = Dataset({"i": torch.arange(12)}).shard(4, 0).batch(2)
+    resumed.load_state_dict(first.state_dict())
+    assert (resumed.pass_size, resumed.size) == (1, 2)
+    stream = iter(resumed)
+    assert resumed.pass_size == 1
+    assert [item.tolist() for (item,) in stream] == [[8]]
+    assert resumed.pass_size == 2
 
 
 def test_even_shards_by_dropping_and_by_padding() -> None:
@@ -274,7 +298,7 @@ def test_even_shards_by_dropping_and_by_padding() -> None:
     ]
 
 
-# columns, maps, kinds of items
+# Columns, maps, kinds of items
 
 
 def test_columns_by_name_as_tuples_and_dicts() -> None:
@@ -315,7 +339,7 @@ def test_a_function_may_make_other_columns() -> None:
     data = data.map(lambda a, b: (a + b, a - b), ["a", "b"], output=["sum", "b"]).batch(2)
     assert data.columns == ("b", "c", "sum")
     first = next(iter(data.dicts()))
-    assert {k: v.tolist() for k, v in first.items()} == {
+    assert {name: column.tolist() for name, column in first.items()} == {
         "b": [0, -9],
         "c": [0, 100],
         "sum": [0, 11],
@@ -324,12 +348,12 @@ def test_a_function_may_make_other_columns() -> None:
 
 def test_transforms_join_into_one_chain_however_they_are_mapped() -> None:
     images = torch.randint(0, 256, (40, 12, 12, 3), dtype=torch.uint8)
-    parts = [PadCrop(12, 2), Flip(), ToCHW(), Rescale(1 / 255, 0.0)]
-    one = Dataset({"image": images}, seed=5).map(parts, "image").batch(8)
-    two = Dataset({"image": images}, seed=5)
-    for part in parts:
-        two = two.map(part, "image")
-    assert all(torch.equal(a, b) for (a,), (b,) in zip(one, two.batch(8), strict=True))
+    transforms = [PadCrop(12, 2), Flip(), ToCHW(), Rescale(1 / 255, 0.0)]
+    at_once = Dataset({"image": images}, seed=5).map(transforms, "image").batch(8)
+    one_by_one = Dataset({"image": images}, seed=5)
+    for transform in transforms:
+        one_by_one = one_by_one.map(transform, "image")
+    assert all(torch.equal(a, b) for (a,), (b,) in zip(at_once, one_by_one.batch(8), strict=True))
 
 
 @given(st.integers(1, 40), st.integers(1, 40))
@@ -347,9 +371,10 @@ def test_epochs_augment_anew_and_image_and_mask_stay_together() -> None:
         .map([PadCrop(8, 2), Flip()], ["image", "mask"])
         .batch(20)
     )
-    (image, mask), (again, _) = next(iter(data)), next(iter(data))
+    image, mask = next(iter(data))
+    next_epochs_image, _ = next(iter(data))
     assert torch.equal(image, mask)
-    assert not torch.equal(image, again)
+    assert not torch.equal(image, next_epochs_image)
 
 
 def test_samples_of_different_sizes_are_transformed_one_by_one() -> None:
@@ -365,40 +390,46 @@ def test_samples_of_different_sizes_are_transformed_one_by_one() -> None:
         ValueError, match=r"column 'image': expected samples of one shape in a batch.*Resize"
     ):
         next(iter(data.batch(3)))
-    (made,) = next(iter(data.map(PadCrop(10, 0), "image").batch(6)))
-    assert made.shape == (6, 10, 10, 3)
-    assert made.float().mean((1, 2, 3)).tolist() == [0, 1, 2, 3, 4, 5]
+    (cropped,) = next(iter(data.map(PadCrop(10, 0), "image").batch(6)))
+    assert cropped.shape == (6, 10, 10, 3)
+    assert cropped.float().mean((1, 2, 3)).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 class Squares(TorchDataset[tuple[Tensor, int]]):
-    """A user's data set, counting how it is read."""
+    """A user's data set: squares, with noise of all three host generators where it is random."""
 
     def __init__(self, size: int = 10, random: bool = False) -> None:
-        self.size, self.random = size, random
+        self.size = size
+        self.random = random
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
-        noise = torch.rand(()) + random.random() + np.random.rand() if self.random else 0.0  # noqa: NPY002
-        return torch.full((2,), float(i * i)) + noise, i
+        square = torch.full((2,), float(i * i))
+        if self.random:
+            square = square + (torch.rand(()) + random.random() + np.random.rand())  # noqa: NPY002
+        return square, i
 
 
-class Many(Squares):
-    asked: list[list[int]]
+class SquaresByList(Squares):
+    """A data set that is read by lists of numbers, and records them."""
 
-    def __getitems__(self, numbers: list[int]) -> list[tuple[Tensor, int]]:
-        self.asked.append(numbers)
-        return [self[i] for i in numbers]
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        self.requests.append(indices)
+        return [self[i] for i in indices]
 
 
 def test_a_torch_dataset_is_read_by_index_or_by_list() -> None:
     x, y = next(iter(Dataset(Squares(), ["x", "n"]).shuffle(seed=1).batch(4)))
     assert torch.equal(x[:, 0], y.float() ** 2)
-    many = Many()
-    many.asked = []
-    list(Dataset(many).batch(4))
-    assert many.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    by_list = SquaresByList()
+    list(Dataset(by_list).batch(4))
+    assert by_list.requests == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_a_dataset_of_dicts_keeps_its_names() -> None:
@@ -415,7 +446,7 @@ def test_load_reads_everything_once() -> None:
         assert torch.equal(b, d)
 
 
-# the user's own random code, and workers
+# The user's own random code, and workers
 
 
 def streams(data: Dataset, passes: int = 2) -> list[Tensor]:
@@ -434,42 +465,46 @@ def test_workers_deliver_the_same_stream_with_the_users_own_random_numbers_too(
             .batch(7)
         )
 
-    alone, together = streams(data()), streams(data().workers(workers))
-    assert torch.equal(alone[0], together[0])
-    assert torch.equal(alone[1], together[1])
-    assert not torch.equal(alone[0], alone[1])
+    on_host = streams(data())
+    in_workers = streams(data().workers(workers))
+    assert torch.equal(on_host[0], in_workers[0])
+    assert torch.equal(on_host[1], in_workers[1])
+    assert not torch.equal(on_host[0], on_host[1])
 
 
 @pytest.mark.parametrize("normals", [0, 1])
 def test_the_users_random_code_does_not_disturb_the_hosts_generators(normals: int) -> None:
     np.random.seed(1)  # noqa: NPY002
-    np.random.standard_normal(normals)  # noqa: NPY002 - they come in pairs: after one, the other waits in the state
+    # Normal numbers come in pairs: after one, the other waits in the state.
+    np.random.standard_normal(normals)  # noqa: NPY002
     data = Dataset(Squares(20, random=True)).batch(5)
-    states = torch.get_rng_state(), random.getstate(), pickle.dumps(np.random.get_state())  # noqa: NPY002
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = pickle.dumps(np.random.get_state())  # noqa: NPY002
     list(data)
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == random.getstate()
-    assert states[2] == pickle.dumps(np.random.get_state())  # noqa: NPY002
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert python_state == random.getstate()
+    assert numpy_state == pickle.dumps(np.random.get_state())  # noqa: NPY002
 
 
 def test_the_position_is_what_workers_delivered_not_what_they_fetched() -> None:
     def data() -> Dataset:
         return Dataset({"i": torch.arange(100)}).shuffle(8).batch(4)
 
-    ahead = data().workers(2, ahead=3)
-    stream = iter(ahead)
-    head = [next(stream)[0].tolist() for _ in range(5)]
+    in_workers = data().workers(2, ahead=3)
+    stream = iter(in_workers)
+    before_save = [next(stream)[0].tolist() for _ in range(5)]
     resumed = data()
-    resumed.load_state_dict(ahead.state_dict())
-    assert head + numbers(resumed) == numbers(data())
+    resumed.load_state_dict(in_workers.state_dict())
+    assert before_save + numbers(resumed) == numbers(data())
 
 
 def test_an_abandoned_pass_of_workers_leaves_nothing_in_the_next() -> None:
     data = Dataset({"i": torch.arange(60)}).shuffle(seed=1).batch(4)
-    working = data.workers(2)
-    next(iter(working))
+    in_workers = data.workers(2)
+    next(iter(in_workers))
     data.seek(1)
-    assert numbers(working) == numbers(data)
+    assert numbers(in_workers) == numbers(data)
 
 
 def test_a_worker_that_fails_says_why() -> None:
@@ -480,7 +515,7 @@ def test_a_worker_that_fails_says_why() -> None:
         list(Dataset({"x": torch.arange(4)}).map(broken, "x").batch(2).workers(1))
 
 
-# positions
+# Positions
 
 
 def test_each_for_is_the_next_pass_and_seek_goes_anywhere() -> None:
@@ -517,18 +552,20 @@ def test_a_position_of_another_pipeline_is_refused_by_its_first_difference() -> 
 
 
 def test_resharding_needs_shards_last() -> None:
-    one = Dataset({"i": torch.arange(10)}).shard(2, 0).shuffle().batch(2)
-    two = Dataset({"i": torch.arange(10)}).shard(5, 0).shuffle().batch(2)
+    of_two = Dataset({"i": torch.arange(10)}).shard(2, 0).shuffle().batch(2)
+    of_five = Dataset({"i": torch.arange(10)}).shard(5, 0).shuffle().batch(2)
+    state = of_two.state_dict() | {"pipeline": list(of_five.plan.describe())}
     with pytest.raises(
         ValueError, match=r"only where \.shard\(\.\.\.\) is the last stage before \.batch"
     ):
-        two.load_state_dict(one.state_dict() | {"pipeline": list(two.plan.describe())})
-    whole = Dataset({"i": torch.arange(10)}).batch(2)
+        of_five.load_state_dict(state)
+    unsharded = Dataset({"i": torch.arange(10)}).batch(2)
+    shard_state = Dataset({"i": torch.arange(10)}).shard(2, 0).batch(2).state_dict()
     with pytest.raises(ValueError, match=r"Add \.shard\(1, 0, uneven='keep'\)"):
-        whole.load_state_dict(Dataset({"i": torch.arange(10)}).shard(2, 0).batch(2).state_dict())
+        unsharded.load_state_dict(shard_state)
 
 
-# mistakes
+# Mistakes
 
 
 class Endless(IterableDataset[int]):
@@ -548,7 +585,10 @@ MISTAKES: dict[str, tuple[Callable[[Dataset], Any], str]] = {
     ),
     "small buffer": (lambda d: d.shuffle(1), "expected a buffer of at least 2 items, got 1"),
     "no repeats": (lambda d: d.repeat(0), "repeat: expected 1 or more passes, got 0"),
-    "take none": (lambda d: d.take(0), "take: expected at least 1 item, got 0"),
+    "take none": (
+        lambda d: d.take(0),
+        "take: expected a whole number of items, 1 or more, received 0",
+    ),
     "skip all": (lambda d: d.skip(10), "skip: expected 0 to 9 of 10 items, got 10"),
     "shard index": (
         lambda d: d.shard(2, 2),
@@ -576,19 +616,34 @@ MISTAKES: dict[str, tuple[Callable[[Dataset], Any], str]] = {
         lambda d: list(d.map(abs, "x", output=["a", "b"])),
         "to return 2 values for .*, got 1",
     ),
-    "batch of a half": (lambda d: d.batch(2.5), "batch: expected a whole number, got 2.5"),
-    "batch of True": (lambda d: d.batch(True), "batch: expected a whole number, got True"),
-    "take a half": (lambda d: d.take(2.5), "take: expected a whole number, got 2.5"),
-    "skip a half": (lambda d: d.skip(1.5), "skip: expected a whole number, got 1.5"),
-    "repeat a half": (lambda d: d.repeat(1.5), "repeat: expected a whole number, got 1.5"),
-    "shuffle by a half": (lambda d: d.shuffle(2.5), "shuffle: expected a whole number, got 2.5"),
+    "batch of a half": (lambda d: d.batch(2.5), "batch: expected a whole number, received 2.5"),
+    "batch of True": (lambda d: d.batch(True), "batch: expected a whole number, received True"),
+    "take a half": (
+        lambda d: d.take(2.5),
+        "take: expected a whole number of items, 1 or more, received 2.5",
+    ),
+    "skip a half": (lambda d: d.skip(1.5), "skip: expected a whole number, received 1.5"),
+    "repeat a half": (lambda d: d.repeat(1.5), "repeat: expected a whole number, received 1.5"),
+    "shuffle by a half": (
+        lambda d: d.shuffle(2.5),
+        "shuffle: expected a whole number, received 2.5",
+    ),
     "shuffle by text": (
         lambda d: d.shuffle(seed="a"),
-        "shuffle: seed: expected a whole number, got 'a'",
+        "shuffle: seed: expected a whole number, received 'a'",
     ),
-    "shard a half": (lambda d: d.shard(2, 0.5), "shard: index: expected a whole number, got 0.5"),
-    "workers by halves": (lambda d: d.workers(0.5), "workers: expected a whole number, got 0.5"),
-    "seek a half": (lambda d: d.seek(0.5), "seek: epoch: expected a whole number, got 0.5"),
+    "shard a half": (
+        lambda d: d.shard(2, 0.5),
+        "shard: index: expected a whole number, received 0.5",
+    ),
+    "workers by halves": (
+        lambda d: d.workers(0.5),
+        "workers: count: expected a whole number, 0 or more, received 0.5",
+    ),
+    "seek a half": (
+        lambda d: d.seek(0.5),
+        "seek: epoch: expected a whole number, 0 or more, received 0.5",
+    ),
     "select twice": (lambda d: d.select("x", "x"), r"out of \['x'\], each once, got \['x', 'x'\]"),
     "output twice": (
         lambda d: d.map(abs, "x", output=["a", "a"]),
@@ -599,10 +654,13 @@ MISTAKES: dict[str, tuple[Callable[[Dataset], Any], str]] = {
         r"no index: iterate over it, or take item n by next\(iter\(data.skip\(n\)\)\)",
     ),
     "a DataLoader": (lambda d: next(iter(DataLoader(d))), r"It needs no DataLoader: \.shuffle\(\)"),
-    "workers": (lambda d: d.workers(-1), "expected count >= 0 and ahead >= 1, got -1 and 2"),
+    "workers": (
+        lambda d: d.workers(-1),
+        "workers: count: expected a whole number, 0 or more, received -1",
+    ),
     "seek": (
         lambda d: d.seek(0, 11),
-        "expected an epoch from 0 and a step of 0 to 10, got 0 and 11",
+        "seek: expected a step of 0 to 10, got 11",
     ),
     "chain does not fit": (
         lambda d: d.map(PadCrop(4, 1), "x"),
@@ -612,10 +670,10 @@ MISTAKES: dict[str, tuple[Callable[[Dataset], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_when_it_is_made(name: str) -> None:
-    act, message = MISTAKES[name]
+def test_mistakes_are_refused_when_they_are_made(name: str) -> None:
+    make_mistake, message = MISTAKES[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        act(Dataset({"x": torch.arange(10)}))
+        make_mistake(Dataset({"x": torch.arange(10)}))
 
 
 BAD_DATA: dict[str, tuple[Any, Any, str]] = {
@@ -670,5 +728,5 @@ def test_data_that_cannot_be_a_data_set_is_refused(name: str) -> None:
 
 
 def test_a_bad_seed_is_refused() -> None:
-    with pytest.raises(TypeError, match="seed: expected a whole number, got 'x'"):
+    with pytest.raises(TypeError, match="seed: expected a whole number, received 'x'"):
         hs.data.Dataset({"a": torch.zeros(3)}, seed="x")  # type: ignore[arg-type]

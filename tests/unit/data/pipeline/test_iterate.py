@@ -1,4 +1,7 @@
-"""Passes over a pipeline: several at once, left early, failed, copied, saved, each against the plain stream."""
+"""Passes over a pipeline: several at once, left early, failed, copied, saved.
+
+Each is compared with the plain stream.
+"""
 
 import copy
 import functools
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.pipeline import iterate__stream as stream
+from halfstep.data.pipeline import stream
 from halfstep.errors import Notice
 
 
@@ -41,7 +44,7 @@ def passes(count: int) -> list[list[list[int]]]:
     return [numbers(plain) for _ in range(count)]
 
 
-# several at once
+# Several passes at once
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -54,7 +57,8 @@ def test_two_passes_at_once_do_not_meet(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loop_within_a_loop(workers: int) -> None:
-    nested, expected = data().workers(workers), passes(7)
+    nested = data().workers(workers)
+    expected = passes(7)
     seen = []
     for step, (item,) in enumerate(nested):
         seen.append(item.tolist())
@@ -64,45 +68,46 @@ def test_a_loop_within_a_loop(workers: int) -> None:
 
 def test_each_pass_has_a_state_of_its_own_and_the_data_sets_is_the_newest_ones() -> None:
     both = data()
-    outer, inner = iter(both), both.dicts()
+    outer = iter(both)
+    inner = both.dicts()
     for _ in range(3):
         next(outer)
     next(inner)
-    states = [json.loads(json.dumps(each.state_dict())) for each in (outer, inner, both)]
+    states = [json.loads(json.dumps(source.state_dict())) for source in (outer, inner, both)]
     assert [(state["epoch"], state["step"]) for state in states] == [(0, 3), (1, 1), (1, 1)]
-    again = data()
-    again.load_state_dict(states[0])
-    assert numbers(again) == numbers(outer)
+    resumed = data()
+    resumed.load_state_dict(states[0])
+    assert numbers(resumed) == numbers(outer)
 
 
-# left early
+# Passes left early
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_after_a_break_the_next_for_is_the_next_pass(workers: int) -> None:
-    left = data().workers(workers)
+    dataset = data().workers(workers)
     for expected in passes(3):
-        for (item,) in left:
+        for (item,) in dataset:
             assert item.tolist() == expected[0]
             break
 
 
 def test_a_break_frees_the_workers_for_the_next_pass() -> None:
-    left = data().workers(1)
-    for _ in left:
+    dataset = data().workers(1)
+    for _ in dataset:
         break
-    assert left._workers.busy is False
-    held = iter(left)
-    next(held)
-    assert left._workers.busy is True
-    started = left._workers
-    del held
-    assert numbers(left) == passes(3)[2]
-    assert left._workers is started
+    assert dataset._workers.busy is False
+    stream = iter(dataset)
+    next(stream)
+    assert dataset._workers.busy is True
+    workers = dataset._workers
+    del stream
+    assert numbers(dataset) == passes(3)[2]
+    assert dataset._workers is workers
 
 
-class Event:
-    """What the stream needs of CUDA, on a machine without it: the threads and queues are the real ones."""
+class FakeCuda:
+    """What a stream needs of CUDA, without a GPU. Threads and queues are the real ones."""
 
     def __init__(self, *args: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
@@ -112,10 +117,13 @@ class Event:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def stream_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The names of the threads that stream now. Batches are streamed as to CUDA."""
     for name in ("Event", "Stream", "stream", "current_stream"):
-        monkeypatch.setattr(stream.torch.cuda, name, Event)
-    monkeypatch.setattr("halfstep.data.pipeline.iterate.staged", stream._ahead)
+        monkeypatch.setattr(stream.torch.cuda, name, FakeCuda)
+    monkeypatch.setattr(
+        "halfstep.data.pipeline.iterate.prefetch_to_device", stream._prefetch_in_thread
+    )
     monkeypatch.setattr(Tensor, "record_stream", lambda *args: None)
     return lambda: [
         thread.name for thread in threading.enumerate() if thread.name == "halfstep-stream"
@@ -124,19 +132,19 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_break_ends_the_thread_that_streams(
-    threads: Callable[[], list[str]], workers: int
+    stream_threads: Callable[[], list[str]], workers: int
 ) -> None:
     with pytest.warns(Notice, match="not resident"):
         streamed = data().workers(workers).to_device("cpu", budget=0)
     for _ in streamed:
-        assert threads() == ["halfstep-stream"]
+        assert stream_threads() == ["halfstep-stream"]
         break
-    assert threads() == []
+    assert stream_threads() == []
     assert numbers(streamed) == passes(2)[1]
-    assert threads() == []
+    assert stream_threads() == []
 
 
-# failed
+# Fetches that failed
 
 
 class Flaky:
@@ -164,23 +172,23 @@ def test_a_batch_that_failed_is_fetched_again(workers: int) -> None:
     assert broken.state_dict()["epoch"] == 1
 
 
-# copies and moves
+# Copies and moves
 
 
-def test_copies_of_a_data_set_that_was_gone_through() -> None:
+def test_copies_of_a_data_set_with_a_pass_under_way() -> None:
     first = data().workers(1)
-    held = iter(first)
-    next(held)
-    for again in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
-        assert numbers(again) == passes(2)[1]
-    assert len(numbers(held)) == 5
+    first_stream = iter(first)
+    next(first_stream)
+    for duplicate in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), copy.copy(first)):
+        assert numbers(duplicate) == passes(2)[1]
+    assert len(numbers(first_stream)) == 5
 
 
 MOVES: dict[str, Callable[[Dataset], Dataset]] = {
-    "workers": lambda d: d.workers(1),
-    "to_device": lambda d: d.to_device("cpu"),
-    "load": lambda d: d.load(),
-    "all": lambda d: d.load().to_device("cpu").workers(0),
+    "workers": lambda data: data.workers(1),
+    "to_device": lambda data: data.to_device("cpu"),
+    "load": lambda data: data.load(),
+    "all": lambda data: data.load().to_device("cpu").workers(0),
 }
 
 
@@ -219,13 +227,14 @@ def test_load_after_a_stream_places_the_data_anew() -> None:
     assert numbers(loaded) == numbers(streamed)
 
 
-# states
+# States
 
 
-def state(at: int = 1) -> dict[str, Any]:
-    first = data()
-    list(islice(first, at))
-    return first.state_dict()
+def saved_state() -> dict[str, Any]:
+    """Saved after one batch."""
+    dataset = data()
+    list(islice(dataset, 1))
+    return dataset.state_dict()
 
 
 BAD_STATES: dict[str, tuple[dict[str, Any], str]] = {
@@ -241,7 +250,7 @@ BAD_STATES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_bad_state_is_refused(name: str) -> None:
     change, message = BAD_STATES[name]
     with pytest.raises(ValueError, match=message):
-        data().load_state_dict(state() | change)
+        data().load_state_dict(saved_state() | change)
 
 
 @pytest.mark.parametrize("key", ["epoch", "step", "shards", "start", "start_epoch", "pipeline"])
@@ -249,14 +258,18 @@ def test_a_state_with_something_missing_is_refused(key: str) -> None:
     with pytest.raises(
         ValueError, match=rf"expected the state of a hs\.data\.Dataset, but \['{key}'\] are missing"
     ):
-        data().load_state_dict({k: v for k, v in state().items() if k != key})
+        data().load_state_dict(
+            {name: value for name, value in saved_state().items() if name != key}
+        )
 
 
 def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-class Plain:
+class NoOp:
+    """A transform without a repr of its own."""
+
     draws = 0
 
     def __call__(self, batch: Tensor, words: Tensor) -> Tensor:
@@ -310,25 +323,25 @@ def test_pipelines_that_deliver_something_else_are_told_apart(name: str) -> None
 
 
 def test_a_description_holds_no_memory_address() -> None:
-    made = [
+    datasets = [
         base().map(operation)
-        for operation in (Plain(), lambda x: x, functools.partial(double), double)
+        for operation in (NoOp(), lambda x: x, functools.partial(double), double)
     ]
-    assert [d.plan.describe()[1] for d in made] == [
-        "map(Plain on i)",
+    assert [dataset.plan.describe()[1] for dataset in datasets] == [
+        "map(NoOp on i)",
         "map(test_a_description_holds_no_memory_address.<locals>.<lambda> on i, per sample)",
         "map(partial(double) on i, per sample)",
         "map(double on i, per sample)",
     ]
 
 
-def test_a_whole_pipelines_state_goes_to_shards() -> None:
-    whole = base().batch(2)
-    seen = [i for (item,) in islice(whole, 2) for i in item.tolist()]
+def test_the_state_of_an_unsharded_pipeline_goes_to_shards() -> None:
+    unsharded = base().batch(2)
+    seen = [i for (item,) in islice(unsharded, 2) for i in item.tolist()]
     for rank in range(3):
-        part = base().shard(3, rank).batch(2)
-        part.load_state_dict(whole.state_dict())
-        seen += [i for batch in numbers(part) for i in batch]
+        shard = base().shard(3, rank).batch(2)
+        shard.load_state_dict(unsharded.state_dict())
+        seen += [i for batch in numbers(shard) for i in batch]
     assert sorted(seen) == list(range(12))
 
 
@@ -336,24 +349,24 @@ def test_a_shard_that_ran_out_first_waits_for_the_others() -> None:
     """Five samples on two ranks, both after two steps: rank 1 has no more, rank 0 has one."""
     ranks = [Dataset({"i": torch.arange(5)}).shard(2, rank).batch(1) for rank in range(2)]
     streams = [iter(rank) for rank in ranks]
-    for each in (*streams, *streams):
-        next(each)
+    for rank_stream in (*streams, *streams):
+        next(rank_stream)
     for saved in (rank.state_dict() for rank in ranks):
         assert (saved["epoch"], saved["step"]) == (0, 2)
-        alone = Dataset({"i": torch.arange(5)}).shard(1, 0).batch(1)
-        alone.load_state_dict(saved)
-        assert numbers(alone) == [[4]]
+        single = Dataset({"i": torch.arange(5)}).shard(1, 0).batch(1)
+        single.load_state_dict(saved)
+        assert numbers(single) == [[4]]
         for rank, expected in enumerate(([[4]], [])):
-            again = Dataset({"i": torch.arange(5)}).shard(2, rank).batch(1)
-            again.load_state_dict(saved)
-            assert numbers(again) == expected
-            assert again.state_dict()["epoch"] == 1
+            resumed = Dataset({"i": torch.arange(5)}).shard(2, rank).batch(1)
+            resumed.load_state_dict(saved)
+            assert numbers(resumed) == expected
+            assert resumed.state_dict()["epoch"] == 1
     assert next(streams[1], None) is None
     assert ranks[1].state_dict()["epoch"] == 1
 
 
-def test_transforms_keep_their_random_numbers_through_it_all() -> None:
+def test_transforms_draw_the_same_random_numbers_in_workers() -> None:
     images = torch.randint(0, 256, (24, 8, 8, 3), dtype=torch.uint8)
-    made = Dataset({"image": images}, seed=2).map([PadCrop(8, 2), Flip()]).shuffle().batch(4)
-    for (a,), (b,) in zip(made, made.workers(1), strict=True):
-        assert torch.equal(a, b)
+    dataset = Dataset({"image": images}, seed=2).map([PadCrop(8, 2), Flip()]).shuffle().batch(4)
+    for (on_host,), (in_worker,) in zip(dataset, dataset.workers(1), strict=True):
+        assert torch.equal(on_host, in_worker)

@@ -1,4 +1,7 @@
-"""Other people's loaders: passes, resume by their own state or by replay, the same batches after either."""
+"""Other people's loaders: passes, and the same batches after a resume.
+
+A loader is resumed by its own state, or by a replay.
+"""
 
 import random
 import warnings
@@ -20,17 +23,17 @@ from halfstep.errors import Notice
 DATA = TensorDataset(torch.arange(23), torch.arange(23) * 2)
 
 
-def shuffled(workers: int = 0) -> DataLoader[Any]:
+def shuffled_globally(workers: int = 0) -> DataLoader[Any]:
     """Decided by torch's own random state, as most users' loaders are."""
     return DataLoader(DATA, batch_size=4, shuffle=True, num_workers=workers)
 
 
-def own_generator() -> DataLoader[Any]:
+def shuffled_by_own_generator() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     return DataLoader(DATA, batch_size=4, shuffle=True, generator=generator)
 
 
-def own_sampler() -> DataLoader[Any]:
+def shuffled_by_own_sampler() -> DataLoader[Any]:
     sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(6))
     return DataLoader(DATA, batch_size=4, sampler=sampler)
 
@@ -39,56 +42,62 @@ class Stateful:
     """A loader that can seek, with the protocol of torchdata's StatefulDataLoader."""
 
     def __init__(self) -> None:
-        self.at, self.read = 0, list[int]()
+        self.position = 0
+        self.delivered: list[int] = []
 
     def __iter__(self) -> Iterator[Tensor]:
-        while self.at < 6:
-            self.at += 1
-            self.read.append(self.at)
-            yield torch.tensor([self.at])
-        self.at = 0
+        while self.position < 6:
+            self.position += 1
+            self.delivered.append(self.position)
+            yield torch.tensor([self.position])
+        self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
+        self.position = state["position"]
 
 
-def seen(batches: Any) -> list[Any]:
+def as_lists(batches: Any) -> list[Any]:
     return [[part.tolist() for part in batch] for batch in batches]
 
 
-@pytest.mark.parametrize("make", [shuffled, own_generator, own_sampler])
+@pytest.mark.parametrize(
+    "make_loader", [shuffled_globally, shuffled_by_own_generator, shuffled_by_own_sampler]
+)
 @pytest.mark.parametrize("stop", [0, 1, 5, 6])
-def test_a_loader_that_cannot_seek_is_replayed_to_the_same_batches(make: Any, stop: int) -> None:
+def test_a_loader_that_cannot_seek_is_replayed_to_the_same_batches(
+    make_loader: Any, stop: int
+) -> None:
     torch.manual_seed(1)
-    first = Loader(make())
-    list(first)  # a whole pass before, so that generators have moved
+    first = Loader(make_loader())
+    list(first)  # a full pass before, so that generators have moved
     stream = iter(first)
-    head = seen(islice(stream, stop))
+    before_save = as_lists(islice(stream, stop))
     torch.rand(3)  # the training between the batches draws too
-    state, at = first.state_dict(), torch.get_rng_state()
-    whole = head + seen(stream)
-    after = seen(first) if make is not shuffled else None
+    state = first.state_dict()
+    torch_state = torch.get_rng_state()
+    full_pass = before_save + as_lists(stream)
+    next_pass = as_lists(first) if make_loader is not shuffled_globally else None
 
     torch.manual_seed(99)
-    second = Loader(make())
-    announced = pytest.warns(
+    second = Loader(make_loader())
+    notice = pytest.warns(
         Notice, match=f"DataLoader cannot seek: its first {stop} batches are fetched again"
     )
-    with announced if stop else nullcontext():
+    with notice if stop else nullcontext():
         second.load_state_dict(state)
-    torch.set_rng_state(at)  # as a checkpoint does
-    assert head + seen(second) == whole
-    assert after is None or seen(second) == after
-    assert second.epoch == (3 if after else 2)
+    torch.set_rng_state(torch_state)  # as a checkpoint does
+    assert before_save + as_lists(second) == full_pass
+    assert next_pass is None or as_lists(second) == next_pass
+    assert second.epoch == (3 if next_pass else 2)
 
 
-def test_a_replay_leaves_torchs_random_state_as_it_found_it() -> None:
-    first = Loader(shuffled())
+def test_a_replay_leaves_torchs_random_state_alone() -> None:
+    first = Loader(shuffled_globally())
     next(iter(first))
-    second = Loader(shuffled())
+    second = Loader(shuffled_globally())
     with pytest.warns(Notice):
         second.load_state_dict(first.state_dict())
     before = torch.get_rng_state()
@@ -97,90 +106,96 @@ def test_a_replay_leaves_torchs_random_state_as_it_found_it() -> None:
 
 
 def test_workers_replay_too() -> None:
-    first = Loader(shuffled(workers=1))
+    first = Loader(shuffled_globally(workers=1))
     stream = iter(first)
-    head = seen(islice(stream, 2))
+    before_save = as_lists(islice(stream, 2))
     state = first.state_dict()
-    rest = seen(stream)
-    second = Loader(shuffled(workers=1))
+    after_save = as_lists(stream)
+    second = Loader(shuffled_globally(workers=1))
     with pytest.warns(Notice):
         second.load_state_dict(state)
-    assert seen(second) == rest
-    assert len(head) == 2
+    assert as_lists(second) == after_save
+    assert len(before_save) == 2
 
 
 def test_a_loader_with_a_state_of_its_own_seeks() -> None:
     first = Loader(Stateful())
-    head = [int(batch) for batch in islice(iter(first), 4)]
+    before_save = [int(batch) for batch in islice(iter(first), 4)]
     other = Stateful()
     second = Loader(other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is replayed, so nothing is announced
         second.load_state_dict(first.state_dict())
-    assert head + [int(batch) for batch in second] == [1, 2, 3, 4, 5, 6]
-    assert other.read == [5, 6]
+    assert before_save + [int(batch) for batch in second] == [1, 2, 3, 4, 5, 6]
+    assert other.delivered == [5, 6]
 
 
-def test_distributed_samplers_are_told_the_epoch() -> None:
+def test_the_epoch_of_distributed_samplers_is_set() -> None:
     def loader() -> Loader:
         sampler: DistributedSampler[Any] = DistributedSampler(
             DATA, num_replicas=2, rank=1, shuffle=True, seed=3
         )
         return Loader(DataLoader(DATA, batch_size=4, sampler=sampler))
 
-    ours = loader()
-    passes = [seen(ours), seen(ours)]
+    first = loader()
+    passes = [as_lists(first), as_lists(first)]
     assert passes[0] != passes[1]
-    again = loader()
-    again.load_state_dict({**ours.state_dict(), "epoch": 1, "step": 0})
-    assert seen(again) == passes[1]
+    second = loader()
+    second.load_state_dict({**first.state_dict(), "epoch": 1, "step": 0})
+    assert as_lists(second) == passes[1]
 
 
 def test_sizes() -> None:
-    assert Loader(shuffled()).size == len(Loader(shuffled())) == 6
+    assert Loader(shuffled_globally()).size == len(Loader(shuffled_globally())) == 6
     assert Loader([1, 2]).size == 2
     assert Loader(Stateful()).size is None
     with pytest.raises(TypeError, match="Stateful does not know how many batches it has"):
         len(Loader(Stateful()))
 
 
-@pytest.mark.parametrize("make", [shuffled, own_generator, own_sampler])
-def test_between_passes_the_random_states_are_saved_and_set(make: Any) -> None:
+@pytest.mark.parametrize(
+    "make_loader", [shuffled_globally, shuffled_by_own_generator, shuffled_by_own_sampler]
+)
+def test_between_passes_the_random_states_are_saved_and_set(make_loader: Any) -> None:
     """Only the loader's own state goes from one run to the other."""
     torch.manual_seed(1)
-    first = Loader(make())
-    old = seen(first)
+    first = Loader(make_loader())
+    first_pass = as_lists(first)
     state = first.state_dict()
-    expected = [seen(first), seen(first)]
+    expected = [as_lists(first), as_lists(first)]
     torch.manual_seed(1)
-    second = Loader(make())
+    second = Loader(make_loader())
     second.load_state_dict(state)
     assert (second.epoch, second.step) == (1, 0)
-    assert [seen(second), seen(second)] == expected
-    assert expected[0] != old
+    assert [as_lists(second), as_lists(second)] == expected
+    assert expected[0] != first_pass
 
 
 def test_a_state_saved_again_before_it_was_used_is_the_same() -> None:
-    for make in (lambda: Loader(own_generator()), lambda: Loader(Stateful())):
-        first = make()
+    for make_loader in (lambda: Loader(shuffled_by_own_generator()), lambda: Loader(Stateful())):
+        first = make_loader()
         stream = iter(first)
         for _ in range(2):
             next(stream)
         state = first.state_dict()
-        second = make()
+        second = make_loader()
         with pytest.warns(Notice) if state["own"] is None else nullcontext():
             second.load_state_dict(state)
-            third = make()
+            third = make_loader()
             third.load_state_dict(second.state_dict())
         assert (second.epoch, second.step) == (0, 2)
         assert [str(batch) for batch in third] == [str(batch) for batch in stream]
 
 
-class Shuffling:
-    """A batch sampler of the user's, with a generator and an epoch; or one that shuffles by a module's generator."""
+class ShufflingBatchSampler:
+    """A batch sampler of the user's, with an epoch.
+
+    It shuffles by a generator of its own, or by that of Python's or numpy's module.
+    """
 
     def __init__(self, by: str) -> None:
-        self.by, self.epochs = by, list[int]()
+        self.by = by
+        self.epochs: list[int] = []
         self.generator = torch.Generator().manual_seed(3)
 
     def set_epoch(self, epoch: int) -> None:
@@ -203,24 +218,26 @@ class Shuffling:
 @pytest.mark.parametrize("by", ["generator", "python", "numpy"])
 def test_batch_samplers_and_the_modules_generators_are_replayed(by: str) -> None:
     def loader() -> Loader:
-        return Loader(DataLoader(DATA, batch_sampler=Shuffling(by)))
+        return Loader(DataLoader(DATA, batch_sampler=ShufflingBatchSampler(by)))
 
     first = loader()
     list(first)
     stream = iter(first)
     next(stream)
     state = first.state_dict()
-    rest = seen(stream)
+    after_save = as_lists(stream)
     second = loader()
     with pytest.warns(
         Notice, match="on the assumption that their order comes from Python's, numpy's and torch's"
     ):
         second.load_state_dict(state)
-    before = random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index] # noqa: NPY002
-    assert seen(second) == rest
+    python_state = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    assert as_lists(second) == after_save
     assert second.batches.batch_sampler.epochs == [1]  # type: ignore[attr-defined]
-    assert random.getstate() == before[0]
-    assert np.array_equal(np.random.get_state()[1], before[1])  # type: ignore[index,arg-type] # noqa: NPY002
+    assert random.getstate() == python_state
+    state_after = np.random.get_state(legacy=False)["state"]  # noqa: NPY002
+    assert np.array_equal(state_after["key"], numpy_state["key"])
 
 
 def test_after_a_break_the_next_for_is_the_next_pass() -> None:
@@ -241,17 +258,17 @@ def test_the_position_goes_with_it_to_a_device(device: torch.device) -> None:
     assert [int(batch) for batch in second.to_device(device)] == [2, 3, 4]
 
 
-def test_making_one_begins_nothing() -> None:
-    class Counting(list[Tensor]):
-        begun = 0
+def test_making_a_loader_begins_no_pass() -> None:
+    class CountingList(list[Tensor]):
+        pass_count = 0
 
         def __iter__(self) -> Iterator[Tensor]:
-            self.begun += 1
+            self.pass_count += 1
             return super().__iter__()
 
-    batches = Counting([torch.zeros(1)])
+    batches = CountingList([torch.zeros(1)])
     list(Loader(batches).to_device("cpu"))
-    assert batches.begun == 1
+    assert batches.pass_count == 1
 
 
 class Flaky:
@@ -268,7 +285,7 @@ class Flaky:
             yield torch.tensor([i])
 
 
-def test_a_batch_that_failed_is_had_again() -> None:
+def test_a_batch_that_failed_is_fetched_again() -> None:
     loader = Loader(Flaky())
     stream = iter(loader)
     assert [int(next(stream)), int(next(stream))] == [0, 1]
@@ -279,7 +296,7 @@ def test_a_batch_that_failed_is_had_again() -> None:
     assert (loader.epoch, loader.step) == (1, 0)
 
 
-def test_a_loader_that_has_fewer_batches_now_is_told() -> None:
+def test_a_loader_that_has_fewer_batches_than_before_is_refused() -> None:
     first = Loader([torch.zeros(1)] * 5)
     list(islice(first, 4))
     second = Loader([torch.zeros(1)] * 2)
@@ -309,4 +326,4 @@ def test_an_iterator_that_runs_once_is_refused() -> None:
 
 def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected the state of a hs\.data\.Loader, version 1"):
-        Loader(shuffled()).load_state_dict({"epoch": 0})
+        Loader(shuffled_globally()).load_state_dict({"epoch": 0})

@@ -1,4 +1,4 @@
-"""Residency: what stays on the device, what streams there, and the reason given; the batches are the same."""
+"""Residency: what stays on the device, what streams there, and why; the batches are the same."""
 
 import threading
 
@@ -7,48 +7,49 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.pipeline.residency import budget_bytes, readable
+from halfstep.data.pipeline.residency import budget_bytes, format_bytes
 from halfstep.errors import Notice
 
 
-def data(size: int = 50) -> Dataset:
+def augmented_data(size: int = 50) -> Dataset:
     images = torch.arange(size * 75, dtype=torch.int32).view(size, 5, 5, 3).to(torch.uint8)
     return Dataset({"image": images, "label": torch.arange(size)}, seed=4).map(
         [PadCrop(5, 1), Flip()], "image"
     )
 
 
-def same(a: Dataset, b: Dataset) -> bool:
-    parts = zip(a, b, strict=True)
-    return all(
-        torch.equal(x.cpu(), u.cpu()) and torch.equal(y.cpu(), v.cpu()) for (x, y), (u, v) in parts
-    )
+def deliver_the_same(a: Dataset, b: Dataset) -> bool:
+    pairs = list(zip(a, b, strict=True))
+    same_images = [torch.equal(x.cpu(), other_x.cpu()) for (x, _), (other_x, _) in pairs]
+    same_labels = [torch.equal(y.cpu(), other_y.cpu()) for (_, y), (_, other_y) in pairs]
+    return all(same_images) and all(same_labels)
 
 
 def test_a_small_set_stays_on_the_device_and_gives_the_hosts_batches(device: torch.device) -> None:
-    host = data().shuffle().batch(7)
+    host = augmented_data().shuffle().batch(7)
     resident = host.to_device(device, budget="1MB")
     assert str(resident.placement) == f"resident on {device}: 4.053 KiB of a budget of 1 MiB"
-    assert same(host, resident)
-    assert same(host, resident)
+    assert deliver_the_same(host, resident)
+    assert deliver_the_same(host, resident)
     assert all(x.device.type == device.type and x.dtype == torch.uint8 for x, _ in resident)
 
 
-def test_a_window_shuffle_can_be_resident_too(device: torch.device) -> None:
-    host = data().shuffle(8).repeat(2).batch(7)
-    assert same(host, host.to_device(device, budget="1MB"))
+def test_a_shuffle_by_a_buffer_can_be_resident_too(device: torch.device) -> None:
+    host = augmented_data().shuffle(8).repeat(2).batch(7)
+    assert deliver_the_same(host, host.to_device(device, budget="1MB"))
 
 
 def test_over_the_budget_it_streams_and_says_so(device: torch.device) -> None:
-    host = data().shuffle().batch(7)
+    host = augmented_data().shuffle().batch(7)
     with pytest.warns(
         Notice,
-        match=r"streaming to .*, not resident: it takes 4\.053 KiB and the budget is 1 KiB; budget=",
+        match=r"streaming to .*, not resident: it takes 4\.053 KiB and the budget is 1 KiB; "
+        r"budget=",
     ):
         streamed = host.to_device(device, budget=1024)
     assert streamed.placement.kind == "stream"
-    assert same(host, streamed)
-    assert same(host, streamed)
+    assert deliver_the_same(host, streamed)
+    assert deliver_the_same(host, streamed)
 
 
 def test_samples_read_one_by_one_stream_until_they_are_loaded(device: torch.device) -> None:
@@ -58,11 +59,11 @@ def test_samples_read_one_by_one_stream_until_they_are_loaded(device: torch.devi
         Notice, match=r"its samples are read one by one by a Dataset; \.load\(\) reads them"
     ):
         streamed = host.to_device(device)
-    assert same(host, streamed)
+    assert deliver_the_same(host, streamed)
     host.seek(0)
     resident = host.load().to_device(device)
     assert resident.placement.kind == "resident"
-    assert same(host, resident)
+    assert deliver_the_same(host, resident)
 
 
 def test_functions_of_single_samples_keep_it_on_the_host_and_those_of_batches_do_not(
@@ -75,44 +76,50 @@ def test_functions_of_single_samples_keep_it_on_the_host_and_those_of_batches_do
         Notice,
         match="map.*double on label.* works on single samples on the host; use a transform, or",
     ):
-        streamed = data().map(double, "label").batch(7).to_device(device)
-    resident = data().batch(7).map(double, "label").to_device(device)
+        streamed = augmented_data().map(double, "label").batch(7).to_device(device)
+    resident = augmented_data().batch(7).map(double, "label").to_device(device)
     assert resident.placement.kind == "resident"
-    assert same(streamed, resident)
+    assert deliver_the_same(streamed, resident)
 
 
 def test_workers_and_a_stream_together(device: torch.device) -> None:
-    host = data().shuffle().batch(7)
+    host = augmented_data().shuffle().batch(7)
     with pytest.warns(Notice, match="not resident"):
         streamed = host.workers(2).to_device(device, budget=0)
-    assert same(host, streamed)
+    assert deliver_the_same(host, streamed)
 
 
 def test_a_stream_left_early_leaves_no_thread(device: torch.device) -> None:
     with pytest.warns(Notice, match="not resident"):
-        streamed = data().batch(2).to_device(device, budget=0)
+        streamed = augmented_data().batch(2).to_device(device, budget=0)
     stream = iter(streamed)
     next(stream)
     state = streamed.state_dict()
     del stream
     streamed.seek(0)
     assert state["step"] == 1
-    assert not [t for t in threading.enumerate() if t.name == "halfstep-stream"]
+    assert "halfstep-stream" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_function_of_batches_is_random_alike_on_host_and_device(device: torch.device) -> None:
     host = (
-        data()
+        augmented_data()
         .shuffle()
         .batch(7)
         .map(lambda y: y + torch.randint(0, 1000, ()).to(y.device), "label")
     )
-    assert same(host, host.to_device(device, budget="1MB"))
+    assert deliver_the_same(host, host.to_device(device, budget="1MB"))
 
 
 BUDGETS = {
-    "0": 0, "12": 12, "1kb": 1024, "1.5 GiB": 3 << 29, "2M": 2 << 20, "1TB": 1 << 40, "7 b": 7,
-}  # fmt: skip
+    "0": 0,
+    "12": 12,
+    "1kb": 1024,
+    "1.5 GiB": 3 << 29,
+    "2M": 2 << 20,
+    "1TB": 1 << 40,
+    "7 b": 7,
+}
 
 
 @pytest.mark.parametrize("text", BUDGETS)
@@ -125,7 +132,7 @@ def test_other_budgets_are_refused(budget: object) -> None:
     with pytest.raises(
         ValueError, match="budget: expected bytes, a size such as '8GB' or a fraction"
     ):
-        data().to_device("cpu", budget=budget)  # type: ignore[arg-type]
+        augmented_data().to_device("cpu", budget=budget)  # type: ignore[arg-type]
 
 
 def test_sizes_are_readable() -> None:
@@ -136,4 +143,4 @@ def test_sizes_are_readable() -> None:
         47_040_000: "44.86 MiB",
         3 << 40: "3 TiB",
     }
-    assert {n: readable(n) for n in sizes} == sizes
+    assert {count: format_bytes(count) for count in sizes} == sizes

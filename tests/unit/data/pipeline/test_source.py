@@ -1,4 +1,7 @@
-"""What a user may hand to a Dataset, and how it comes out: dicts, tuples, lists, arrays of every kind, odd samples."""
+"""What a user may pass to a Dataset, and how it comes out.
+
+Dicts, tuples, lists, arrays of every kind, odd samples.
+"""
 
 import random
 from collections import namedtuple
@@ -16,28 +19,31 @@ from torch.utils.data import Dataset as TorchDataset
 from halfstep.data import Dataset, Flip, ImageFolder, Normalize, OneHot, PadCrop, Rescale, Resize
 
 
-class Made(TorchDataset[Any]):
-    """Sample i is make(i)."""
+class FunctionDataset(TorchDataset[Any]):
+    """Sample i is make_sample(i)."""
 
-    def __init__(self, make: Callable[[int], Any], size: int = 6) -> None:
-        self.make, self.size = make, size
+    def __init__(self, make_sample: Callable[[int], Any], size: int = 6) -> None:
+        self.make_sample = make_sample
+        self.size = size
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, i: int) -> Any:
-        return self.make(i)
+        return self.make_sample(i)
 
 
-# rows
+# Samples read one by one
 
 
-def either_way(i: int) -> dict[str, int]:
-    return {"image": i, "label": 100 + i} if i % 2 else {"label": 100 + i, "image": i}
+def sample_in_either_order(i: int) -> dict[str, int]:
+    if i % 2:
+        return {"image": i, "label": 100 + i}
+    return {"label": 100 + i, "image": i}
 
 
 def test_dicts_are_matched_by_key_whatever_their_order() -> None:
-    (first,) = Dataset(Made(either_way)).batch(6).dicts()
+    (first,) = Dataset(FunctionDataset(sample_in_either_order)).batch(6).dicts()
     assert {name: column.tolist() for name, column in first.items()} == {
         "label": [100, 101, 102, 103, 104, 105],
         "image": [0, 1, 2, 3, 4, 5],
@@ -45,41 +51,61 @@ def test_dicts_are_matched_by_key_whatever_their_order() -> None:
 
 
 def test_columns_select_from_dicts_by_name() -> None:
-    data = Dataset(Made(either_way), ["image"])
+    data = Dataset(FunctionDataset(sample_in_either_order), ["image"])
     assert data.columns == ("image",)
     assert [int(i) for (i,) in data] == [0, 1, 2, 3, 4, 5]
     with pytest.raises(
         ValueError, match=r"expected columns out of \['label', 'image'\], each once, got \['mask'\]"
     ):
-        Dataset(Made(either_way), ["mask"])
+        Dataset(FunctionDataset(sample_in_either_order), ["mask"])
 
 
 ODD_ROWS: dict[str, tuple[Callable[[int], Any], str]] = {
-    "a key less": (lambda i: {"a": i, "b": i} if i < 3 else {"a": i}, r"sample 3: expected the key 'b', got \['a"),
-    "no mapping": (lambda i: {"a": i} if i < 3 else i, "sample 3: expected a mapping like sample 0, got int"),
-    "a mapping": (lambda i: (i, i) if i < 3 else {"a": i, "b": i}, r"sample 3: expected 2 parts \['x', 'y'\], got a m"),
-    "too many parts": (lambda i: (i,) * (2 if i < 3 else 3), r"sample 3: expected 2 parts \['x', 'y'\], got 3 parts"),
-}  # fmt: skip
+    "a key less": (
+        lambda i: {"a": i, "b": i} if i < 3 else {"a": i},
+        r"sample 3: expected the key 'b', got \['a",
+    ),
+    "no mapping": (
+        lambda i: {"a": i} if i < 3 else i,
+        "sample 3: expected a mapping like sample 0, got int",
+    ),
+    "a mapping": (
+        lambda i: (i, i) if i < 3 else {"a": i, "b": i},
+        r"sample 3: expected 2 parts \['x', 'y'\], got a m",
+    ),
+    "too many parts": (
+        lambda i: (i,) * (2 if i < 3 else 3),
+        r"sample 3: expected 2 parts \['x', 'y'\], got 3 parts",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ODD_ROWS)
 def test_a_sample_unlike_the_first_is_named(name: str) -> None:
-    make, message = ODD_ROWS[name]
+    make_sample, message = ODD_ROWS[name]
     with pytest.raises((ValueError, TypeError), match=message):
-        list(Dataset(Made(make)).batch(2))
+        list(Dataset(FunctionDataset(make_sample)).batch(2))
 
 
 Point = namedtuple("Point", "image label weight")
 
 
 def test_named_tuples_give_their_names() -> None:
-    assert Dataset(Made(lambda i: Point(i, i, 1.0))).columns == ("image", "label", "weight")
+    assert Dataset(FunctionDataset(lambda i: Point(i, i, 1.0))).columns == (
+        "image",
+        "label",
+        "weight",
+    )
     assert Dataset(Point(torch.zeros(3), torch.zeros(3), torch.ones(3))).columns == (
         "image",
         "label",
         "weight",
     )
-    assert Dataset(Made(lambda i: Point(i, i, 1.0)), ["a", "b", "c"]).columns == ("a", "b", "c")
+    assert Dataset(FunctionDataset(lambda i: Point(i, i, 1.0)), ["a", "b", "c"]).columns == (
+        "a",
+        "b",
+        "c",
+    )
 
 
 def test_a_tuple_is_columns_and_a_list_is_samples() -> None:
@@ -92,14 +118,16 @@ def test_a_tuple_is_columns_and_a_list_is_samples() -> None:
 
 
 def test_looking_at_a_sample_moves_no_generator() -> None:
-    before = torch.get_rng_state(), random.getstate()
-    Dataset(Made(lambda i: torch.rand(1) + random.random()))
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1] == random.getstate()
+    torch_state = torch.get_rng_state()
+    python_state = random.getstate()
+    Dataset(FunctionDataset(lambda i: torch.rand(1) + random.random()))
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert python_state == random.getstate()
 
 
-# samples of every kind, alone and in batches
+# Samples of every kind, alone and in batches
 
+# How sample i is made, what sample 0 is alone, and what samples 0 and 1 are as a batch.
 KINDS: dict[str, tuple[Callable[[int], Any], Any, Any]] = {
     "strings": (lambda i: f"f{i}", "f0", ["f0", "f1"]),
     "tuples": (lambda i: (i, 10 + i), (0, 10), [torch.tensor([0, 1]), torch.tensor([10, 11])]),
@@ -109,28 +137,28 @@ KINDS: dict[str, tuple[Callable[[int], Any], Any, Any]] = {
 }
 
 
-def equal(a: Any, b: Any) -> bool:
+def is_same_value(a: Any, b: Any) -> bool:
     if isinstance(b, Tensor):
         return isinstance(a, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(b, dict):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in b)
+        return a.keys() == b.keys() and all(is_same_value(a[k], b[k]) for k in b)
     if isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(is_same_value, a, b))
     return type(a) is type(b) and a == b
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sample_is_itself_and_a_batch_is_torchs(name: str, workers: int) -> None:
-    make, alone, together = KINDS[name]
-    data = Dataset(Made(lambda i: (i, make(i)), 2), ["i", "thing"])
-    assert equal(next(iter(data.workers(workers)))[1], alone)
-    assert equal(next(iter(data.batch(2).workers(workers)))[1], together)
+    make_sample, expected_sample, expected_batch = KINDS[name]
+    data = Dataset(FunctionDataset(lambda i: (i, make_sample(i)), 2), ["i", "thing"])
+    assert is_same_value(next(iter(data.workers(workers)))[1], expected_sample)
+    assert is_same_value(next(iter(data.batch(2).workers(workers)))[1], expected_batch)
 
 
 @pytest.mark.parametrize("thing", [None, Image.new("RGB", (4, 4))], ids=["None", "PIL"])
-def test_what_makes_no_batch_is_named_with_a_way_out_that_works(thing: Any) -> None:
-    data = Dataset(Made(lambda i: (i, thing)), ["i", "thing"])
+def test_a_column_that_makes_no_batch_is_named_and_the_advice_works(thing: Any) -> None:
+    data = Dataset(FunctionDataset(lambda i: (i, thing)), ["i", "thing"])
     with pytest.raises(
         TypeError,
         match=r"column 'thing': expected samples that make a batch.*map\(function, 'thing'\)",
@@ -143,7 +171,9 @@ def test_what_makes_no_batch_is_named_with_a_way_out_that_works(thing: Any) -> N
 
 
 def test_arrays_of_several_shapes_are_resized_as_the_message_says() -> None:
-    data = Dataset(Made(lambda i: (np.full((5 + i, 9, 3), i, np.uint8), i)), ["image", "label"])
+    data = Dataset(
+        FunctionDataset(lambda i: (np.full((5 + i, 9, 3), i, np.uint8), i)), ["image", "label"]
+    )
     with pytest.raises(
         ValueError,
         match=r"column 'image': expected samples of one shape .*Resize\(\(224, 224\)\), 'image",
@@ -164,7 +194,6 @@ def test_a_list_that_a_batch_function_returns_is_a_list() -> None:
 
 # numpy
 
-
 READ_ONLY = np.arange(6, dtype=np.float32)
 READ_ONLY.setflags(write=False)
 ARRAYS: dict[str, np.ndarray[Any, Any]] = {
@@ -182,10 +211,10 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_of_every_kind_come_out_as_they_went_in(name: str) -> None:
     array = ARRAYS[name]
-    for data in (Dataset(array), Dataset(Made(lambda i: array[i : i + 1]))):
-        made = torch.cat([x for (x,) in data.batch(4)]).numpy()
-        assert made.dtype == array.dtype.newbyteorder("=")
-        assert np.array_equal(made.ravel(), array)
+    for data in (Dataset(array), Dataset(FunctionDataset(lambda i: array[i : i + 1]))):
+        delivered = torch.cat([x for (x,) in data.batch(4)]).numpy()
+        assert delivered.dtype == array.dtype.newbyteorder("=")
+        assert np.array_equal(delivered.ravel(), array)
 
 
 def test_arrays_are_not_copied() -> None:
@@ -195,26 +224,20 @@ def test_arrays_are_not_copied() -> None:
     assert [float(x) for (x,) in data] == [7, 7, 7]
 
 
-def test_numpys_numbers_do_where_pythons_do() -> None:
-    data = (
-        Dataset({"x": torch.arange(10)}, seed=np.int64(3))
-        .shuffle()
-        .batch(np.int32(4))
-        .take(np.int64(2))
-    )
-    assert (
-        data.plan.describe()
-        == Dataset({"x": torch.arange(10)}, seed=3).shuffle().batch(4).take(2).plan.describe()
-    )
+def test_numpys_numbers_are_accepted_like_pythons() -> None:
+    by_numpy = Dataset({"x": torch.arange(10)}, seed=np.int64(3)).shuffle()
+    by_numpy = by_numpy.batch(np.int32(4)).take(np.int64(2))
+    by_python = Dataset({"x": torch.arange(10)}, seed=3).shuffle().batch(4).take(2)
+    assert by_numpy.plan.describe() == by_python.plan.describe()
     half = np.float32(0.5)
     assert Normalize(half, np.array([0.5, 0.25])) == Normalize(0.5, (0.5, 0.25))
     assert repr(Rescale(half, half)) == repr(Rescale(0.5, 0.5))
 
 
-# maps and columns
+# Maps and columns
 
 
-def test_a_transform_of_several_columns_must_be_told_which() -> None:
+def test_a_transform_needs_the_name_of_its_column_among_several() -> None:
     data = Dataset({"image": torch.zeros(4, 2, 2, 1), "label": torch.arange(4)})
     with pytest.raises(
         ValueError,
@@ -222,19 +245,15 @@ def test_a_transform_of_several_columns_must_be_told_which() -> None:
     ):
         data.map(Rescale(1 / 255))
     assert Dataset({"image": torch.full((4, 2), 255)}).map(Rescale(1 / 255)).columns == ("image",)
-    assert [int(label) for _, label in data.map(lambda image, label: (image, label + 1))] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    mapped = data.map(lambda image, label: (image, label + 1))
+    assert [int(label) for _, label in mapped] == [1, 2, 3, 4]
 
 
 def test_select_is_a_step_of_the_chain() -> None:
     data = Dataset({"x": torch.arange(3), "y": torch.arange(3) * 10})
-    made = data.select("x").map(lambda x: (x, x + 1), "x", output=["x", "z"])
-    assert made.columns == ("x", "z")
-    assert [(int(x), int(z)) for x, z in made] == [(0, 1), (1, 2), (2, 3)]
+    mapped = data.select("x").map(lambda x: (x, x + 1), "x", output=["x", "z"])
+    assert mapped.columns == ("x", "z")
+    assert [(int(x), int(z)) for x, z in mapped] == [(0, 1), (1, 2), (2, 3)]
     assert data.select(["y", "x"]).columns == ("y", "x")
 
 
@@ -243,19 +262,20 @@ def test_select_is_a_step_of_the_chain() -> None:
 )
 def test_labels_of_few_bits_and_many_classes(dtype: torch.dtype, classes: int) -> None:
     labels = torch.tensor([5, torch.iinfo(dtype).max], dtype=dtype)
-    (hot,) = next(iter(Dataset({"y": labels}).map(OneHot(classes), "y").batch(2)))
-    assert torch.equal(hot, torch.nn.functional.one_hot(labels.long(), classes).float())
+    (one_hot,) = next(iter(Dataset({"y": labels}).map(OneHot(classes), "y").batch(2)))
+    assert torch.equal(one_hot, torch.nn.functional.one_hot(labels.long(), classes).float())
     with pytest.raises(ValueError, match=rf"OneHot: expected labels in 0\.\.{classes - 1}, got -1"):
         OneHot(classes)(torch.tensor([-1, 5]), torch.empty(0))
 
 
 def test_a_batch_far_larger_than_the_set_is_the_set() -> None:
-    for n in (12, 13, 2**60):
-        assert [x.tolist() for (x,) in Dataset(torch.arange(12)).batch(n)] == [list(range(12))]
+    for batch_size in (12, 13, 2**60):
+        batches = Dataset(torch.arange(12)).batch(batch_size)
+        assert [x.tolist() for (x,) in batches] == [list(range(12))]
     assert Dataset(torch.arange(12)).batch(5, True).size == 2
 
 
-# load
+# Loading into memory
 
 
 @pytest.fixture
@@ -274,9 +294,9 @@ def test_an_image_folder_is_loaded_by_the_resize_that_comes_first(folder: ImageF
     assert loaded.plan.source.tensors["image"].shape == (6, 8, 8, 3)
     assert loaded.plan.source.tensors["image"].dtype == torch.uint8
     for _ in range(2):
-        for (a, b), (c, d) in zip(data, loaded, strict=True):
-            assert torch.equal(a, c)
-            assert torch.equal(b, d)
+        for (image, label), (loaded_image, loaded_label) in zip(data, loaded, strict=True):
+            assert torch.equal(image, loaded_image)
+            assert torch.equal(label, loaded_label)
     loaded.load_state_dict(data.state_dict())
     with pytest.raises(
         ValueError,
@@ -286,7 +306,7 @@ def test_an_image_folder_is_loaded_by_the_resize_that_comes_first(folder: ImageF
 
 
 def test_load_takes_the_smallest_that_the_first_transforms_make(folder: ImageFolder) -> None:
-    rows = Made(lambda i: torch.full((6, 6, 3), i, dtype=torch.uint8))
+    rows = FunctionDataset(lambda i: torch.full((6, 6, 3), i, dtype=torch.uint8))
     grown = Dataset(rows).map([Resize((16, 16)), Rescale(1 / 255)]).load()
     assert grown.plan.source.tensors["x"].shape == (6, 6, 6, 3)
     assert next(iter(grown.batch(2)))[0].shape == (2, 16, 16, 3)
@@ -295,7 +315,7 @@ def test_load_takes_the_smallest_that_the_first_transforms_make(folder: ImageFol
 
 
 def test_samples_that_differ_late_are_loaded_too() -> None:
-    rows = Made(lambda i: torch.full((6 + i // 90, 6, 3), i, dtype=torch.uint8), 100)
+    rows = FunctionDataset(lambda i: torch.full((6 + i // 90, 6, 3), i, dtype=torch.uint8), 100)
     (image,) = next(iter(Dataset(rows).map(Resize((16, 16))).load().batch(100)))
     assert image.float().mean((1, 2, 3)).tolist() == list(range(100))
 

@@ -191,7 +191,7 @@ def test_gradients_that_only_some_batches_have(order: str) -> None:
     for batch in given:
         a(*batch)
     sink = sinking(b, given, every=1000)
-    sink.sunk.run(len(given), lambda: False)
+    sink.runner.run(len(given), lambda: False)
     assert sink.captures >= 2
     assert same_state(a, b) == []
 
@@ -274,7 +274,7 @@ def test_ragged_batches_are_bounded_and_told() -> None:
     with pytest.warns(hs.Notice, match="more than 64 kinds"):
         list(sink)
     assert sink.captures <= 64
-    assert len(sink.sunk.inputs._held) == 64
+    assert len(sink.runner.inputs._held) == 64
 
 
 class Fails:
@@ -301,7 +301,7 @@ def test_an_error_of_the_data_leaves_the_open_cycle_as_it_was() -> None:
         list(sink)
     assert b.state.cycle.micro == 2
     assert same_state(a, b) == []
-    assert len(sink.sunk.rows()[0]) == 26
+    assert len(sink.runner.rows()[0]) == 26
 
 
 def test_an_error_in_a_step_leaves_the_rows_before_it() -> None:
@@ -310,8 +310,8 @@ def test_an_error_in_a_step_leaves_the_rows_before_it() -> None:
     sink = sinking(step, given, every=100)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         list(sink)
-    assert len(sink.sunk.done) == 12
-    assert len(sink.sunk.rows()[0]) == 12
+    assert len(sink.runner.done) == 12
+    assert len(sink.runner.rows()[0]) == 12
 
 
 class Unsized:
@@ -380,7 +380,7 @@ def test_an_evaluation_sees_what_changed_in_the_loss_and_the_counters() -> None:
     scores.forward.graphs = Emulated(CPU)
     scores(Feed(given), lambda: False)
     loss.label_smoothing = 0.3
-    accuracy: Any = metrics.each["acc"]
+    accuracy: Any = metrics.by_name["acc"]
     accuracy.total, accuracy.count = accuracy.total.clone(), accuracy.count.clone()
     expected = evaluate(cell, Feed(given), Metrics({"acc": Accuracy()}), lambda batch: batch[1])
     assert scores(Feed(given), lambda: False) == expected

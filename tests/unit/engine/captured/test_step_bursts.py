@@ -132,10 +132,10 @@ def equal_to_eager(
     expected = by_hand(one, case.data(device), PASSES)
     torch.manual_seed(7)
     sink = sink_of(two, case.data(device), every=100)
-    program = sink.sunk.program
+    program = sink.runner.program
     assert isinstance(program, StepProgram)
     program.polish()
-    sink.sunk.pace = Hasty(device)
+    sink.runner.pace = Hasty(device)
     assert same_rows(rows(sink, PASSES), expected) == []
     assert same_state(one, two) == []
     assert not program.why
@@ -145,7 +145,7 @@ def equal_to_eager(
 
 def direct(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
     sink = hs.sink(step, batches, every=every)
-    sink.sunk = CapturedRunner.of(step, Feed(batches), direct=True)
+    sink.runner = CapturedRunner.of(step, Feed(batches), direct=True)
     return sink
 
 

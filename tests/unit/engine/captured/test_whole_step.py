@@ -43,7 +43,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
     sink = hs.sink(run, batches, every=every)
-    assert sink.sunk.program.graphs.compile_body is not None
+    assert sink.runner.program.graphs.compile_body is not None
     return sink
 
 
@@ -64,7 +64,7 @@ def test_the_tape_repeats_the_step_bit_for_bit(
     torch.manual_seed(7)
     assert same_rows(rows(sink, 2), right) == []
     assert sink.captures >= min(2, accumulate)
-    assert sink.sunk.program.replays >= 10
+    assert sink.runner.program.replays >= 10
     assert same_state(mine, eager) == []
 
 
@@ -131,7 +131,7 @@ def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch)
     sink = compiled_sink(mine, data(CPU, samples=96, poison=(50,)))
     got = rows(sink, 4)
     assert sink.captures == 1
-    assert sink.sunk.program.replays == 4 * 12 - 3
+    assert sink.runner.program.replays == 4 * 12 - 3
     assert got["skipped"] == losses["skipped"]
     assert sum(got["skipped"]) == 4
     steps = [i for i, skipped in enumerate(got["skipped"]) if not skipped]
@@ -160,7 +160,7 @@ def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(
     sink = compiled_sink(mine, data(CPU, samples=96))
     got = rows(sink, 4)
     assert sink.captures == 2
-    assert sink.sunk.program.why == ""
+    assert sink.runner.program.why == ""
     for name in ("loss", "grad_norm"):  # float16's eps is 1e-3, and 24 updates of Adam carry it on
         torch.testing.assert_close(
             torch.tensor(got[name]), torch.tensor(expected[name]), rtol=2e-2, atol=0
@@ -196,7 +196,7 @@ UNWRITABLE: dict[str, Any] = {
 def forward_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left when a program is refused would be compiled: that is not what is tested."""
     monkeypatch.setattr(
-        compiled.CompiledForward, "run", lambda self, *a, **k: self.objective(*a, **k)
+        compiled.CompiledForward, "_forward_and_loss", lambda self, *a, **k: self.objective(*a, **k)
     )
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_written_down_is_refused_by_name(name: str) -> None:
     right, mine = small(act, compile=False), small(act)
     expected = by_hand(right, data(CPU), passes=1)
     sink = compiled_sink(mine, data(CPU))
-    place = r"test_whole.py:\d+" if name != "mask" else ""
+    place = r"test_whole_step.py:\d+" if name != "mask" else ""
     with pytest.warns(
         hs.Notice, match=rf"cannot be one compiled program(.|\n)*{said}(.|\n)*{place}"
     ):
@@ -491,10 +491,10 @@ def test_a_schedule_costs_no_program() -> None:
 
 @pytest.mark.usefixtures("taped")
 def test_auto_compiles_from_the_next_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.engine.auto_compile.LEAST", 10)
-    monkeypatch.setattr("halfstep.engine.auto_compile.FROM", 2)
-    monkeypatch.setattr("halfstep.engine.auto_compile.AT", 4)
-    monkeypatch.setattr("halfstep.engine.auto_compile.pays", lambda *_: (True, "asked for"))
+    monkeypatch.setattr("halfstep.engine.auto_compile.MIN_STEPS", 10)
+    monkeypatch.setattr("halfstep.engine.auto_compile.TIMING_STARTS_AT", 2)
+    monkeypatch.setattr("halfstep.engine.auto_compile.TIMING_ENDS_AT", 4)
+    monkeypatch.setattr("halfstep.step.compiled.pays", lambda *_: (True, "asked for"))
 
     def fitted(compile: Any) -> hs.Model:
         torch.manual_seed(0)
@@ -508,4 +508,4 @@ def test_auto_compiles_from_the_next_pass_on(monkeypatch: pytest.MonkeyPatch) ->
     auto, never = fitted("auto"), fitted(False)
     assert "programs of the whole step: 1 held" in str(auto.report())
     assert same_state(auto.step, never.step) == []
-    assert not auto.step.compiled.inside
+    assert not auto.step.compiled.inside_whole_step

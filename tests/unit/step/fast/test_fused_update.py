@@ -132,7 +132,7 @@ def run(step: Any, event: str, at: int) -> UpdateResult:
         torch.tensor(float(weight), dtype=torch.float64, device=DEVICE) if weight else None
     )
     outcome = step.update.on_device(state, list(range(len(grads) - 1)))
-    cycle.drop()
+    cycle.close()
     return outcome
 
 

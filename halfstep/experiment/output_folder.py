@@ -32,7 +32,8 @@ MAX_NAMES_SHOWN = 3  # of files that are in the way
 
 def held(out: Path) -> AbstractContextManager[None]:
     """Inside, no other process can use the folder; the lock ends with the block or the process."""
-    return lock.held(out, lock.Asks("out", LOCK_FILE, "name another folder: --out"))
+    request = lock.LockRequest("out", LOCK_FILE, "name another folder: --out")
+    return lock.hold_lock(out, request)
 
 
 def run_folder(out: Path, precision: str, seed: int) -> Path:

@@ -29,13 +29,13 @@ from halfstep.experiment.build import (
     seed_everything,
     warn_about_large_batch,
 )
-from halfstep.experiment.datasets import TrainTestData, material
-from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, environment
+from halfstep.experiment.datasets import TrainTestData, load_train_test_data
+from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, describe_environment
 from halfstep.experiment.output_folder import run_folder
 from halfstep.experiment.settings import Settings
 from halfstep.model import Model
 from halfstep.utils.files import read_json, write_json
-from halfstep.utils.user_code import sample
+from halfstep.utils.user_code import failing_sample
 
 RESULT_FILE = "result.json"
 CHECKPOINT_EVERY_S = 60  # within an epoch, which may be long
@@ -63,13 +63,13 @@ def compare(
     with _notices_to(progress):
         # A data function that draws gives the same data for every seed, and when it goes on.
         seed_everything(0)
-        data = material(settings)
+        data = load_train_test_data(settings)
         check_one_batch(settings, data)
         warn_about_large_batch(settings, data)
 
     spec = _build_spec(settings, data)
-    machine = environment(settings.place)
-    with output_folder.held(out):
+    machine = describe_environment(settings.torch_device)
+    with output_folder.lock_output_folder(out):
         if fresh:
             output_folder.remove_comparison(out)
         output_folder.check_same_comparison(out, spec, machine)
@@ -108,9 +108,9 @@ def _train_all(
     finished = {(result["precision"], result["seed"]) for result in results}
     content = _write_summary(out, head, results)
     progress.begin(settings, data, len(results))
-    busy_warning = BusyMachineWarning(settings.place, head["command"], progress.note)
+    busy_warning = BusyMachineWarning(settings.torch_device, head["command"], progress.note)
     try:
-        for precision, seed in settings.pairs:
+        for precision, seed in settings.precision_seed_pairs:
             if (precision, seed) in finished:
                 continue
             folder = run_folder(out, precision, seed)
@@ -128,7 +128,7 @@ def _train_all(
 def _read_results(settings: Settings, out: Path, *, skip_failed: bool) -> list[Result]:
     """Results of the runs that are finished."""
     results: list[Result] = []
-    for precision, seed in settings.pairs:
+    for precision, seed in settings.precision_seed_pairs:
         result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
         if result is None:
             continue
@@ -143,14 +143,14 @@ def _write_summary(out: Path, head: dict[str, Any], results: list[Result]) -> di
     spec = head["spec"]
     pairs = [(precision, seed) for precision in spec["precisions"] for seed in spec["seeds"]]
     runs = sorted(results, key=lambda run: pairs.index((run["precision"], run["seed"])))
-    rows = summary.rows(spec, runs)
+    rows = summary.build_rows(spec, runs)
     content = {
         **head,
         "runs": runs,
         "rows": rows,
         "recommendation": summary.recommend(spec, rows, runs),
     }
-    write_json(out / output_folder.SUMMARY, content)
+    write_json(out / output_folder.SUMMARY_FILE, content)
     return content
 
 
@@ -189,7 +189,7 @@ def _train_one(
     """
     steps_per_epoch = data.train_batches(seed, settings.batch).size
     curves = RunCurves(settings.epochs * steps_per_epoch)
-    peak_memory = PeakMemory(settings.place)
+    peak_memory = PeakMemory(settings.torch_device)
     result: Result = {
         "precision": precision,
         "seed": seed,
@@ -313,7 +313,7 @@ def _counts_and_times(curves: RunCurves, steps_per_epoch: int, samples_per_epoch
 def _describe_error(error: Exception) -> str:
     """The error, its notes, and the sample of a user's data set that raised it."""
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    sample_note = sample(error)
+    sample_note = failing_sample(error)
     if sample_note is not None:
         lines.append(sample_note)
     return "\n".join(lines)

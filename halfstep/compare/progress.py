@@ -4,7 +4,7 @@ import sys
 from typing import Any, Protocol, TextIO
 
 from halfstep.callbacks import ProgressLines
-from halfstep.compare.summary import short
+from halfstep.compare.summary import shorten_error
 from halfstep.engine import Callback, Row, Run
 from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
@@ -44,7 +44,7 @@ class SilentProgress:
     def end(self) -> None: ...
 
 
-class Lines:
+class LineProgress:
     """A line for each finished run; with `steps` also lines like `loss: 2.303  [   64/11000]`."""
 
     def __init__(self, *, steps: bool = False, file: TextIO | None = None) -> None:
@@ -58,7 +58,7 @@ class Lines:
 
     def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None:
         self._runs_done = runs_done
-        self._total_runs = len(settings.pairs)
+        self._total_runs = len(settings.precision_seed_pairs)
         self._samples = data.train.size
         self._name_width = max(map(len, settings.precisions))
         self._print(describe_comparison(settings, data, runs_done))
@@ -88,7 +88,7 @@ class Lines:
         print(text, file=self.file, flush=True)
 
 
-class Bars:
+class BarProgress:
     """A bar for each run on a terminal: epoch, steps and loss; its scores when it is done."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Bars:
             TextColumn("{task.fields[status]}", markup=False),
             console=console,
         )
-        if runs_done < len(settings.pairs):
+        if runs_done < len(settings.precision_seed_pairs):
             self._bars.start()
             # A process that is killed must not leave the terminal without a cursor.
             console.show_cursor(True)
@@ -154,7 +154,7 @@ class _BarCallback(Callback):
 
     writes = True
 
-    def __init__(self, bars: Bars) -> None:
+    def __init__(self, bars: BarProgress) -> None:
         self._bars = bars
         self._last_row: Row | None = None
 
@@ -181,14 +181,14 @@ def describe_comparison(settings: Settings, data: TrainTestData, runs_done: int)
     return (
         f"{settings.net} on {settings.data}: "
         f"{data.train.size:,} samples, {data.test.size:,} to test; "
-        f"{runs}, batch {settings.batch}, on {settings.place}{before}"
+        f"{runs}, batch {settings.batch}, on {settings.torch_device}{before}"
     )
 
 
 def describe_result(result: dict[str, Any]) -> str:
     """The end of a run, in one line."""
     if result["status"] == "failed":
-        return f"failed: {short(result['error'])}"
+        return f"failed: {shorten_error(result['error'])}"
     skipped = f"  skipped {result['skipped']}" if result["skipped"] else ""
     return (
         f"loss {result['loss']:.4f}  accuracy {result['acc']:.2%}  "

@@ -21,7 +21,7 @@ MAX_ERROR_LENGTH = 80  # characters of an error in a cell of the table
 # The table
 
 
-def rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
+def build_rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
     """One row for each precision, in the order of the settings; the first is the reference."""
     runs_by_seed: dict[str, dict[int, Result]] = {}
     for precision in spec["precisions"]:
@@ -38,7 +38,7 @@ def rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
     return table
 
 
-def short(error: str) -> str:
+def shorten_error(error: str) -> str:
     """The class and first sentence of an error, in 80 characters.
 
     The complete error stands below the table and in the JSON.
@@ -108,7 +108,7 @@ def _reach_verdict(
         where = "in every run"
         if len(failed) < len(runs):
             where = f"in {len(failed)} of {len(runs)} runs"
-        return Verdict("failed", f"failed {where}: {short(failed[0]['error'])}")
+        return Verdict("failed", f"failed {where}: {shorten_error(failed[0]['error'])}")
     if not runs:
         return Verdict("unknown", "not run yet")
     if precision == reference:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.compare.summary import short
+from halfstep.compare.summary import shorten_error
 
 COLUMNS = (
     "precision",
@@ -47,7 +47,7 @@ def text(summary: Mapping[str, Any]) -> str:
     return "\n".join([*aligned_lines, "", *list_errors(summary), recommendation_line(summary)])
 
 
-def show(summary: Mapping[str, Any]) -> None:
+def print_table(summary: Mapping[str, Any]) -> None:
     """Prints the same on a terminal, with colours for the verdicts."""
     from rich.console import Console
     from rich.table import Table
@@ -105,7 +105,7 @@ def list_errors(summary: Mapping[str, Any]) -> list[str]:
     return [
         f"{', '.join(runs)} failed: {error}\n"
         for error, runs in runs_of_error.items()
-        if short(error) != error
+        if shorten_error(error) != error
     ]
 
 

@@ -43,7 +43,7 @@ def build_network(settings: Settings, data: TrainTestData, seed: int) -> nn.Modu
     """A new network. Its weights are drawn on the host: equal on every device for a seed."""
     seed_everything(seed)
     net = nets.load(settings.net, **_network_options(settings.net, data))
-    return net.to(settings.place)
+    return net.to(settings.torch_device)
 
 
 def build_optimizer(settings: Settings, params: Iterable[Tensor]) -> Optimizer:

@@ -21,19 +21,19 @@ Builder = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Built:
+class RunParts:
     """A model, its training data and the other arguments of `Model.fit`."""
 
     model: "Model"
     data: Any
-    arguments: dict[str, Any] = field(default_factory=dict)
+    fit_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def callbacks(self) -> list["Callback"]:
         """For a repeated run: without those that write (checkpoints, logs, progress bars)."""
         from halfstep.model.fit_arguments import check_callbacks
 
-        callbacks = check_callbacks(self.arguments.get("callbacks"))
+        callbacks = check_callbacks(self.fit_arguments.get("callbacks"))
         return [callback for callback in callbacks if not callback.writes]
 
 
@@ -73,7 +73,7 @@ def _callable_names(module_name: str) -> list[str]:
     ]
 
 
-def builder_of(spec: str) -> Builder:
+def import_builder(spec: str) -> Builder:
     """A function that calls the user's builder; its errors get a note with the file and line.
 
     A builder for the command line may also return (model, data, valid).
@@ -92,7 +92,7 @@ def builder_of(spec: str) -> Builder:
     return build
 
 
-def call_builder(build: Builder) -> Built:
+def call_builder(build: Builder) -> RunParts:
     """Calls a builder and checks its result.
 
     It returns (model, data), or a dict of these and other arguments of `fit`.
@@ -119,4 +119,4 @@ def call_builder(build: Builder) -> Built:
             f"build: {', '.join(unknown)} is no argument of fit; "
             f"expected some of {', '.join(sorted(known))}"
         )
-    return Built(result["model"], result["data"], arguments)
+    return RunParts(result["model"], result["data"], arguments)

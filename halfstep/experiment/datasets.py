@@ -42,7 +42,7 @@ class TrainTestData:
         return self.test.batch(max(batch_size, MIN_TEST_BATCH_SIZE))
 
 
-def material(settings: Settings) -> TrainTestData:
+def load_train_test_data(settings: Settings) -> TrainTestData:
     """Reads both parts, cuts them to the numbers in the settings, and prepares the inputs.
 
     uint8 images become [C, H, W] floats in 0..1; other inputs stay as they are.

@@ -32,7 +32,7 @@ FIRST_CHECK_S = 1.0
 MIN_BUSY_CORES = 0.5  # every machine's own housekeeping takes less
 
 
-def environment(device: torch.device) -> dict[str, Any]:
+def describe_environment(device: torch.device) -> dict[str, Any]:
     """What results and times depend on: device, versions, number of threads."""
     is_cuda = device.type == "cuda"
     return {

@@ -13,7 +13,7 @@ from typing import Any
 from halfstep.checkpoint import lock
 from halfstep.utils.files import read_json
 
-SUMMARY = "compare.json"
+SUMMARY_FILE = "compare.json"
 RUNS_FOLDER = "runs"
 LOCK_FILE = ".lock"
 REPORT_FILES = ("report.html", "report.md", "report.json")
@@ -30,7 +30,7 @@ FIXED_ENVIRONMENT = ("device", "torch", "threads")
 MAX_NAMES_SHOWN = 3  # of files that are in the way
 
 
-def held(out: Path) -> AbstractContextManager[None]:
+def lock_output_folder(out: Path) -> AbstractContextManager[None]:
     """Inside, no other process can use the folder; the lock ends with the block or the process."""
     request = lock.LockRequest("out", LOCK_FILE, "name another folder: --out")
     return lock.hold_lock(out, request)
@@ -43,10 +43,10 @@ def run_folder(out: Path, precision: str, seed: int) -> Path:
 
 def remove_comparison(out: Path) -> None:
     """Removes the files of a comparison, and nothing else."""
-    if read_json(out / SUMMARY) is None:
+    if read_json(out / SUMMARY_FILE) is None:
         return
     shutil.rmtree(out / RUNS_FOLDER, ignore_errors=True)
-    for name in (SUMMARY, *REPORT_FILES):
+    for name in (SUMMARY_FILE, *REPORT_FILES):
         (out / name).unlink(missing_ok=True)
 
 
@@ -57,7 +57,7 @@ def check_same_comparison(
 
     The error names every difference. An empty folder is fine.
     """
-    before = read_json(out / SUMMARY)
+    before = read_json(out / SUMMARY_FILE)
     if before is None:
         others = sorted(
             path.name for path in out.iterdir() if path.name not in (LOCK_FILE, RUNS_FOLDER)
@@ -70,7 +70,7 @@ def check_same_comparison(
         return
     if not isinstance(before, dict) or before.get("halfstep_compare") != FORMAT_VERSION:
         raise ValueError(
-            f"out: {out}/{SUMMARY} is not a comparison of this version. "
+            f"out: {out}/{SUMMARY_FILE} is not a comparison of this version. "
             "Name another folder: --out"
         )
 

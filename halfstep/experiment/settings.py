@@ -77,18 +77,18 @@ class Settings:
             is_valid = is_integer and 0 <= seed < SEED_LIMIT
             expect(is_valid, "seeds", "whole numbers, 0 or more", seed)
 
-        device = chosen(self.device)
+        device = resolve_device(self.device)
         for precision in self.precisions:
             check_supported(Precision.parse(precision), device)
         _refuse_synonyms(self.precisions)
 
     @property
-    def place(self) -> torch.device:
+    def torch_device(self) -> torch.device:
         """The device to train on: "auto" is resolved."""
-        return chosen(self.device)
+        return resolve_device(self.device)
 
     @property
-    def pairs(self) -> list[tuple[str, int]]:
+    def precision_seed_pairs(self) -> list[tuple[str, int]]:
         """(precision, seed) of every run, seed by seed: early results compare all precisions."""
         return [(precision, seed) for seed in self.seeds for precision in self.precisions]
 
@@ -108,7 +108,7 @@ class Settings:
         object.__setattr__(self, field_name, value)
 
 
-def chosen(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     """The torch device of a setting. "auto" is CUDA where torch sees a GPU, else the CPU.
 
     A device that does not exist on this machine is refused.

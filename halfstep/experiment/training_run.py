@@ -13,16 +13,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.experiment.builders import Built, builder_of, call_builder
+from halfstep.experiment.builders import RunParts, call_builder, import_builder
 from halfstep.utils.files import read_json, write_json
 
 if TYPE_CHECKING:
     from halfstep.experiment.settings import Settings
 
 # Files in the folder of a run.
-RUN = "run.json"
-LOG = "log.jsonl"
-WEIGHTS = "weights.safetensors"
+RUN_FILE = "run.json"
+LOG_FILE = "log.jsonl"
+WEIGHTS_FILE = "weights.safetensors"
 REPORT_FILES = ("report.html", "report.md", "report.json")
 FORMAT_VERSION = 1  # of run.json
 
@@ -33,7 +33,7 @@ CHANGEABLE_SETTINGS = ("epochs", "device")  # may differ when a run goes on
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TrainSettings:
     """Everything that decides a run. With `build`, only that, `epochs`, `seed`, `device` count."""
 
     build: str | None = None
@@ -54,7 +54,7 @@ class Asked:
     test_samples: int | None = None
     device: str = "auto"
 
-    def settings(self) -> "Settings":
+    def comparison_settings(self) -> "Settings":
         """The settings that a comparison has too, checked."""
         from halfstep.experiment.settings import Settings
 
@@ -62,7 +62,7 @@ class Asked:
         return Settings(precisions=(self.precision,), seeds=(self.seed,), **shared)
 
 
-def make(train_settings: Asked, *, training: bool = False) -> Built:
+def build_run(train_settings: TrainSettings, *, training: bool = False) -> RunParts:
     """Builds the run: a new model, its training data and the other arguments of `fit`.
 
     `training`: also give the notices that concern training.
@@ -71,16 +71,16 @@ def make(train_settings: Asked, *, training: bool = False) -> Built:
 
     seed_everything(train_settings.seed)
     if train_settings.build is not None:
-        return call_builder(builder_of(train_settings.build))
+        return call_builder(import_builder(train_settings.build))
     return _build_from_settings(train_settings, training=training)
 
 
-def _build_from_settings(train_settings: Asked, *, training: bool) -> Built:
+def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> RunParts:
     from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
-    from halfstep.experiment.datasets import material
+    from halfstep.experiment.datasets import load_train_test_data
 
-    settings = train_settings.settings()
-    data = material(settings)
+    settings = train_settings.comparison_settings()
+    data = load_train_test_data(settings)
     check_one_batch(settings, data)
     if training:
         warn_about_large_batch(settings, data)
@@ -94,23 +94,23 @@ def _build_from_settings(train_settings: Asked, *, training: bool) -> Built:
         ema=train_settings.ema,
     )
     train_batches = data.train_batches(train_settings.seed, train_settings.batch)
-    return Built(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
+    return RunParts(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
 
 
-def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
+def run_builder(run: Path, build: str | None, what: str) -> Callable[[], Any]:
     """A function that builds a run again: by the builder `build`, else by its run.json.
 
     `what` is the command that an error message names.
     """
     if build:
-        return builder_of(build)
-    train_settings = read(run)
+        return import_builder(build)
+    train_settings = read_run_file(run)
     if train_settings is None:
         raise ValueError(f"{what}: say how the run was built: --build package.module:function")
 
     def build_again() -> dict[str, Any]:
-        parts = make(train_settings)
-        arguments = dict(parts.arguments)
+        parts = build_run(train_settings)
+        arguments = dict(parts.fit_arguments)
         arguments.pop("valid", None)
         arguments.pop("resume", None)
         return {
@@ -123,7 +123,7 @@ def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
     return build_again
 
 
-def changed(train_settings: Asked, **overrides: Any) -> Asked:
+def with_overrides(train_settings: TrainSettings, **overrides: Any) -> TrainSettings:
     """The settings with those of the command line instead; None means not set there."""
     return replace(
         train_settings, **{name: value for name, value in overrides.items() if value is not None}
@@ -133,47 +133,47 @@ def changed(train_settings: Asked, **overrides: Any) -> Asked:
 # The folder
 
 
-def write(folder: Path, train_settings: Asked, command: str) -> None:
+def write_run_file(folder: Path, train_settings: TrainSettings, command: str) -> None:
     """Writes run.json."""
-    from halfstep.experiment.machine import environment
-    from halfstep.experiment.settings import chosen
+    from halfstep.experiment.machine import describe_environment
+    from halfstep.experiment.settings import resolve_device
 
     content = {
         "halfstep_train": FORMAT_VERSION,
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
-        "environment": environment(chosen(train_settings.device)),
+        "environment": describe_environment(resolve_device(train_settings.device)),
         "asked": asdict(train_settings),
     }
-    write_json(folder / RUN, content)
+    write_json(folder / RUN_FILE, content)
 
 
-def read(run: Path) -> Asked | None:
+def read_run_file(run: Path) -> TrainSettings | None:
     """The settings of a run, by its folder, a checkpoint in it or its weights.
 
     None for a run that `halfstep train` did not write.
     """
-    if (run / RUN).is_file():
-        path = run / RUN
-    elif (run.parent / RUN).is_file():
-        path = run.parent / RUN
+    if (run / RUN_FILE).is_file():
+        path = run / RUN_FILE
+    elif (run.parent / RUN_FILE).is_file():
+        path = run.parent / RUN_FILE
     else:
         return None
 
     content = read_json(path)
     is_this_version = isinstance(content, dict) and content.get("halfstep_train") == FORMAT_VERSION
     saved = content.get("asked") if is_this_version else None
-    known_names = {f.name for f in fields(Asked)}
+    known_names = {f.name for f in fields(TrainSettings)}
     if not isinstance(saved, dict) or not set(saved) <= known_names:
         raise ValueError(
             f"{path}: expected what this version of halfstep train writes. Give --build or --net."
         )
-    return Asked(**saved)
+    return TrainSettings(**saved)
 
 
-def check(folder: Path, train_settings: Asked) -> None:
+def check_same_run(folder: Path, train_settings: TrainSettings) -> None:
     """Refuses to go on with other settings than the run in the folder has; names the difference."""
-    before = read(folder)
+    before = read_run_file(folder)
     if before is None:
         return
     old = asdict(before)
@@ -199,20 +199,20 @@ def check(folder: Path, train_settings: Asked) -> None:
     )
 
 
-def clear(folder: Path) -> None:
+def remove_run(folder: Path) -> None:
     """Removes the files of a run, and nothing else."""
     from halfstep import checkpoint
 
     for path in checkpoint.listing(folder):
         shutil.rmtree(path)
-    for name in (RUN, LOG, WEIGHTS, *REPORT_FILES):
+    for name in (RUN_FILE, LOG_FILE, WEIGHTS_FILE, *REPORT_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
 # Weights
 
 
-def load(model: Any, run: Path) -> str:
+def load_weights(model: Any, run: Path) -> str:
     """Loads weights into a model: a run's newest, a checkpoint's or a file's. Returns the path."""
     from halfstep import checkpoint
 
@@ -233,9 +233,11 @@ def load(model: Any, run: Path) -> str:
             model.step.load_state_dict(step_state)  # of a step that the user wrote
         return str(path)
 
-    if not (run / WEIGHTS).is_file():
-        raise FileNotFoundError(f"expected checkpoints step-… or {WEIGHTS}, found neither in {run}")
-    return load(model, run / WEIGHTS)
+    if not (run / WEIGHTS_FILE).is_file():
+        raise FileNotFoundError(
+            f"expected checkpoints step-… or {WEIGHTS_FILE}, found neither in {run}"
+        )
+    return load_weights(model, run / WEIGHTS_FILE)
 
 
 def _checkpoint_in(run: Path) -> Path | None:
@@ -269,7 +271,7 @@ def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Over:
+class FinishedRun:
     """A run that has all the epochs that are requested."""
 
     checkpoint: Path
@@ -287,7 +289,7 @@ class Over:
         }
 
 
-def over(folder: Path, epochs: int) -> Over | None:
+def finished_run(folder: Path, epochs: int) -> FinishedRun | None:
     """The run in the folder, if it has `epochs` or more and its weights are written, else None.
 
     A run that was stopped inside a later epoch is refused.
@@ -298,13 +300,13 @@ def over(folder: Path, epochs: int) -> Over | None:
     epochs_done = loop_state["epoch"]
     if not loop_state["epoch_over"] or loop_state["pending"]:
         epochs_done -= 1
-    if epochs_done >= epochs and (folder / WEIGHTS).is_file():
-        return Over(newest, epochs_done, loop_state["global_step"], loop_state["history"])
-    refuse_fewer(folder, epochs)
+    if epochs_done >= epochs and (folder / WEIGHTS_FILE).is_file():
+        return FinishedRun(newest, epochs_done, loop_state["global_step"], loop_state["history"])
+    refuse_fewer_epochs(folder, epochs)
     return None
 
 
-def refuse_fewer(folder: Path, epochs: int) -> None:
+def refuse_fewer_epochs(folder: Path, epochs: int) -> None:
     """Refuses a run that is beyond `epochs`: no step would be made, and its weights are others."""
     _, loop_state = _newest_checkpoint(folder)
     if loop_state is not None and loop_state["epoch"] > epochs:
@@ -330,7 +332,7 @@ def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def silence_signal_message() -> Iterator[None]:
     """Inside, `fit` prints nothing about a signal: the command itself says how to go on."""
     from halfstep.engine import signals
 
@@ -342,7 +344,7 @@ def quiet() -> Iterator[None]:
         signals.QUIET = before
 
 
-class Kept:
+class WeightRescue:
     """Saves the weights of a finished run whose last checkpoint could not be written."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep import checkpoint
 from halfstep.engine import Callback, Row, Run
-from halfstep.experiment.builders import Builder, Built, call_builder
+from halfstep.experiment.builders import Builder, RunParts, call_builder
 
 
 @dataclass
@@ -72,13 +72,13 @@ def last_checkpoint_until(folder: Path, step: int) -> Path | None:
 
 
 def train_until(
-    parts: Built, folder: Path, start: Path | None, recorder: Callback, step: int
+    parts: RunParts, folder: Path, start: Path | None, recorder: Callback, step: int
 ) -> Run:
     """Trains on from the checkpoint `start`; the recorder stops the run. Nothing is written.
 
     `step` is the last one that is needed: it tells which fit's number of epochs to use.
     """
-    arguments = dict(parts.arguments)
+    arguments = dict(parts.fit_arguments)
     arguments["callbacks"] = [*parts.callbacks, recorder]
     arguments["resume"] = start
     if "epochs" not in arguments:  # a schedule may depend on them, or have no rates for more

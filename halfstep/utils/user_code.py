@@ -48,7 +48,7 @@ def _required_parameters(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in optional_kinds]
 
 
-def sample(error: BaseException) -> str | None:
+def failing_sample(error: BaseException) -> str | None:
     """Which sample of the user's data set raised the error, with its line; None when none did."""
     for cause in _with_causes(error):
         frames = _traceback_frames(cause)
@@ -80,7 +80,7 @@ def _is_sample_access(frames: Frames, i: int) -> bool:
     return isinstance(index, int)
 
 
-def helps(error: BaseException) -> bool:
+def traceback_helps(error: BaseException) -> bool:
     """Whether a traceback says more than the message.
 
     It does for an error out of the user's code or torch's, and for one of halfstep's that was not

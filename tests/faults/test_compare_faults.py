@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from halfstep.compare import Settings, compare
-from halfstep.compare.progress import Lines
-from tests.support.user_module import work_beside
+from halfstep.compare.progress import LineProgress
+from tests.support.user_module import write_user_module
 
 # A network that ends its own process. END has the number of the network, in the order they are
 # built, its training step, and the signal.
@@ -59,7 +59,7 @@ def settings(**changes: Any) -> Settings:
 
 @pytest.fixture(autouse=True)
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(USER_MODULE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
 
 
 def start_process(out: str, end: str) -> subprocess.Popen[str]:
@@ -126,7 +126,7 @@ def test_the_same_command_goes_on_after_a_kill_and_after_signals(
         finished_result = out / "runs/fp32-s0/result.json"
         written_at = finished_result.stat().st_mtime_ns
         capsys.readouterr()
-        summary = compare(settings(), out, progress=Lines())
+        summary = compare(settings(), out, progress=LineProgress())
         assert reproducible_results(summary) == uninterrupted
         assert capsys.readouterr().out.count("ms/step") == 1
         assert finished_result.stat().st_mtime_ns == written_at
@@ -137,12 +137,12 @@ def test_a_process_that_was_killed_between_the_last_save_and_its_result() -> Non
     from halfstep.compare.comparison import _checkpoints_in, _fit
     from halfstep.compare.curves import RunCurves
     from halfstep.experiment.build import build_model
-    from halfstep.experiment.datasets import material
+    from halfstep.experiment.datasets import load_train_test_data
     from halfstep.experiment.output_folder import run_folder
 
     one_run = settings(precisions=("O2",))
     uninterrupted = reproducible_results(compare(one_run, "whole"))
-    data = material(one_run)
+    data = load_train_test_data(one_run)
     model = build_model(one_run, data, "O2", 0)
     callbacks = [RunCurves(15), _checkpoints_in(run_folder(Path("out"), "O2", 0))]
     _fit(one_run, data, model, 0, callbacks)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-def work_beside(
+def write_user_module(
     source: str, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "mine"
 ) -> None:
     """Makes `folder` the current one and writes the module `name` there; it is imported anew."""

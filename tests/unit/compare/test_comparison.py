@@ -21,12 +21,12 @@ import halfstep as hs
 from halfstep.cli.compare import compare as command
 from halfstep.cli.main import app as complete_app
 from halfstep.compare import Settings, compare, summary, table
-from halfstep.compare.progress import Lines
+from halfstep.compare.progress import LineProgress
 from halfstep.compare.verdict import pack_bits
 from halfstep.experiment import output_folder
 from halfstep.experiment.output_folder import check_same_comparison
 from halfstep.utils.files import write_json
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 USER_MODULE = """
 import os
@@ -71,7 +71,7 @@ ENVIRONMENT = {"device": "x", "torch": "y", "threads": 1}
 
 @pytest.fixture(autouse=True)
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(USER_MODULE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
 
 
 def settings(**changes: Any) -> Settings:
@@ -163,14 +163,14 @@ def test_finished_runs_are_not_repeated_and_more_may_be_added(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first = compare(settings(), "out")
-    again = compare(settings(), "out", progress=Lines())
+    again = compare(settings(), "out", progress=LineProgress())
     assert again["runs"] == first["runs"]
     assert (
         "2 precisions × 2 seeds × 2 epochs, batch 32, on cpu, 4 runs are done already"
         in capsys.readouterr().out
     )
     larger = settings(seeds=(0, 1, 2), precisions=("fp32", "O2", "O1"))
-    more = compare(larger, "out", progress=Lines())
+    more = compare(larger, "out", progress=LineProgress())
     assert [run for run in more["runs"] if run in first["runs"]] == first["runs"]
     assert len(more["runs"]) == 9
     assert capsys.readouterr().out.count("ms/step") == 5
@@ -238,7 +238,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="file/in cannot: Not a directory"):
         compare(settings(), "file/in")
     in_use = pytest.raises(ValueError, match="out: out is in use")
-    with output_folder.held(Path("out")), in_use:
+    with output_folder.lock_output_folder(Path("out")), in_use:
         compare(settings(), "out")
     Path("out/compare.json").write_text("{")
     with pytest.raises(ValueError, match="expected JSON"):
@@ -386,7 +386,7 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
             correct = pack_bits(torch.arange(4000) >= wrong)
             for seed in (0, 1, 2):
                 runs.append(result_of(precision, seed, acc, times[precision][seed], correct))
-        rows = summary.rows(spec, runs)
+        rows = summary.build_rows(spec, runs)
         assert [row["verdict_kind"] for row in rows] == ["reference", "same", "worse", "same"]
         return summary.recommend(spec, rows, runs)
 
@@ -419,7 +419,7 @@ def test_samples_per_second_follow_from_the_step() -> None:
         "test_samples": 8,
     }
     runs = [result_of("fp32", 0, 1.0, 2.0, "/w=="), result_of("fp32", 1, 1.0, 4.0, "/w==")]
-    [row] = summary.rows(spec, runs)
+    [row] = summary.build_rows(spec, runs)
     assert (row["ms_per_step"], row["s_per_epoch"]) == (3.0, 0.03)
     assert row["samples_per_s"] == pytest.approx(64 / 3e-3)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfstep.compare import Settings, compare
-from halfstep.compare.progress import Lines
+from halfstep.compare.progress import LineProgress
 from halfstep.engine import Run
 from halfstep.experiment import machine
 from halfstep.experiment.machine import BusyMachineWarning, CpuUsage, busy_machine_advice
@@ -107,7 +107,7 @@ def test_a_comparison_warns_among_its_lines(
     settings = Settings(
         precisions=("fp32", "O2"), seeds=(0,), epochs=1, samples=64, test_samples=10, device="cpu"
     )
-    compare(settings, tmp_path / "out", progress=Lines(), command=COMMAND)
+    compare(settings, tmp_path / "out", progress=LineProgress(), command=COMMAND)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["note:", "[1/2]", "[2/2]"]
     assert COMMAND in lines[1]

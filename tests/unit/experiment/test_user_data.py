@@ -16,8 +16,8 @@ from halfstep.compare import Settings
 from halfstep.data.download.find import SAMPLE
 from halfstep.data.readers import split_folder as layout
 from halfstep.experiment.build import build_network, check_one_batch
-from halfstep.experiment.datasets import material
-from tests.support.user_module import work_beside
+from halfstep.experiment.datasets import load_train_test_data
+from tests.support.user_module import write_user_module
 
 USER_MODULE = """
 import halfstep as hs
@@ -39,7 +39,7 @@ def many():
 
 @pytest.fixture(autouse=True)
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(USER_MODULE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
 
 
 def write_images(root: str, *folders: str, size: tuple[int, int] = (8, 6)) -> str:
@@ -54,7 +54,7 @@ def write_images(root: str, *folders: str, size: tuple[int, int] = (8, 6)) -> st
 def refusal_of(name: str) -> str:
     """The error of a run with this data."""
     with pytest.raises(ValueError, match=r"^data: ") as error:
-        material(Settings(data=name))
+        load_train_test_data(Settings(data=name))
     return str(error.value)
 
 
@@ -73,7 +73,7 @@ def test_split_images_are_read_by_both(test_part: str) -> None:
     shown = data_check(name)
     assert [part["name"] for part in shown["parts"]] == ["train", test_part]
     assert shown["notes"] == []
-    data = material(Settings(data=name))
+    data = load_train_test_data(Settings(data=name))
     assert (data.train.size, data.test.size) == (2, 2)
     assert data.classes == 2
     assert data.shape == (3, 6, 8)
@@ -81,7 +81,7 @@ def test_split_images_are_read_by_both(test_part: str) -> None:
 
 def test_files_of_known_sets_are_read_by_both() -> None:
     shown = data_check(str(SAMPLE))
-    data = material(Settings(data=str(SAMPLE)))
+    data = load_train_test_data(Settings(data=str(SAMPLE)))
     assert [data.train.size, data.test.size] == [11_000, 2_000]
     assert [part["samples"] for part in shown["parts"]] == [11_000, 2_000]
 
@@ -93,7 +93,7 @@ def test_classes_without_a_split_can_be_checked_and_both_say_how_to_split_them()
     assert refusal_of(name).endswith("Move those of its classes below p/train and p/test.")
     for part in ("train", "test"):  # the advice, followed
         write_images(f"p/{part}", "cat", "dog")
-    assert material(Settings(data=name)).classes == 2
+    assert load_train_test_data(Settings(data=name)).classes == 2
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_several_image_sizes_are_noted_and_refused_as_a_fault_of_the_data() -> N
         "Resize the files first."
     ]
     settings = Settings(data=name)
-    data = material(settings)
+    data = load_train_test_data(settings)
     message = r"^data: p: column 'image': expected samples of one shape"
     with pytest.raises(ValueError, match=message):
         check_one_batch(settings, data)
@@ -150,7 +150,7 @@ def test_gray_images_get_a_channel_and_a_notice(name: str) -> None:
         f"data: mine:{name} gives images of 28 × 28 without channels: taken as gray, 1 × 28 × 28"
     )
     with pytest.warns(hs.Notice, match=message):
-        data = material(Settings(data=f"mine:{name}"))
+        data = load_train_test_data(Settings(data=f"mine:{name}"))
     inputs = next(iter(data.train.batch(40)))[0]
     images = hs.data.sample()[0][:40, None]
     assert torch.equal(inputs, images.float() * torch.tensor(1 / 255))
@@ -161,7 +161,7 @@ def test_gray_images_get_a_channel_and_a_notice(name: str) -> None:
 @pytest.mark.parametrize("net", ["mlp", "lenet5", "resnet18"])
 def test_every_network_takes_gray_images(net: str) -> None:
     settings = Settings(data="mine:gray", net=net)
-    check_one_batch(settings, material(settings))
+    check_one_batch(settings, load_train_test_data(settings))
 
 
 def test_uint8_that_is_no_image_is_refused_with_advice() -> None:
@@ -172,20 +172,20 @@ def test_uint8_that_is_no_image_is_refused_with_advice() -> None:
 
 def test_floats_without_a_channel_are_refused_where_one_is_needed() -> None:
     settings = Settings(data="mine:floats", net="resnet18")
-    data = material(settings)
+    data = load_train_test_data(settings)
     message = r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]"
     with pytest.raises(ValueError, match=message):
         check_one_batch(settings, data)
     settings = Settings(data="mine:floats")
-    check_one_batch(settings, material(settings))  # an MLP flattens
+    check_one_batch(settings, load_train_test_data(settings))  # an MLP flattens
 
 
 def test_classes_are_counted_by_the_labels() -> None:
     settings = Settings(data="mine:many")
-    data = material(settings)
+    data = load_train_test_data(settings)
     labels = hs.data.sample()[1][:40]
     assert data.classes == int((labels + 13).max()) + 1
     outputs = build_network(settings, data, 0)(torch.zeros(1, 1, 28, 28))
     assert outputs.shape == (1, data.classes)
-    classes = material(Settings(data="mine:channels")).classes
+    classes = load_train_test_data(Settings(data="mine:channels")).classes
     assert classes == int(np.max(labels.numpy())) + 1

@@ -20,7 +20,7 @@ from halfstep.cli.main import app
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
 from halfstep.reproduce import diff, replay
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 X = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 Y = torch.randint(0, 3, (60,), generator=torch.Generator().manual_seed(2))
@@ -375,7 +375,7 @@ def build():
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's folder with a builder and two runs of it, a and b."""
-    work_beside(BUILDER, tmp_path, monkeypatch, name="my_build")
+    write_user_module(BUILDER, tmp_path, monkeypatch, name="my_build")
     import my_build  # type: ignore[import-not-found]
 
     for name in ("a", "b"):
@@ -445,7 +445,7 @@ FAILURES = {
 def test_whatever_fails_ends_the_command_with_2(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    work_beside(FAILING_MODULE, tmp_path, monkeypatch, name="failing_build")
+    write_user_module(FAILING_MODULE, tmp_path, monkeypatch, name="failing_build")
     words = ["replay", str(tmp_path), "--step", "1", "--build"]
     exit_code, errors = run_command(monkeypatch, capsys, *words, f"failing_build:{name}")
     assert exit_code == 2

@@ -12,7 +12,7 @@ from halfstep.callbacks.monitors import (
     TimeMonitor,
 )
 from halfstep.callbacks.plateau import EarlyStopping, ReduceLROnPlateau
-from halfstep.callbacks.progress import ProgressBar
+from halfstep.callbacks.progress_bar import ProgressBar
 from halfstep.callbacks.tensorboard import TensorBoard
 
 __all__ = [

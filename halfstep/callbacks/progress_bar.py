@@ -19,7 +19,7 @@ BAR_WIDTH = 20  # columns
 
 
 class ProgressBar(Callback):
-    """`epoch 2/10 ━━━━━─── 450/938  loss 0.41  lr 0.01  skipped 1  812 steps/s  eta 0:01:10`.
+    """`epoch 2/10 ━━━━━╺━━ 450/938  loss 0.41  lr 0.01  skipped 1  812 steps/s  eta 0:01:10`.
 
     With loss scaling, `scale 65536` too. `skipped` counts the run's steps. The rate and `eta` are
     of training; evaluations come on top. Drawn at visits.
@@ -58,14 +58,14 @@ class ProgressBar(Callback):
 
     def _start_bar(self) -> None:
         from rich.console import Console
-        from rich.progress import Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
         console = Console(stderr=True, highlight=False)
         if console.is_dumb_terminal:
             return
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
-            TextColumn("{task.fields[bar]}", markup=False),
+            BarColumn(BAR_WIDTH),
             TextColumn("{task.fields[numbers]}", markup=False),
             console=console,
             auto_refresh=False,
@@ -74,7 +74,7 @@ class ProgressBar(Callback):
             redirect_stdout=sys.stdout.isatty(),
         )
         self._progress.start()
-        self._task = self._progress.add_task("", visible=False, bar="", numbers="")
+        self._task = self._progress.add_task("", visible=False, total=None, numbers="")
         # A process that is killed must not leave a terminal without a cursor.
         console.show_cursor(True)
 
@@ -94,16 +94,14 @@ class ProgressBar(Callback):
         if now < self._next_refresh or self._epoch_is_printed:
             return
         self._next_refresh = now + REFRESH_EVERY_S
-        bar = ""
         position = f"{run.step} steps"
         if run.epoch_steps is not None:
-            is_utf = "utf" in self._progress.console.encoding.lower()
-            bar = _draw_bar(run.step, run.epoch_steps, is_utf=is_utf)
             position = f"{run.step}/{run.epoch_steps}"
         self._progress.update(
             self._task,
             description=f"epoch {run.epoch}/{run.epochs}",
-            bar=bar,
+            total=run.epoch_steps,
+            completed=run.step,
             numbers="  ".join([position, *self._numbers(), *self._moving_pace(run)]),
             visible=True,
         )
@@ -180,9 +178,3 @@ class ProgressBar(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._skipped_steps = state.get("skipped", 0)
-
-
-def _draw_bar(step: int, epoch_steps: int, *, is_utf: bool) -> str:
-    full, empty = ("━", "─") if is_utf else ("#", "-")
-    done = BAR_WIDTH * step // epoch_steps
-    return full * done + empty * (BAR_WIDTH - done)

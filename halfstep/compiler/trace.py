@@ -209,7 +209,7 @@ def _check_repeatable(func: Any, leaves: list[Any]) -> None:
             raise UnwritableError(f"{name} by a mask has an output whose shape depends on values")
 
 
-def _storage_id(t: Tensor) -> int:
+def _storage_id(t: Tensor) -> Any:
     """Identifies the memory that a tensor is a view of."""
     return t.untyped_storage()._cdata
 

@@ -125,7 +125,10 @@ class Scores:
 
     def _counters(self) -> list[int]:
         counters = [
-            v for m in self.inside.each.values() for v in vars(m).values() if isinstance(v, Tensor)
+            v
+            for m in self.inside.by_name.values()
+            for v in vars(m).values()
+            if isinstance(v, Tensor)
         ]
         return addresses([*counters, self.mean.total, self.mean.count])
 

@@ -12,7 +12,7 @@ import pytest
 
 from halfstep.engine import memory
 
-pytestmark = pytest.mark.skipif(memory._version() is None, reason="needs glibc")
+pytestmark = pytest.mark.skipif(memory._glibc_version() is None, reason="needs glibc")
 FILE = memory.__file__
 ALONE = f"""
 import ctypes, importlib.util, json, os, resource, sys, threading
@@ -245,7 +245,7 @@ def test_another_malloc_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_without_glibc_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_version", lambda: None)
+    monkeypatch.setattr(memory, "_glibc_version", lambda: None)
     monkeypatch.setattr(memory, "_libc", lambda: pytest.fail("touched"))
     with memory.kept() as within:
         assert not within.kept

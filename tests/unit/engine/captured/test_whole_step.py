@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.compiler.trace import written_down
-from halfstep.cuda_graphs import capture__graph as graph
+from halfstep.cuda_graphs import capture
 from halfstep.engine.captured import whole_step as whole
 from halfstep.step.fast import compiled_forward as compiled
 from tests.support.captured_runs import by_hand, data, rows, same_rows, same_state, step
@@ -37,7 +37,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
         "halfstep.compiler.trace.PLAIN", {}
     )  # torch's own operations: the same bits
     monkeypatch.setattr(whole, "generate", lambda module, inputs, **_: module)
-    monkeypatch.setattr(whole, "CHECKS", 2)
+    monkeypatch.setattr(whole, "CHECKED_BATCHES", 2)
     monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
 
 
@@ -125,7 +125,7 @@ def small(
 
 def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
-    monkeypatch.setattr(whole, "CHECKS", 2)
+    monkeypatch.setattr(whole, "CHECKED_BATCHES", 2)
     right, mine = small(compile=False, nonfinite="skip"), small(nonfinite="skip")
     losses = by_hand(right, data(CPU, samples=96, poison=(50,)), passes=4)
     sink = compiled_sink(mine, data(CPU, samples=96, poison=(50,)))
@@ -149,7 +149,7 @@ def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
-    monkeypatch.setattr(whole, "CHECKS", 2)
+    monkeypatch.setattr(whole, "CHECKED_BATCHES", 2)
     options: dict[str, Any] = {
         "make": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
         "precision": "O2",
@@ -416,7 +416,7 @@ def test_rare_shapes_get_no_program() -> None:
 
 @pytest.mark.usefixtures("taped", "forward_uncompiled")
 def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "PROGRAMS", 2)
+    monkeypatch.setattr(capture, "MAX_PROGRAMS", 2)
     sizes = [4, 5, 6, 7] * 5
     g = torch.Generator().manual_seed(0)
     batches = [

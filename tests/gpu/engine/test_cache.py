@@ -175,7 +175,7 @@ def test_graphs_that_are_gone_take_nothing_along(
     torch 2.11 frees nothing: what can go wrong there is a lane itself.
     """
     monkeypatch.setattr(capturing, "SHARES_STREAM", shared)
-    monkeypatch.setattr(capturing, "_STREAMS", {})
+    monkeypatch.setattr(capturing, "_shared_streams", {})
     weights = []
     for capture in ("auto", False):
         other, m = wide(capture), wide(capture)

@@ -11,7 +11,7 @@ from typing import Any
 from halfstep.engine import Callback
 from halfstep.errors import closest_name
 from halfstep.model import Model
-from halfstep.model.validate__plan import checked
+from halfstep.model.fit_arguments import check_callbacks
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Built:
 
     @property
     def callbacks(self) -> list[Callback]:
-        return [each for each in checked(self.arguments.get("callbacks")) if not each.writes]
+        return [
+            each for each in check_callbacks(self.arguments.get("callbacks")) if not each.writes
+        ]
 
 
 Builder = Callable[[], Any]

@@ -55,7 +55,7 @@ def _strict(value: Any) -> Any:
 
 def held(out: Path) -> AbstractContextManager[None]:
     """The folder is this process's until the block ends, or the process does, however it ends."""
-    return lock.held(out, lock.Asks("out", LOCK, "name another folder: --out"))
+    return lock.hold_lock(out, lock.LockRequest("out", LOCK, "name another folder: --out"))
 
 
 def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) -> None:

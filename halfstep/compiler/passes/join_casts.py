@@ -10,7 +10,7 @@ Imported when a program is compiled, not before: torch's compiler is a heavy imp
 registers torch.ops.halfstep.casts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
 
@@ -62,11 +62,13 @@ class JoinCasts(GraphPass):
         result_casts = [node for node in casts if _casts_result(node)]
 
         # Inputs are cast before the first operation, results at the end.
-        def first_operation() -> Node:
-            return next(node for node in graph.nodes if node.op != "placeholder")
-
-        _join(graph, input_casts, first_operation)
+        _join(graph, input_casts, lambda: _first_operation(graph))
         _join(graph, result_casts, graph.output_node)
+
+
+def _first_operation(graph: Graph) -> Node:
+    operations: Iterator[Node] = (node for node in graph.nodes if node.op != "placeholder")
+    return next(operations)
 
 
 def _is_low_cast(cast: Node, device: str) -> bool:

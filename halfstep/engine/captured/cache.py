@@ -26,7 +26,7 @@ class ModelCaptures:
             raise ValueError(f"capture: expected True, False or 'auto', got {wish!r}")
         if not isinstance(verify, int) or verify < 0:
             raise ValueError(f"verify: expected a number of replays to check, or 0, got {verify!r}")
-        self.cell, self.device, self.wish, self.verify = cell, cell.device, wish, verify
+        self.cell, self.device, self.mode, self.verify = cell, cell.device, wish, verify
         self._sunk: CapturedRunner | None = None
         self._scores: Scores | None = None
         self._outputs: Outputs | None = None
@@ -34,12 +34,12 @@ class ModelCaptures:
             tuple[Any, list[int], Dataset]
         ] = []  # plans as given, their versions, and on the device
 
-    def training(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
+    def training_runner(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
         """The engine that sinks `step` over `feed` for about `steps` steps; None: it runs eagerly."""
         why = why_not_capturable(step, self.device)
-        if why and self.wish is True:
+        if why and self.mode is True:
             raise ValueError(f"capture=True: this run cannot be captured: {why}")
-        if why or not self.wish:
+        if why or not self.mode:
             return None
         mine = self._sunk.program if self._sunk else None
         if (
@@ -49,7 +49,7 @@ class ModelCaptures:
             or not self._sunk.feeds(feed)
         ):
             make = partial(
-                CapturedRunner.of, step, on_uncapturable="raise" if self.wish is True else "eager"
+                CapturedRunner.of, step, on_uncapturable="raise" if self.mode is True else "eager"
             )
             check(VerifiedStep(step), feed, make, self.device, self.verify)
             self._sunk = make(feed)
@@ -59,7 +59,7 @@ class ModelCaptures:
             program.polish()
         return self._sunk
 
-    def scores(self, cell: Any, metrics: Metrics, labels: Labels) -> Scores | None:
+    def eval_runner(self, cell: Any, metrics: Metrics, labels: Labels) -> Scores | None:
         if not self._on or not isinstance(cell, EvalStep):
             return None
         held = self._scores
@@ -67,12 +67,12 @@ class ModelCaptures:
             held = self._scores = Scores(cell, metrics, labels)
         return held
 
-    def outputs(self) -> Outputs | None:
+    def predict_runner(self) -> Outputs | None:
         if self._on and self._outputs is None:
             self._outputs = Outputs(self.cell.net, self.device)
         return self._outputs
 
-    def feed(self, data: Any, *, named: bool) -> Feed:
+    def make_feed(self, data: Any, *, named: bool) -> Feed:
         """Batches of `data`; a data set that fits is on the device from its first use on."""
         if not self._on or not isinstance(data, Dataset) or data.placement.kind != "host":
             return Feed(data, named=named)
@@ -90,7 +90,7 @@ class ModelCaptures:
 
     def describe(self, step: Any) -> str:
         """For report(): how a fit runs."""
-        why = why_not_capturable(step, self.device) or ("capture=False" if not self.wish else "")
+        why = why_not_capturable(step, self.device) or ("capture=False" if not self.mode else "")
         program = self._sunk.program if self._sunk else None
         if isinstance(program, StepProgram) and program.why:
             why = program.why
@@ -110,4 +110,4 @@ class ModelCaptures:
 
     @property
     def _on(self) -> bool:
-        return self.device.type == "cuda" and bool(self.wish)
+        return self.device.type == "cuda" and bool(self.mode)

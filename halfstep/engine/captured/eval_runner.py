@@ -178,7 +178,7 @@ class Scores:
     def _counter_addresses(self) -> list[int]:
         """Where the graphs count: the loss and the metrics."""
         counters = [self.mean_loss.total, self.mean_loss.count]
-        for metric in self.metrics_in_graph.each.values():
+        for metric in self.metrics_in_graph.by_name.values():
             counters += [value for value in vars(metric).values() if isinstance(value, Tensor)]
         return addresses(counters)
 

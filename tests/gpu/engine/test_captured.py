@@ -78,8 +78,8 @@ def test_fit_is_the_same_captured_or_not(sink: int | None, accumulate: int) -> N
     assert run.history == again.history
     for name, value in a.net.state_dict().items():
         assert torch.equal(value, b.net.state_dict()[name]), name
-    assert b.graphs._sunk is not None
-    assert b.graphs._sunk.program.graphs.captures >= 2
+    assert b.captures._sunk is not None
+    assert b.captures._sunk.program.graphs.captures >= 2
     x = next(iter(data(CUDA, samples=50)))[0]
     assert torch.equal(a.predict(x), b.predict(x))
     assert torch.equal(a.predict(x), b.predict(x))  # the second time from a graph

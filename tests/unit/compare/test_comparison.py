@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli.compare import compare as command
-from halfstep.cli.main__app import app as whole
+from halfstep.cli.main import app as whole
 from halfstep.compare import Settings, compare, summary, table
 from halfstep.compare.progress import Lines
 from halfstep.experiment import output_folder as folder

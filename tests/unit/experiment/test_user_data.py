@@ -11,9 +11,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
 from halfstep.compare import Settings
-from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.download.find import SAMPLE
 from halfstep.data.readers import split_folder as layout
 from halfstep.experiment import build as recipe
 from halfstep.experiment.datasets import material

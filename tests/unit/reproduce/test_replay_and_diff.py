@@ -16,7 +16,7 @@ import halfstep as hs
 from halfstep import Notice, checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.cli import main
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
 from halfstep.reproduce import diff, replay

@@ -380,7 +380,7 @@ def test_an_evaluation_sees_what_changed_in_the_loss_and_the_counters() -> None:
     scores.forward.graphs = Emulated(CPU)
     scores(Feed(given), lambda: False)
     loss.label_smoothing = 0.3
-    accuracy: Any = metrics.each["acc"]
+    accuracy: Any = metrics.by_name["acc"]
     accuracy.total, accuracy.count = accuracy.total.clone(), accuracy.count.clone()
     expected = evaluate(cell, Feed(given), Metrics({"acc": Accuracy()}), lambda batch: batch[1])
     assert scores(Feed(given), lambda: False) == expected

@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
     def _copy_before_write(self, tensors: Iterable[Tensor]) -> None:
         """Copies the inputs among these tensors; what the step itself has made needs no copy."""
         for t in tensors:
-            storage = t.untyped_storage()._cdata
+            storage = _storage_id(t)
             node = self._storage_nodes.get(storage)
             if node is None or node.op == "placeholder":
                 memory = _whole_memory(t)
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         if key in self._nodes:
             return self._nodes[key]
 
-        storage_node = self._storage_nodes.get(value.untyped_storage()._cdata)
+        storage_node = self._storage_nodes.get(_storage_id(value))
         if storage_node is None:
             storage_node = self._add_input(value)
         if key not in self._nodes:
@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):
         key = _memory_key(t)
         if key not in self._nodes:
             self._nodes[key] = node
-            self._storage_nodes.setdefault(t.untyped_storage()._cdata, node)
+            self._storage_nodes.setdefault(_storage_id(t), node)
             self._alive.append(t)
 
 
@@ -209,10 +209,15 @@ def _check_repeatable(func: Any, leaves: list[Any]) -> None:
             raise UnwritableError(f"{name} by a mask has an output whose shape depends on values")
 
 
+def _storage_id(t: Tensor) -> Any:
+    """Identifies the memory that a tensor is a view of."""
+    return t.untyped_storage()._cdata
+
+
 def _memory_key(t: Tensor) -> Any:
     """What two objects of the same tensor share: memory, shape, strides and dtype."""
-    memory = (t.untyped_storage()._cdata, t.storage_offset())
-    return (*memory, tuple(t.shape), t.stride(), t.dtype, t.is_conj(), t.is_neg())
+    layout = (t.storage_offset(), tuple(t.shape), t.stride())
+    return (_storage_id(t), *layout, t.dtype, t.is_conj(), t.is_neg())
 
 
 def _whole_memory(t: Tensor) -> Tensor:

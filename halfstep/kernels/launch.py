@@ -1,4 +1,4 @@
-"""Launches of halfstep's own Triton kernels, and the way back to torch's kernels where Triton fails.
+"""Launches of halfstep's Triton kernels, and the way back to torch's kernels if Triton fails.
 
 What each kernel buys is said in its file. Without Triton (torch's builds for CPUs, Windows), or
 where it cannot compile, torch's own kernels do the same work: uninstalling Triton switches all of

@@ -42,8 +42,8 @@ TILE_K = 64
 TILE_K_FP32 = 16
 WARPS = 4
 
-# Places in memory are 32-bit numbers in the kernel.
-MAX_PLACE = 2**31
+# Offsets in memory are 32-bit numbers in the kernel.
+MAX_OFFSET = 2**31
 
 _aten = torch.ops.aten
 _cast = torch.ops.prims.convert_element_type.default
@@ -108,24 +108,24 @@ def _returned_node(source: Node) -> Node | None:
 
 
 def _fits(product: Node, device: str) -> bool:
-    """Whether the kernel takes this product: its device, dtype, K, and places in memory."""
+    """Whether the kernel takes this product: its device, dtype, K, and offsets in memory."""
     left: Tensor = product.args[0].meta["val"]  # type: ignore[union-attr]
     right: Tensor = product.args[1].meta["val"]  # type: ignore[union-attr]
-    if not _has_32_bit_places(left) or not _has_32_bit_places(right):
+    if not _has_32_bit_offsets(left) or not _has_32_bit_offsets(right):
         return False
     if left.device.type != device or left.dtype not in _FLOATS:
         return False
     return 0 < left.shape[1] <= MAX_K and right.shape[1] > 0
 
 
-def _has_32_bit_places(t: Tensor) -> bool:
-    """Whether its shape is known and its last tile ends below MAX_PLACE."""
+def _has_32_bit_offsets(t: Tensor) -> bool:
+    """Whether its shape is known and its last tile ends below MAX_OFFSET."""
     if not all(isinstance(n, int) for n in (*t.shape, *t.stride())):
         return False
     # A tile may reach beyond the end by up to TILE_COLUMNS in each dimension.
     sizes_and_strides = zip(t.shape, t.stride(), strict=True)
-    last_place = sum((size + TILE_COLUMNS) * stride for size, stride in sizes_and_strides)
-    return last_place < MAX_PLACE
+    last_offset = sum((size + TILE_COLUMNS) * stride for size, stride in sizes_and_strides)
+    return last_offset < MAX_OFFSET
 
 
 def _count_tiles(m: int, n: int) -> int:
@@ -194,7 +194,7 @@ def _relu_mask(
         return None
     if not masked_value.shape == g_value.shape == h_value.shape:
         return None
-    if not _has_32_bit_places(g_value) or not _has_32_bit_places(h_value):
+    if not _has_32_bit_offsets(g_value) or not _has_32_bit_offsets(h_value):
         return None
     return g, h
 

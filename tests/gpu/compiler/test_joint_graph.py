@@ -1,4 +1,4 @@
-"""Networks with batch norms, compiled on a GPU: masks of the norm's input, the max pool's kernel."""
+"""Networks with batch norms, compiled on a GPU: masks of the norm's input, the pool's kernel."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Fused optimizers on smaller pieces on a GPU: half parameters too, in as few kernels as torch's."""
+"""Fused optimizers on smaller pieces on a GPU: half parameters too, as few kernels as torch's."""
 
 from typing import Any
 

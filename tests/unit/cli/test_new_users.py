@@ -20,7 +20,7 @@ from halfstep.report import charts, page, read
 from halfstep.report.report_data import parse_summary
 from tests.support.command_line import CommandLine
 from tests.support.report_fixtures import MIB, comparison
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 SMALL_RUN = "--net own:net --samples 128 --test-samples 50 --device cpu"
 USER_MODULE = """
@@ -69,7 +69,7 @@ def torn(): return Torn(), xy(50)
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work_beside(USER_MODULE, tmp_path, monkeypatch, "own")
+    write_user_module(USER_MODULE, tmp_path, monkeypatch, "own")
     return tmp_path
 
 
@@ -335,7 +335,7 @@ def test_seed_0_alone(run_line: CommandLine) -> None:
     ],
 )
 def test_an_error_in_a_cell_is_its_first_sentence(error: str, expected: str) -> None:
-    assert summary.short(error) == expected
+    assert summary.shorten_error(error) == expected
     assert len(expected) <= 80
 
 
@@ -354,7 +354,7 @@ def test_the_whole_error_stands_once_below_the_table() -> None:
     failed = {"precision": "fp32", "status": "failed", "error": error, "skipped": 0}
     runs = [{**failed, "seed": seed} for seed in (0, 1)]
     spec = comparison_spec([0, 1])
-    rows = summary.rows(spec, runs)
+    rows = summary.build_rows(spec, runs)
     recommendation = summary.recommend(spec, rows, runs)
     text = table.text({"rows": rows, "runs": runs, "recommendation": recommendation})
     assert text.count(error) == 1
@@ -392,7 +392,7 @@ def test_memory_is_the_median_of_the_seeds() -> None:
         "s_per_epoch": 1.0,
     }
     runs = [{**done, "seed": seed, "peak_memory": m} for seed, m in enumerate((10, 90, 20))]
-    (row,) = summary.rows(comparison_spec([0, 1, 2]), runs)
+    (row,) = summary.build_rows(comparison_spec([0, 1, 2]), runs)
     assert row["peak_memory"] == 20
 
 

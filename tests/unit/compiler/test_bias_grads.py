@@ -1,4 +1,4 @@
-"""Bias gradients and a first layer's mask in the kernel of weight gradients: which, and which not."""
+"""Bias gradients and a first layer's mask in the kernel of weight gradients: which ones."""
 
 from collections.abc import Callable
 from functools import partial

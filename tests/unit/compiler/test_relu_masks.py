@@ -1,4 +1,4 @@
-"""A ReLU's mask from a norm's input, sums of branches stored once: which ones, with the same bits."""
+"""A ReLU's mask from a norm's input, sums of branches stored once: which ones, same bits."""
 
 from collections.abc import Callable
 from functools import partial

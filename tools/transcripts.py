@@ -210,8 +210,8 @@ def folder_in_use() -> Iterator[None]:
     """Inside, another process holds the lock of runs/busy."""
     code = (
         "from pathlib import Path\n"
-        "from halfstep.experiment.output_folder import held\n"
-        "with held(Path('runs/busy')):\n"
+        "from halfstep.experiment.output_folder import lock_output_folder\n"
+        "with lock_output_folder(Path('runs/busy')):\n"
         "    print(flush=True)\n"
         "    input()"
     )

@@ -69,7 +69,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Times every way to train: a title, the environment, and a row of figures for each way."""
     from halfstep.cli.bench_timing import time_steps
-    from halfstep.compare.comparison import environment
+    from halfstep.experiment.machine import describe_environment
     from halfstep.experiment.settings import Settings
 
     settings = Settings(net=net, precisions=parse_names(precisions), batch=batch, device=device)
@@ -78,7 +78,7 @@ def _measure(
             f"--seconds: expected a number above 0, and an hour at most, got {seconds:g}"
         )
     input_shape = _parse_shape(net, shape)
-    machine = environment(settings.place)
+    machine = describe_environment(settings.torch_device)
     rows, round_count = time_steps(settings, input_shape, seconds)
 
     sizes = " × ".join(map(str, input_shape))

@@ -25,7 +25,7 @@ def time_steps(
     settings: Settings, input_shape: tuple[int, ...], seconds: float
 ) -> tuple[list[dict[str, Any]], int]:
     """Times bare torch and every precision. Returns a row of figures for each, and the rounds."""
-    device = settings.place
+    device = settings.torch_device
     inputs = torch.randn(settings.batch, *input_shape, device=device)
     targets = _random_targets(_build_net(settings), inputs)
 
@@ -42,7 +42,7 @@ def time_steps(
 def _build_net(settings: Settings) -> nn.Module:
     """The network, with the same weights on every call."""
     torch.manual_seed(0)
-    return nets.load(settings.net).to(settings.place)
+    return nets.load(settings.net).to(settings.torch_device)
 
 
 def _random_targets(net: nn.Module, inputs: Tensor) -> Tensor:

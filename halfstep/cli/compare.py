@@ -16,7 +16,7 @@ from halfstep.cli.options import (
     parse_names,
 )
 from halfstep.cli.output import command_line, exit_code, print_json
-from halfstep.experiment.training_run__going import quiet
+from halfstep.experiment.training_run import silence_signal_message
 
 if TYPE_CHECKING:
     from halfstep.compare import Settings
@@ -96,7 +96,7 @@ def compare(
 
     # Run. A signal ends it with SystemExit, after a checkpoint.
     try:
-        with quiet():
+        with silence_signal_message():
             summary = run_comparison(
                 settings,
                 out,
@@ -115,7 +115,7 @@ def compare(
         print_json(summary)
     else:
         if sys.stdout.isatty() and not plain:
-            table.show(summary)
+            table.print_table(summary)
         else:
             typer.echo("\n" + table.text(summary))
         typer.echo(f"written: {', '.join(map(str, written))}")
@@ -126,11 +126,11 @@ def compare(
 
 def _choose_progress(*, plain: bool, as_json: bool) -> "Progress":
     """Bars on a terminal, lines elsewhere. With --json, standard output is left to the JSON."""
-    from halfstep.compare.progress import Bars, Lines
+    from halfstep.compare.progress import BarProgress, LineProgress
 
     if sys.stderr.isatty() and not plain:
-        return Bars()
-    return Lines(steps=plain, file=sys.stderr if as_json else sys.stdout)
+        return BarProgress()
+    return LineProgress(steps=plain, file=sys.stderr if as_json else sys.stdout)
 
 
 def _stop_message(settings: "Settings", out: Path) -> str:
@@ -141,7 +141,9 @@ def _stop_message(settings: "Settings", out: Path) -> str:
     from halfstep import checkpoint
     from halfstep.experiment.output_folder import run_folder
 
-    folders = [run_folder(out, precision, seed) for precision, seed in settings.pairs]
+    folders = [
+        run_folder(out, precision, seed) for precision, seed in settings.precision_seed_pairs
+    ]
     finished = [folder for folder in folders if (folder / "result.json").is_file()]
     unfinished = [folder for folder in folders if folder not in finished]
     has_checkpoint = any(checkpoint.listing(folder) for folder in unfinished)

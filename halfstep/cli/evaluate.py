@@ -21,7 +21,7 @@ from halfstep.cli.output import format_scores, print_json
 from halfstep.experiment import training_run
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import RunParts
 
 # Settings that a comparison and `halfstep train` share, in the order of the advised command.
 SETTINGS_OF_COMPARISON = ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
@@ -65,8 +65,8 @@ def evaluate(
         "test_samples": test_samples,
     }
     settings = settings_of_run("eval", run, build, options)
-    built = training_run.make(settings)
-    weights_path = training_run.load(built.model, run)
+    built = training_run.build_run(settings)
+    weights_path = training_run.load_weights(built.model, run)
 
     dataset = built.data if split == "train" else _validation_data(built, settings)
     scores = built.model.evaluate(dataset)
@@ -78,12 +78,12 @@ def evaluate(
 
 def settings_of_run(
     command: str, run: Path, build: str | None, options: dict[str, Any]
-) -> training_run.Asked:
+) -> training_run.TrainSettings:
     """The settings of a run, with the options of the command in their place where they are given.
 
     For weights that no run.json describes, the options alone. `command` begins every error.
     """
-    settings = training_run.Asked(build=build) if build else training_run.read(run)
+    settings = training_run.TrainSettings(build=build) if build else training_run.read_run_file(run)
 
     # A builder has made its model and data: no option can change them.
     if settings is not None and settings.build is not None:
@@ -107,8 +107,8 @@ def settings_of_run(
                 "it. Name its network and data (--net mlp --data sample), or its builder "
                 "(--build package.module:function)."
             )
-        settings = training_run.Asked()
-    return training_run.changed(settings, **options)
+        settings = training_run.TrainSettings()
+    return training_run.with_overrides(settings, **options)
 
 
 def _refuse_comparison(command: str, run: Path) -> None:
@@ -116,14 +116,15 @@ def _refuse_comparison(command: str, run: Path) -> None:
 
     The error names the command that trains the recommended precision with the same settings.
     """
-    from halfstep.experiment.output_folder import SUMMARY, read_json
+    from halfstep.experiment.output_folder import SUMMARY_FILE
+    from halfstep.utils.files import read_json
 
     folder = run
-    if not (folder / SUMMARY).is_file():
+    if not (folder / SUMMARY_FILE).is_file():
         folder = run.parent.parent
-    if not (folder / SUMMARY).is_file():
+    if not (folder / SUMMARY_FILE).is_file():
         return
-    summary = read_json(folder / SUMMARY)
+    summary = read_json(folder / SUMMARY_FILE)
     if not isinstance(summary, dict):
         return
 
@@ -144,8 +145,8 @@ def _refuse_comparison(command: str, run: Path) -> None:
     )
 
 
-def _validation_data(built: "Built", settings: training_run.Asked) -> Any:
-    dataset = built.arguments.get("valid")
+def _validation_data(built: "RunParts", settings: training_run.TrainSettings) -> Any:
+    dataset = built.fit_arguments.get("valid")
     if dataset is None:
         raise ValueError(
             f"eval: the builder {settings.build} returns no validation data. Return (model, data, "

@@ -51,15 +51,15 @@ def info(
 def _examine_device(device_name: str, seconds: float) -> dict[str, Any]:
     """The environment, a row for each dtype, and the recommended precision."""
     from halfstep.cli.info_speed import measure_dtypes, recommend_precision
-    from halfstep.compare.comparison import environment
-    from halfstep.experiment.settings import chosen
+    from halfstep.experiment.machine import describe_environment
+    from halfstep.experiment.settings import resolve_device
 
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError(f"--seconds: expected 0 to {MAX_SECONDS}, got {seconds:g}")
-    device = chosen(device_name)
+    device = resolve_device(device_name)
     rows = measure_dtypes(device, seconds)
     return {
-        "environment": environment(device),
+        "environment": describe_environment(device),
         "dtypes": rows,
         "recommendation": recommend_precision(device.type, rows),
     }

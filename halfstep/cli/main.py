@@ -197,12 +197,12 @@ def _error_notes(error: Exception) -> list[str]:
     # Without torch no code of the user's has run, and torch takes seconds to import.
     if "torch" not in sys.modules:
         return notes
-    from halfstep.utils.user_code import helps, sample
+    from halfstep.utils.user_code import failing_sample, traceback_helps
 
-    failing_sample = sample(error)
-    if failing_sample:
-        notes.append(failing_sample)
-    if helps(error):
+    sample_note = failing_sample(error)
+    if sample_note:
+        notes.append(sample_note)
+    if traceback_helps(error):
         notes.append("(--debug shows where it was raised)")
     return notes
 

@@ -23,7 +23,7 @@ from halfstep.utils.files import to_json
 from halfstep.utils.text import dtype_name, plural
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import RunParts
 
 # The columns of CSV and JSON. Every row has all of them; class is empty where there are no names.
 COLUMNS = ("input", "label", "class", "probability")
@@ -70,8 +70,8 @@ def predict(
         )
     options = {"net": net, "precision": precision, "device": device}
     settings = settings_of_run("predict", run, build, options)
-    built = training_run.make(settings)
-    training_run.load(built.model, run)
+    built = training_run.build_run(settings)
+    training_run.load_weights(built.model, run)
     inputs = read_inputs(source, built, settings)
     outputs = built.model.predict(inputs.batches(batch), targets=False)
 
@@ -89,7 +89,7 @@ def predict(
         sys.stdout.write(_to_csv(rows))
 
 
-def _class_names(built: "Built", settings: training_run.Asked) -> list[str]:
+def _class_names(built: "RunParts", settings: training_run.TrainSettings) -> list[str]:
     """The names of the classes by number; empty where the data has none."""
     from halfstep.data.download.catalog import CATALOG
 

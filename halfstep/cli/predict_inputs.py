@@ -18,10 +18,10 @@ from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import stack_column
 from halfstep.data.pipeline.maps import Chain, Function
 from halfstep.errors import Notice, closest_name
-from halfstep.experiment.training_run import Asked
+from halfstep.experiment.training_run import TrainSettings
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import RunParts
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
 MAX_SIZES_NAMED = 3  # sizes of images in the notice about resizing
@@ -48,7 +48,7 @@ class Inputs:
         return Dataset([(sample,) for sample in self.samples]).batch(size)
 
 
-def read_inputs(source: str, built: "Built", settings: Asked) -> Inputs:
+def read_inputs(source: str, built: "RunParts", settings: TrainSettings) -> Inputs:
     """Reads an image, a folder of images, an .npy file, or the test samples of a named data set."""
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
@@ -200,7 +200,7 @@ class TrainingMaps:
         return tuple(batch.shape[1:])
 
 
-def _network_shape(built: "Built") -> Shape:
+def _network_shape(built: "RunParts") -> Shape:
     """The shape of one input of the network, by the first batch of the run's data."""
     batches = built.data.fresh() if isinstance(built.data, Dataset) else built.data
     first_batch: Any = next(iter(batches))
@@ -230,10 +230,10 @@ def _image_formats(maps: TrainingMaps | None, network_shape: Shape) -> list[Imag
 # Data sets.
 
 
-def _read_named_dataset(name: str, settings: Asked) -> Inputs:
+def _read_named_dataset(name: str, settings: TrainSettings) -> Inputs:
     """All test samples of a data set, prepared as by `halfstep train`."""
     from halfstep.data.download.catalog import CATALOG
-    from halfstep.experiment.datasets import material
+    from halfstep.experiment.datasets import load_train_test_data
 
     if name != "sample" and name not in CATALOG and ":" not in name:
         close = closest_name(name, ["sample", *CATALOG])
@@ -248,7 +248,7 @@ def _read_named_dataset(name: str, settings: Asked) -> Inputs:
         )
     path = settings.path if name == settings.data else None
     settings = replace(settings, data=name, path=path, test_samples=None)
-    test_data = material(settings.settings()).test
+    test_data = load_train_test_data(settings.comparison_settings()).test
     names = [f"{name}[{i}]" for i in range(test_data.size)]
     return Inputs(test_data.select(test_data.columns[0]), names)
 
@@ -272,7 +272,7 @@ def _image_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_images(files: list[Path], built: "Built") -> Inputs:
+def _read_images(files: list[Path], built: "RunParts") -> Inputs:
     """Images as the run's own were when they were read; others are resized, with a notice."""
     from halfstep.data.readers.image_folder import _read_image
 
@@ -336,7 +336,7 @@ def _resize_images(images: list[Tensor], sides: tuple[int, int]) -> list[Tensor]
 # Arrays.
 
 
-def _read_array(path: Path, built: "Built") -> Inputs:
+def _read_array(path: Path, built: "RunParts") -> Inputs:
     """An .npy file: floats as the network takes them, or bytes as the run read its own."""
     import numpy as np
 

@@ -7,7 +7,7 @@ import typer
 
 from halfstep.cli.options import BuildOption, JsonOption
 from halfstep.cli.output import align_columns, print_json
-from halfstep.experiment.builders import builder_of
+from halfstep.experiment.builders import import_builder
 from halfstep.utils.text import dtype_name
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def diff(
         raise ValueError("--build-b: expected --build too, the builder of the first run, got none")
     builders = None
     if build:
-        builders = (builder_of(build), builder_of(build_b or build))
+        builders = (import_builder(build), import_builder(build_b or build))
 
     differences = diff_runs(run_a, run_b, build=builders)
     if as_json:
@@ -90,10 +90,10 @@ def replay(
     halfstep replay runs/first --step 120                        a run of halfstep train
     halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
     """
-    from halfstep.experiment.training_run import built_by
+    from halfstep.experiment.training_run import run_builder
     from halfstep.reproduce import replay as replay_step
 
-    result = replay_step(built_by(run, build, "replay"), run, step)
+    result = replay_step(run_builder(run, build, "replay"), run, step)
     record = result.row
     assert record is not None
     tensor_rows = _tensor_rows(result)

@@ -33,12 +33,18 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import command_line, exit_code, format_scores, print_json
 from halfstep.experiment import training_run
-from halfstep.experiment.training_run__going import Kept, Over, over, quiet, refuse_fewer
+from halfstep.experiment.training_run import (
+    FinishedRun,
+    WeightRescue,
+    finished_run,
+    refuse_fewer_epochs,
+    silence_signal_message,
+)
 from halfstep.utils.text import plural
 
 if TYPE_CHECKING:
     from halfstep.engine import Callback, Run
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.builders import RunParts
 
 # Settings that may be given beside --build; a builder decides all others.
 SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed"}
@@ -96,46 +102,46 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """The command; its help is HELP. Most options are read from `ctx.params`."""
-    from halfstep.experiment.output_folder import held
+    from halfstep.experiment.output_folder import lock_output_folder
 
     # Settings, model and data come before the folder is touched: most mistakes show here.
     settings = _read_settings(ctx)
-    built = training_run.make(settings, training=True)
+    built = training_run.build_run(settings, training=True)
     settings = _with_epochs(settings, built)
     _warn_useless_verify(built)
 
     # Standard output is left to the JSON.
     log_file = sys.stderr if as_json else sys.stdout
-    with held(out):
+    with lock_output_folder(out):
         if fresh:
-            training_run.clear(out)
+            training_run.remove_run(out)
         _check_folder(out, settings, resume)
         if resume not in (None, "auto"):
-            refuse_fewer(Path(resume), settings.epochs)
+            refuse_fewer_epochs(Path(resume), settings.epochs)
 
-        finished = over(out, settings.epochs) if resume == "auto" else None
+        finished = finished_run(out, settings.epochs) if resume == "auto" else None
         if finished is not None:
             print(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:
-            training_run.write(out, settings, command_line())
+            training_run.write_run_file(out, settings, command_line())
             summary = _fit(built, settings, out, resume, sink, plain=plain, log_file=log_file)
     if as_json:
         print_json(summary)
 
 
-def _read_settings(ctx: typer.Context) -> training_run.Asked:
+def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
     """The settings that the options say; with --build, the builder and the few beside it."""
     options = ctx.params
     if not 0 <= options["seed"] <= MAX_SEED:
         raise ValueError(f"--seed: expected a whole number of 0 or more, got {options['seed']}")
 
-    names = {field.name for field in fields(training_run.Asked)}
+    names = {field.name for field in fields(training_run.TrainSettings)}
     if options["build"] is None:
         values = {name: value for name, value in options.items() if name in names}
-        settings = training_run.Asked(**values)
+        settings = training_run.TrainSettings(**values)
         # The learning rate is written down as the number that None stands for.
-        return replace(settings, lr=settings.settings().lr)
+        return replace(settings, lr=settings.comparison_settings().lr)
 
     typed = {name for name in options if _is_typed(ctx, name)}
     refused = sorted(option_flag(name) for name in typed & names - SETTINGS_BESIDE_BUILD)
@@ -145,7 +151,7 @@ def _read_settings(ctx: typer.Context) -> training_run.Asked:
             "are already made. Say it in the builder."
         )
     epochs = options["epochs"] if "epochs" in typed else 0
-    return training_run.Asked(build=options["build"], epochs=epochs, seed=options["seed"])
+    return training_run.TrainSettings(build=options["build"], epochs=epochs, seed=options["seed"])
 
 
 def _is_typed(ctx: typer.Context, name: str) -> bool:
@@ -154,9 +160,11 @@ def _is_typed(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _with_epochs(settings: training_run.Asked, built: "Built") -> training_run.Asked:
+def _with_epochs(
+    settings: training_run.TrainSettings, built: "RunParts"
+) -> training_run.TrainSettings:
     """The settings with a number of epochs: the command's, else the builder's."""
-    epochs = settings.epochs or built.arguments.get("epochs")
+    epochs = settings.epochs or built.fit_arguments.get("epochs")
     if not epochs:
         raise ValueError(
             f"epochs: the builder {settings.build} says none, and neither does the command. "
@@ -165,7 +173,7 @@ def _with_epochs(settings: training_run.Asked, built: "Built") -> training_run.A
     return replace(settings, epochs=epochs)
 
 
-def _warn_useless_verify(built: "Built") -> None:
+def _warn_useless_verify(built: "RunParts") -> None:
     graphs = built.model.captures
     if graphs.verify and graphs.device.type != "cuda":
         typer.echo(
@@ -175,13 +183,13 @@ def _warn_useless_verify(built: "Built") -> None:
         )
 
 
-def _check_folder(out: Path, settings: training_run.Asked, resume: str | None) -> None:
+def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str | None) -> None:
     """Raises an error where the folder and --resume do not fit each other."""
     from halfstep import checkpoint
 
     checkpoints = checkpoint.listing(out)
     if resume == "auto":
-        training_run.check(out, settings)
+        training_run.check_same_run(out, settings)
         if not checkpoints:
             typer.echo(
                 f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
@@ -199,7 +207,7 @@ def _check_folder(out: Path, settings: training_run.Asked, resume: str | None) -
         )
 
 
-def _nothing_to_do_message(out: Path, epochs: int, finished: Over) -> str:
+def _nothing_to_do_message(out: Path, epochs: int, finished: FinishedRun) -> str:
     epochs_done = plural(finished.epochs, "epoch")
     return (
         f"{out} has {epochs_done} already, up to step {finished.steps}, and --epochs is {epochs}: "
@@ -208,8 +216,8 @@ def _nothing_to_do_message(out: Path, epochs: int, finished: Over) -> str:
 
 
 def _fit(
-    built: "Built",
-    settings: training_run.Asked,
+    built: "RunParts",
+    settings: training_run.TrainSettings,
     out: Path,
     resume: str | None,
     sink: int | None,
@@ -221,19 +229,19 @@ def _fit(
     from halfstep.callbacks import Checkpoint, JSONLLog
     from halfstep.model.fit_arguments import check_callbacks
 
-    arguments = dict(built.arguments)
+    arguments = dict(built.fit_arguments)
     arguments["epochs"] = settings.epochs
-    arguments["resume"] = resume or built.arguments.get("resume")
+    arguments["resume"] = resume or built.fit_arguments.get("resume")
     if sink is not None:
         arguments["sink"] = sink
 
     # The builder's callbacks come first. Its own Checkpoint in this folder replaces ours.
-    rescue = Kept()
+    rescue = WeightRescue()
     callbacks = check_callbacks(arguments.get("callbacks", ()))
     saves_here = any(isinstance(c, Checkpoint) and c.folder == out for c in callbacks)
     callbacks = [
         *callbacks,
-        JSONLLog(out / training_run.LOG, overwrite=True),
+        JSONLLog(out / training_run.LOG_FILE, overwrite=True),
         *_progress_callbacks(plain, log_file),
         _print_callback(on_begin=rescue.begin),
     ]
@@ -241,9 +249,9 @@ def _fit(
         callbacks.append(Checkpoint(out))
     arguments["callbacks"] = callbacks
 
-    weights_path = out / training_run.WEIGHTS
+    weights_path = out / training_run.WEIGHTS_FILE
     try:
-        with quiet():
+        with silence_signal_message():
             run = built.model.fit(data=built.data, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
         typer.echo(_stop_message(out), err=True)
@@ -253,7 +261,7 @@ def _fit(
         raise
     built.model.save(weights_path)
 
-    files = f"{{{training_run.LOG}, {training_run.WEIGHTS}}}"
+    files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
     print(f"written: {out}/{files} and checkpoints", file=log_file)
     return {
         "out": str(out),

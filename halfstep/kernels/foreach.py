@@ -51,36 +51,6 @@ def split(t: Tensor, length: int) -> tuple[Tensor, ...]:
     return torch.split(flat, length)
 
 
-def cut_alike(targets: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Two lists for an elementwise kernel, split into pieces where that is safe and pays.
-
-    Both must lie alike in memory, without gaps, and be small. Otherwise the lists come back as
-    they are.
-    """
-    kinds = {(type(t) in (Tensor, nn.Parameter), t.layout, t.device) for t in (*targets, *sources)}
-    # With several pairs of dtypes, torch copies the tensors one by one anyway.
-    dtypes = {(t.dtype, s.dtype) for t, s in zip(targets, sources, strict=True)}
-    if len(kinds) != 1 or len(dtypes) != 1:
-        return targets, sources
-    is_plain, layout, _ = next(iter(kinds))
-    if not is_plain or layout != torch.strided:
-        return targets, sources
-    for t, s in zip(targets, sources, strict=True):
-        if t.shape != s.shape or t.stride() != s.stride() or not _is_contiguous(t):
-            return targets, sources
-    if sum(t.numel() for t in targets) > MAX_ELEMENTS:
-        return targets, sources
-
-    length = piece_length([t.numel() for t in targets], list_count=2)
-    target_pieces = [piece for t in targets for piece in split(t, length)]
-    source_pieces = [piece for s in sources for piece in split(s, length)]
-    return target_pieces, source_pieces
-
-
-def _is_contiguous(t: Tensor) -> bool:
-    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
-
-
 def is_dense(t: Tensor) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in any order of axes."""
     strides_and_sizes = [

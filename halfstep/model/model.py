@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.callbacks.checkpoint import locked
+from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
@@ -155,7 +155,7 @@ class Model:
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
             )
-            with locked(loop.callbacks):
+            with lock_folders(loop.callbacks):
                 self._resume(loop, resume)
                 self._schedule_tables.check()
                 keep_memory: AbstractContextManager[Any] = nullcontext()

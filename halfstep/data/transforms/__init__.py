@@ -11,8 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.fused_augment import crop_flip_cutout
-from halfstep.data.transforms.fused_resize import resize_and_convert
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.random_words import RandomWords, count_draws
 from halfstep.data.transforms.values import (
@@ -72,11 +70,7 @@ def apply(
     applied_count = 0
     while applied_count < len(transforms):
         remaining = transforms[applied_count:]
-        # Several transforms in one kernel, where there is one for them: crop, flip and cutout ...
-        fused = crop_flip_cutout(remaining, batch, words, applied_count)
-        if fused is None:
-            # ... or Resize and what follows it.
-            fused = resize_and_convert(remaining, batch)
+        fused = _apply_by_one_kernel(remaining, batch, words, applied_count)
         if fused is not None:
             batch, count = fused
             applied_count += count
@@ -90,6 +84,21 @@ def apply(
             batch = remaining[0](batch, words[applied_count])
             applied_count += 1
     return batch
+
+
+def _apply_by_one_kernel(
+    transforms: Sequence[Transform], batch: Tensor, words: RandomWords, first: int
+) -> tuple[Tensor, int] | None:
+    """The batch after several transforms, and how many; None where no kernel does them."""
+    try:
+        from halfstep.data.transforms.fused_augment import crop_flip_cutout
+        from halfstep.data.transforms.fused_resize import resize_and_convert
+    except ImportError:  # the folder halfstep/kernels holds only speed, and may be left out
+        return None
+    fused = crop_flip_cutout(transforms, batch, words, first)
+    if fused is None:
+        fused = resize_and_convert(transforms, batch)
+    return fused
 
 
 def _check_numbers(name: str, numbers: Tensor, batch: Tensor) -> None:

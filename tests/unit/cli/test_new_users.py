@@ -17,10 +17,10 @@ from PIL import Image
 from halfstep import checkpoint
 from halfstep.compare import summary, table
 from halfstep.report import charts, page, read
-from halfstep.report.report_data import parse
+from halfstep.report.report_data import parse_summary
 from tests.support.command_line import CommandLine
 from tests.support.report_fixtures import MIB, comparison
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 SMALL_RUN = "--net own:net --samples 128 --test-samples 50 --device cpu"
 USER_MODULE = """
@@ -69,7 +69,7 @@ def torn(): return Torn(), xy(50)
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work_beside(USER_MODULE, tmp_path, monkeypatch, "own")
+    write_user_module(USER_MODULE, tmp_path, monkeypatch, "own")
     return tmp_path
 
 
@@ -335,7 +335,7 @@ def test_seed_0_alone(run_line: CommandLine) -> None:
     ],
 )
 def test_an_error_in_a_cell_is_its_first_sentence(error: str, expected: str) -> None:
-    assert summary.short(error) == expected
+    assert summary.shorten_error(error) == expected
     assert len(expected) <= 80
 
 
@@ -354,7 +354,7 @@ def test_the_whole_error_stands_once_below_the_table() -> None:
     failed = {"precision": "fp32", "status": "failed", "error": error, "skipped": 0}
     runs = [{**failed, "seed": seed} for seed in (0, 1)]
     spec = comparison_spec([0, 1])
-    rows = summary.rows(spec, runs)
+    rows = summary.build_rows(spec, runs)
     recommendation = summary.recommend(spec, rows, runs)
     text = table.text({"rows": rows, "runs": runs, "recommendation": recommendation})
     assert text.count(error) == 1
@@ -369,15 +369,15 @@ def test_memory_of_a_process_is_not_compared_below_20_mib() -> None:
     data = comparison(("fp32", "O1", "O2"))
     for row, mib in zip(data["rows"], (60, 41, 39), strict=True):
         row["peak_memory"] = mib * MIB
-    report = parse(data)
+    report = parse_summary(data)
     first, near, far = report.rows
-    assert report.share("peak_memory", near, first) is None
-    assert report.share("peak_memory", far, first) == 39 / 60
+    assert report.ratio_to_first("peak_memory", near, first) is None
+    assert report.ratio_to_first("peak_memory", far, first) == 39 / 60
     assert page(data).count("0.68×") == 0  # 41 / 60
     assert "Differences below 20 MiB mean nothing." in page(data)
     for run in data["runs"]:
         run["memory_kind"] = "device"
-    assert parse(data).share("peak_memory", near, first) == 41 / 60
+    assert parse_summary(data).ratio_to_first("peak_memory", near, first) == 41 / 60
 
 
 def test_memory_is_the_median_of_the_seeds() -> None:
@@ -392,7 +392,7 @@ def test_memory_is_the_median_of_the_seeds() -> None:
         "s_per_epoch": 1.0,
     }
     runs = [{**done, "seed": seed, "peak_memory": m} for seed, m in enumerate((10, 90, 20))]
-    (row,) = summary.rows(comparison_spec([0, 1, 2]), runs)
+    (row,) = summary.build_rows(comparison_spec([0, 1, 2]), runs)
     assert row["peak_memory"] == 20
 
 
@@ -400,7 +400,7 @@ def test_the_page_of_a_run_says_what_it_was(run_line: CommandLine) -> None:
     line = f"train {SMALL_RUN} --epochs 1 --precision O2+bf16 --lr 0.05 --out r"
     code, _ = run_line(line)
     assert code == 0
-    report = parse(read("r"))
+    report = parse_summary(read("r"))
     assert report.command == f"halfstep {line}"
     assert report.spec["precision"] == "O2+bf16"
     assert report.spec["net"] == "own:net"
@@ -411,7 +411,7 @@ def test_the_page_of_a_run_says_what_it_was(run_line: CommandLine) -> None:
     assert title in page(read("r"))
 
     Path("r/run.json").write_text("{")  # damaged: the log is still worth a page
-    assert parse(read("r")).command == ""
+    assert parse_summary(read("r")).command == ""
 
 
 @pytest.mark.parametrize(
@@ -423,5 +423,5 @@ def test_an_axis_of_accuracy_stays_within_0_and_100_percent(
     epochs = [{"epoch": 1, "valid_acc": value}]
     run = {"precision": "r", "seed": 0, "epochs": epochs, "status": "done"}
     data = {"halfstep_compare": 1, "runs": [run], "rows": [{"precision": "r"}]}
-    (chart,) = charts.training(parse(data))
-    assert (chart.y_axis.lo, chart.y_axis.hi) == pytest.approx((low, high))
+    (chart,) = charts.training_charts(parse_summary(data))
+    assert (chart.y_axis.low, chart.y_axis.high) == pytest.approx((low, high))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import halfstep as hs
 from tests.support.command_line import run_json
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 USER_MODULE = """
 import torch
@@ -105,7 +105,7 @@ PREPARE_BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(USER_MODULE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
     Path("photos").mkdir()
     np.save("u8.npy", TEST_IMAGES.numpy())
     for i, image in enumerate(TEST_IMAGES):

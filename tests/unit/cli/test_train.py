@@ -25,9 +25,9 @@ from typer.testing import CliRunner
 import halfstep as hs
 from halfstep import checkpoint
 from halfstep.cli.main import app
-from halfstep.experiment.output_folder import held
+from halfstep.experiment.output_folder import lock_output_folder
 from tests.support.command_line import run_json
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
 SMALL_RUN = ["--net", "mine:net", "--samples", "320", "--test-samples", "100"]
 USER_MODULE = """
@@ -67,7 +67,7 @@ def proved():
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work_beside(USER_MODULE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
     return tmp_path
 
 
@@ -410,7 +410,7 @@ def test_mistakes_about_folders_are_explained() -> None:
     message = "resume: expected auto, a checkpoint or the folder of a run"
     with pytest.raises(FileNotFoundError, match=message):
         train_small("new", "--epochs", "1", "--resume", "nothing")
-    with held(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
+    with lock_output_folder(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
         train_small("busy", "--epochs", "1")
     message = "eval: expected a run, a checkpoint or a safetensors file"
     with pytest.raises(FileNotFoundError, match=message):

@@ -9,6 +9,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -669,3 +671,14 @@ def test_the_command(tmp_path: Path) -> None:
     for options in (["--out", "-"], ["--format", "md", "--open"]):
         result = CliRunner().invoke(app, [str(tmp_path), *options])
         assert isinstance(result.exception, ValueError)
+
+
+def test_a_report_needs_neither_torch_nor_the_rest_of_halfstep() -> None:
+    code = "import sys, halfstep.report; print(*sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    modules = set(process.stdout.split())
+    packages = {name.split(".")[1] for name in modules if name.startswith("halfstep.")}
+    assert "torch" not in modules
+    assert packages == {"report", "utils"}

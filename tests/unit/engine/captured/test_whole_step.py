@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs as they were written down, not compiled, and from the third batch of a kind on."""
     monkeypatch.setattr(
-        "halfstep.compiler.trace.PLAIN", {}
+        "halfstep.compiler.trace.DECOMPOSITIONS", {}
     )  # torch's own operations: the same bits
     monkeypatch.setattr(whole, "generate", lambda module, inputs, **_: module)
     monkeypatch.setattr(whole, "CHECKS", 2)

@@ -1,4 +1,4 @@
-"""The progress bar on a real pseudo-terminal, quiet elsewhere, gone properly after errors, signals and a kill."""
+"""The progress bar: on a real pseudo-terminal, silent elsewhere, cleaned up after errors."""
 
 import fcntl
 import os
@@ -20,15 +20,16 @@ import torch
 import halfstep as hs
 from halfstep.callbacks import Lambda, LossMonitor, ProgressBar
 from halfstep.engine import Run
-from tests.unit.callbacks.test_logs import logged, texts
-from tests.unit.callbacks.test_monitors import fit, model, samples, spoiled
+from tests.unit.callbacks.test_logs import log_bytes, train_logged
+from tests.unit.callbacks.test_monitors import data_with_inf, fit, make_model, make_samples
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+HIDE_CURSOR = "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
 
 
 class Terminal:
-    """A pseudo-terminal of 200 columns, inside `with` this process's stderr; `text()` gives all that was drawn."""
+    """A pseudo-terminal of 200 columns; inside `with` it is this process's stderr."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = os.openpty()
@@ -38,10 +39,8 @@ class Terminal:
         self.reader.start()
 
     def __enter__(self) -> None:
-        self.before, sys.stderr = (
-            sys.stderr,
-            open(self.theirs, "w", closefd=False, encoding="utf-8"),
-        )
+        self.before = sys.stderr
+        sys.stderr = open(self.theirs, "w", closefd=False, encoding="utf-8")
 
     def __exit__(self, *_: object) -> None:
         sys.stderr.close()
@@ -69,16 +68,16 @@ class Terminal:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """Whatever the machine's own settings."""
-    made = Terminal()
+    pseudo_terminal = Terminal()
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    yield made
-    made.close()
+    yield pseudo_terminal
+    pseudo_terminal.close()
 
 
-def lines(drawn: str) -> list[str]:
+def visible_lines(drawn: str) -> list[str]:
     """What a person sees in the end: control codes gone, and of each line what was written last."""
     return [
         CONTROL.sub("", part.rstrip("\r").split("\r")[-1]).strip() for part in drawn.split("\n")
@@ -87,11 +86,12 @@ def lines(drawn: str) -> list[str]:
 
 def test_a_line_per_epoch_stays(terminal: Terminal) -> None:
     with terminal:
-        run = fit(3, ProgressBar(), valid=samples(30).batch(7), sink=7)
-    kept = [line for line in lines(terminal.text()) if line]
-    assert len(kept) == 3
-    for epoch, (line, entry) in enumerate(zip(kept, run.history, strict=True), 1):
-        loss, acc = entry["valid_loss"], entry["valid_acc"]
+        run = fit(3, ProgressBar(), valid=make_samples(30).batch(7), sink=7)
+    epoch_lines = [line for line in visible_lines(terminal.text()) if line]
+    assert len(epoch_lines) == 3
+    for epoch, (line, entry) in enumerate(zip(epoch_lines, run.history, strict=True), 1):
+        loss = entry["valid_loss"]
+        acc = entry["valid_acc"]
         scores = re.escape(f"lr 0.5  valid_loss {loss:.4g}  valid_acc {acc:.4g}")
         assert re.fullmatch(
             rf"epoch {epoch}/3  13 steps  loss \S+  {scores}  \S+ steps/s  \d+\.\d s", line
@@ -103,22 +103,20 @@ def test_the_kept_line_is_whole_on_a_narrow_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     with terminal:
-        run = fit(1, ProgressBar(), valid=samples(30).batch(7), sink=7)
-    shown = " ".join(lines(terminal.text()))
+        run = fit(1, ProgressBar(), valid=make_samples(30).batch(7), sink=7)
+    shown = " ".join(visible_lines(terminal.text()))
     assert f"valid_acc {run.history[0]['valid_acc']:.4g}" in shown
 
 
 def test_the_moving_line_shows_scale_skips_and_the_time_left(terminal: Terminal) -> None:
-    trained = model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
     slow = Lambda(visit=lambda run: time.sleep(0.11))
     with terminal:
-        trained.fit(1, spoiled(2), callbacks=[ProgressBar(), slow], sink=4)
+        trained.fit(1, data_with_inf(2), callbacks=[ProgressBar(), slow], sink=4)
     drawn = CONTROL.sub("", terminal.text())
-    found = re.search(
-        r"epoch 1/1 ━{12}─{8} 8/13  loss \S+  lr 0\.5  scale 512  skipped 1  \S+ steps/s  eta 0:00:00",
-        drawn,
-    )
-    assert found, drawn
+    bar = "epoch 1/1 ━{12}╺━{7} 8/13"
+    numbers = r"loss \S+  lr 0\.5  scale 512  skipped 1  \S+ steps/s  eta 0:00:00"
+    assert re.search(f"{bar}  {numbers}", drawn), drawn
 
 
 def test_ten_times_a_second_at_most(terminal: Terminal) -> None:
@@ -135,11 +133,8 @@ def test_lines_of_others_stay_whole(terminal: Terminal, capfd: pytest.CaptureFix
     with terminal:
         fit(1, ProgressBar(), LossMonitor(4), sink=1)
     out = capfd.readouterr().out
-    assert re.findall(r"^epoch: 1 step: (\d+), loss is [\d.e-]+$", out, re.MULTILINE) == [
-        "4",
-        "8",
-        "12",
-    ]
+    steps = re.findall(r"^epoch: 1 step: (\d+), loss is [\d.e-]+$", out, re.MULTILINE)
+    assert steps == ["4", "8", "12"]
     assert "loss is" not in terminal.text()
 
 
@@ -164,8 +159,8 @@ def test_it_is_put_away_after_errors_and_signals(
         assert (sys.stdout, sys.stderr) == before
         print("afterwards", file=sys.stderr, flush=True)
     drawn = terminal.text()
-    assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
-    assert lines(drawn)[-2] == "afterwards"  # on a line of its own
+    assert drawn.rindex(SHOW_CURSOR) > drawn.rindex(HIDE_CURSOR)
+    assert visible_lines(drawn)[-2] == "afterwards"  # on a line of its own
     bar = drawn[drawn.index("epoch 1/3") :]
     assert bar.index("\x1b[2K") < bar.index("afterwards")  # and the moving line is wiped
 
@@ -176,7 +171,7 @@ def test_nothing_is_drawn_into_a_pipe(
 ) -> None:
     if name:
         monkeypatch.setenv(name, "1")
-    fit(1, ProgressBar(), valid=samples(30).batch(7))
+    fit(1, ProgressBar(), valid=make_samples(30).batch(7))
     assert capfd.readouterr() == ("", "")
 
 
@@ -189,10 +184,26 @@ def test_nothing_is_drawn_on_a_dumb_terminal(
     assert terminal.text() == ""
 
 
+def test_without_rich_the_lines_that_stay_are_printed(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)  # importing it is a ModuleNotFoundError
+    with terminal:
+        fit(2, ProgressBar(), sink=7)
+    printed = terminal.text()
+    assert "\x1b" not in printed
+    first, second = [line for line in visible_lines(printed) if line]
+    numbers = r"13 steps  loss \S+  lr 0\.5  \S+ steps/s  \d+\.\d s"
+    assert re.fullmatch(f"epoch 1/2  {numbers}", first)
+    assert re.fullmatch(f"epoch 2/2  {numbers}", second)
+
+
 def test_skips_are_counted_over_a_resume() -> None:
     bar = ProgressBar()
-    trained = model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
-    trained.fit(2, spoiled(2), callbacks=bar)
+    trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    trained.fit(2, data_with_inf(2), callbacks=bar)
     again = ProgressBar()
     again.load_state_dict(bar.state_dict())
     assert again.state_dict() == {"skipped": 2}
@@ -204,27 +215,28 @@ sys.path.insert(0, sys.argv[1])
 import pathlib, torch
 torch.set_num_threads(1)
 from halfstep.callbacks import Lambda, ProgressBar
-from tests.unit.callbacks.test_logs import logged
+from tests.unit.callbacks.test_logs import train_logged
 die = lambda run, row: row.global_step == 18 and os.kill(os.getpid(), signal.SIGKILL)
-logged(pathlib.Path(sys.argv[2]), ProgressBar(), Lambda(step=die), sink=1)
+train_logged(pathlib.Path(sys.argv[2]), ProgressBar(), Lambda(step=die), sink=1)
 """
 
 
 def test_a_killed_process_leaves_a_cursor_and_a_log_that_goes_on(tmp_path: Path) -> None:
-    made, here = Terminal(), Path(__file__).parent
+    terminal = Terminal()
+    tests = Path(__file__).parent
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     done: subprocess.CompletedProcess[Any] = subprocess.run(
-        [sys.executable, "-c", CHILD, str(here), str(tmp_path / "killed")],
-        stderr=made.theirs,
+        [sys.executable, "-c", CHILD, str(tests), str(tmp_path / "killed")],
+        stderr=terminal.theirs,
         env=environment,
     )
-    drawn = made.text()
+    drawn = terminal.text()
     assert done.returncode == -signal.SIGKILL, drawn
     assert "epoch 1/2 " in drawn
-    assert drawn.rindex(SHOW) > drawn.rindex(HIDE)
+    assert drawn.rindex(SHOW_CURSOR) > drawn.rindex(HIDE_CURSOR)
     with (tmp_path / "killed" / "log.csv").open("a") as file:
         file.write("step,2,5,half a li")  # what a kill inside a write leaves
-    logged(tmp_path / "killed", resume="auto")
+    train_logged(tmp_path / "killed", resume="auto")
     torch.manual_seed(0)
-    logged(tmp_path / "whole")
-    assert texts(tmp_path / "killed") == texts(tmp_path / "whole")
+    train_logged(tmp_path / "whole")
+    assert log_bytes(tmp_path / "killed") == log_bytes(tmp_path / "whole")

@@ -32,7 +32,7 @@ def read_dataset(name: str, path: str | None, split: Literal["train", "test"]) -
     _refuse_path(name, path)
     if _is_unsplit(name):
         return Dataset(ImageFolder(_folder(name)), ["image", "label"])
-    folder = split_folder.found(name, own=False)
+    folder = split_folder.open_split_folder(name, allow_function=False)
     train_part, test_part = folder.parts
     return folder.read(train_part if split == "train" else test_part)
 
@@ -57,11 +57,11 @@ def check_dataset(name: str, path: str | None) -> dict[str, Any]:
             parts = [_check_images("all", _folder(name))]
             notes = [_how_to_split(_folder(name)), *_size_notes(parts)]
         else:
-            folder = split_folder.found(name, own=False)
+            folder = split_folder.open_split_folder(name, allow_function=False)
             if folder.kind == "images":
                 origin = "a folder of images"
                 parts = [_check_images(part, folder.root / part) for part in folder.parts]
-                mismatch = folder.mismatch()
+                mismatch = folder.class_mismatch()
                 if mismatch:
                     parts[1]["damage"].append(mismatch)
                 notes = _size_notes(parts)
@@ -207,7 +207,7 @@ def _is_unsplit(name: str) -> bool:
     if not root.is_dir():
         return False
     has_data_files = any(root.glob("*-idx?-ubyte*")) or any(root.glob("*_batch*.bin"))
-    return not has_data_files and split_folder.classes_alone(root)
+    return not has_data_files and split_folder.has_unsplit_classes(root)
 
 
 def _refuse_path(name: str, path: str | None) -> None:
@@ -217,12 +217,12 @@ def _refuse_path(name: str, path: str | None) -> None:
 
 def _how_to_split(root: Path) -> str:
     """A note: what a folder must look like to be trained on, and what to do about this one."""
-    above = split_folder.split_above(root)
+    above = split_folder.enclosing_split(root)
     if above is None:
         advice = f"move its classes below {root}/train and {root}/test"
     else:
         advice = f"name {above} to them"
-    return f"halfstep train and compare read {split_folder.READ}: {advice}"
+    return f"halfstep train and compare read {split_folder.READABLE_FOLDERS}: {advice}"
 
 
 def _size_notes(parts: list[dict[str, Any]]) -> list[str]:

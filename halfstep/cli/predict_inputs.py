@@ -274,7 +274,7 @@ def _image_files(path: Path) -> list[Path]:
 
 def _read_images(files: list[Path], built: "RunParts") -> Inputs:
     """Images as the run's own were when they were read; others are resized, with a notice."""
-    from halfstep.data.readers.image_folder import _read_image
+    from halfstep.data.readers.image_folder import read_image
 
     maps = TrainingMaps.from_data(built.data)
     network_shape = _network_shape(built)
@@ -294,7 +294,7 @@ def _read_images(files: list[Path], built: "RunParts") -> Inputs:
                 break
 
     # Images of another size are resized here, unless the run's own maps do it.
-    images = [_read_image(file, chosen.mode) for file in files]
+    images = [read_image(file, chosen.mode) for file in files]
     if maps is None or not _maps_resize(maps, chosen, images, network_shape):
         images = _resize_images(images, chosen.sides)
 

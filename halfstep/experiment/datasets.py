@@ -96,8 +96,8 @@ def _sample_dataset(*, train: bool) -> Dataset:
 
 
 def _read_folder(name: str) -> tuple[Dataset, Dataset]:
-    folder = split_folder.found(name)
-    mismatch = folder.mismatch()
+    folder = split_folder.open_split_folder(name)
+    mismatch = folder.class_mismatch()
     if mismatch:
         raise ValueError(f"data: {mismatch}")
     train, test = (folder.read(part) for part in folder.parts)

@@ -10,7 +10,6 @@ fp32); what it adds alone is not in the tables. To switch it off: `polish=False`
 steps use it: on the host it is slower.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,37 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-# Elements of the shortest piece: a block of 512 threads takes 2,048 at a time.
-MIN_PIECE = 4096
-
-# Elements that torch gives to one block.
-TORCH_BLOCK = 1 << 16
-
-# Elements in all. With more, torch's blocks fill the chip without our help.
-MAX_ELEMENTS = 8 << 20
-
-# How many tensors torch takes in one launch, by how many lists of tensors the kernel has.
-TENSORS_PER_LAUNCH = {2: 64, 3: 48, 4: 36, 5: 30}
-
-
-def piece_length(sizes: Sequence[int], list_count: int) -> int:
-    """The shortest piece, in elements, with which torch needs no more launches than without.
-
-    `sizes` are the elements of each tensor. If there is no such piece, the longest tensor's size.
-    """
-    per_launch = TENSORS_PER_LAUNCH[list_count]
-    launches = -(-len(sizes) // per_launch)
-    for length in range(MIN_PIECE, TORCH_BLOCK, MIN_PIECE):
-        piece_count = sum(-(-size // length) for size in sizes)
-        if piece_count <= per_launch * launches:
-            return length
-    return max(*sizes, TORCH_BLOCK)
-
-
-def split(t: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Pieces of a dense tensor in the order of its memory, detached from autograd."""
-    flat = t.detach().as_strided((t.numel(),), (1,))
-    return torch.split(flat, length)
+from halfstep.utils.tensor_pieces import MAX_ELEMENTS, piece_length, split
 
 
 def is_dense(t: Tensor) -> bool:

@@ -56,7 +56,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return _read_image(Path(self.files[index]), self.mode), self.labels[index]
+        return read_image(Path(self.files[index]), self.mode), self.labels[index]
 
 
 def _list_classes(root: Path) -> list[str]:
@@ -113,7 +113,7 @@ def _list_entries(folder: Path) -> list["os.DirEntry[str]"]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def _read_image(path: Path, mode: str) -> Tensor:
+def read_image(path: Path, mode: str) -> Tensor:
     """The pixels of an image file, as ImageFolder gives them."""
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
 

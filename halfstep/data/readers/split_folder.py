@@ -13,7 +13,7 @@ from halfstep.data.download.catalog import CATALOG
 from halfstep.data.readers.idx import read_split
 from halfstep.errors import closest_name
 
-READ = (
+READABLE_FOLDERS = (
     "train/ and test/ (or val/) with one folder of images per class, "
     "or MNIST's or CIFAR-10's own files"
 )
@@ -41,7 +41,7 @@ class SplitFolder:
             images = images[..., None]
         return Dataset({"image": images, "label": labels}, classes=[str(i) for i in range(10)])
 
-    def mismatch(self) -> str | None:
+    def class_mismatch(self) -> str | None:
         """What is wrong if the parts have different class folders; None if nothing.
 
         A label is the position of its class folder: other folders in one part are other labels.
@@ -61,14 +61,14 @@ class SplitFolder:
         )
 
 
-def found(name: str, *, own: bool = True) -> SplitFolder:
+def open_split_folder(name: str, *, allow_function: bool = True) -> SplitFolder:
     """The folder of that name; a ValueError says what it lacks.
 
     `own`: whether a function of the user's would do as well; the message then says so.
     """
     root = Path(name).expanduser()
     if not root.is_dir():
-        raise _no_such_folder(name, allow_function=own)
+        raise _no_such_folder(name, allow_function=allow_function)
 
     names = {path.name for path in root.iterdir()}
     if any(file_name.startswith("train-images-idx3") for file_name in names):
@@ -80,14 +80,14 @@ def found(name: str, *, own: bool = True) -> SplitFolder:
         return SplitFolder(root, "images", ("train", test_name))
 
     # Perhaps the user named only a part of a split, or one class.
-    split_root = split_above(root)
+    split_root = enclosing_split(root)
     if split_root is not None:
         parts = " and ".join(f"{part}/" for part in SPLIT_NAMES if (split_root / part).is_dir())
-        argument = f"--data {split_root}" if own else str(split_root)
+        argument = f"--data {split_root}" if allow_function else str(split_root)
         raise ValueError(
             f"data: {root} is a part of {split_root}, which has {parts}: say {argument}"
         )
-    raise ValueError(f"data: expected {READ}; {_describe_lack(root, test_name)}")
+    raise ValueError(f"data: expected {READABLE_FOLDERS}; {_describe_lack(root, test_name)}")
 
 
 def _no_such_folder(name: str, allow_function: bool) -> ValueError:
@@ -110,7 +110,7 @@ def _describe_lack(root: Path, test_name: str | None) -> str:
         return f"{root} has train/ and no test/. Put some of its images there, by the same classes."
     if test_name is not None:
         return f"{root} has {test_name}/ and no train/"
-    if classes_alone(root):
+    if has_unsplit_classes(root):
         return (
             f"{root} holds folders that are neither. "
             f"Move those of its classes below {root}/train and {root}/test."
@@ -118,14 +118,14 @@ def _describe_lack(root: Path, test_name: str | None) -> str:
     return f"{root} holds none of these"
 
 
-def classes_alone(root: Path) -> bool:
+def has_unsplit_classes(root: Path) -> bool:
     """Whether it has one folder per class, not yet split into train and test."""
     if any((root / part).is_dir() for part in SPLIT_NAMES):
         return False
     return any(path.is_dir() and not path.name.startswith(".") for path in root.iterdir())
 
 
-def split_above(root: Path) -> Path | None:
+def enclosing_split(root: Path) -> Path | None:
     """The folder with train and test of which `root` is a part, or a class in a part."""
     for part in (root, root.parent):
         split_root = part.parent

@@ -138,7 +138,7 @@ def test_several_image_sizes_are_noted_and_refused_as_a_fault_of_the_data() -> N
 
 def test_the_help_says_what_is_read() -> None:
     shown = CliRunner().invoke(app, ["data", "check", "--help"]).output
-    assert layout.READ in " ".join(shown.split())
+    assert layout.READABLE_FOLDERS in " ".join(shown.split())
 
 
 # Functions

@@ -15,7 +15,8 @@ from torch.optim.optimizer import (
 
 import halfstep as hs
 from halfstep.kernels import foreach
-from halfstep.kernels.foreach import fused_step_in_pieces, piece_length
+from halfstep.kernels.foreach import fused_step_in_pieces
+from halfstep.utils.tensor_pieces import piece_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep.precision import split
-from halfstep.precision.split import split_alike
+from halfstep.utils.tensor_pieces import split_alike
 
 # The third one is stored channels last.
 SHAPES = [

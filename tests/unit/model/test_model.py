@@ -644,6 +644,24 @@ def test_a_train_step_given_to_a_model_is_used_as_it_is() -> None:
     assert (model.predict(X, batch=70) - expected).abs().max() < 0.02
 
 
+def test_a_device_that_halted_between_two_host_reads_ends_the_fit_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA the host learns of a halt some calls late; here it never does by itself."""
+    monkeypatch.setattr(
+        "halfstep.utils.device_values.AsyncHostRead.poll", lambda self, value, device: None
+    )
+    batches = list(zip(X[:64].split(8), Y[:64].split(8), strict=True))
+    x, y = batches[4]
+    batches[4] = (x * torch.nan, y)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    model = Model(net, nn.CrossEntropyLoss(), optimizer, decide="device", capture=False)
+    with pytest.raises(hs.NonFiniteError, match="step 5: non-finite gradient in weight, bias"):
+        model.fit(1, batches)
+    assert int(model.step.state.updates) == 4
+
+
 # --- Mistakes ---
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
-from halfstep.cuda_graphs.capture__graph import CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import CapturedGraph, GraphCache
 from halfstep.engine.captured.programs import StepProgram
 from halfstep.engine.captured.programs__own import FunctionProgram
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
@@ -79,8 +79,8 @@ class Emulated(GraphCache):
             recording.take_back()
             rng.load(numbers)
         self.captures += 1
-        self._held[key] = CapturedGraph(recording.replay, result)
-        return self._held[key]
+        self._graphs[key] = CapturedGraph(recording.replay, result)
+        return self._graphs[key]
 
 
 def sinking(

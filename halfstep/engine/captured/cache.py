@@ -8,7 +8,7 @@ from halfstep.engine.captured.eval_runner import Outputs, Scores
 from halfstep.engine.captured.programs import StepProgram
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import check
-from halfstep.engine.captured.uncapturable__refusal import why_not_capturable
+from halfstep.engine.captured.uncapturable import why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.evaluate import Labels
 from halfstep.engine.feed import Feed

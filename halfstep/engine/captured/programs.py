@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import MOST, OFTEN, CapturedGraph, GraphCache
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
@@ -15,7 +15,7 @@ from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import UNCAPTURABLE
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.static_step import MissingOptimizerState, StaticStep, step_guards
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
+from halfstep.engine.captured.uncapturable import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice
 from halfstep.step import TrainStep

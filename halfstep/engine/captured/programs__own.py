@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.cuda_graphs.capture import rng_generation
-from halfstep.cuda_graphs.capture__graph import MOST, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import MOST, CapturedGraph, GraphCache, rng_generation
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     module_attributes,
@@ -18,7 +17,7 @@ from halfstep.cuda_graphs.guards import (
 from halfstep.engine.captured import uncapturable as blame
 from halfstep.engine.captured.inputs import UNCAPTURABLE
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
+from halfstep.engine.captured.uncapturable import OnUncapturable, raise_or_warn
 from halfstep.engine.feed import Args
 from halfstep.step import Record
 

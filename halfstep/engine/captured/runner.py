@@ -5,12 +5,12 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
-from halfstep.cuda_graphs.capture__graph import Compiles, GraphCache
+from halfstep.cuda_graphs.capture import Compiles, GraphCache
 from halfstep.engine.captured.inputs import ROWS, Resident, Staged, resident_dataset
 from halfstep.engine.captured.programs import StepProgram
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.runner__pace import HostThrottle
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable
+from halfstep.engine.captured.uncapturable import OnUncapturable
 from halfstep.engine.feed import Feed
 from halfstep.step import TrainStep
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cuda_graphs.capture__graph import GraphCache
+from halfstep.cuda_graphs.capture import GraphCache
 from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import ROWS
 from halfstep.engine.captured.programs__own import FunctionProgram
 from halfstep.engine.captured.record_buffer__ring import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, why_not_capturable
+from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep, cloned, warmup_steps
 from halfstep.engine.captured.verify import verify as compare
 from halfstep.engine.feed import Feed

@@ -165,7 +165,7 @@ def wide(capture: Any) -> Model:
 
 
 @pytest.mark.parametrize(
-    "shared", sorted({capturing.SHARED, False})
+    "shared", sorted({capturing.SHARES_STREAM, False})
 )  # False: what newer versions of torch need
 def test_graphs_that_are_gone_take_nothing_along(
     shared: bool, monkeypatch: pytest.MonkeyPatch
@@ -174,8 +174,8 @@ def test_graphs_that_are_gone_take_nothing_along(
 
     torch 2.11 frees nothing: what can go wrong there is a lane itself.
     """
-    monkeypatch.setattr(capturing, "SHARED", shared)
-    monkeypatch.setattr(capturing, "_STREAMS", {})
+    monkeypatch.setattr(capturing, "SHARES_STREAM", shared)
+    monkeypatch.setattr(capturing, "_shared_streams", {})
     weights = []
     for capture in ("auto", False):
         other, m = wide(capture), wide(capture)

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 import halfstep as hs
 from halfstep.kernels import foreach
 from halfstep.kernels.foreach import fused_step_in_pieces
-from halfstep.utils.tensor_pieces import piece_length
+from halfstep.utils.tensor_pieces import MIN_PIECE, piece_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -139,10 +139,10 @@ def test_pieces_are_many_and_launches_are_not() -> None:
         # torch's kernels read four elements at a time where a piece begins at a multiple of four.
         assert length % 4 == 0
         assert 2 * 11 < count_pieces(length) <= per_launch
-        is_shortest = length == foreach.MIN_PIECE
-        assert is_shortest or count_pieces(length - foreach.MIN_PIECE) > per_launch
+        is_shortest = length == MIN_PIECE
+        assert is_shortest or count_pieces(length - MIN_PIECE) > per_launch
     assert piece_length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
-    assert piece_length([10], 2) == foreach.MIN_PIECE
+    assert piece_length([10], 2) == MIN_PIECE
 
 
 def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halfstep.utils import tensor_pieces
 from halfstep.utils.tensor_pieces import split_alike
 
 # The third one is stored channels last.
@@ -83,7 +84,7 @@ def test_lists_that_do_not_fit_stay_as_they_are(change: str) -> None:
 def test_large_lists_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     targets, sources = make_lists(torch.float16, torch.device("cpu"))
     total = sum(t.numel() for t in targets)
-    monkeypatch.setattr(split, "MAX_ELEMENTS", total)
+    monkeypatch.setattr(tensor_pieces, "MAX_ELEMENTS", total)
     assert split_alike(targets, sources)[0] is not targets
-    monkeypatch.setattr(split, "MAX_ELEMENTS", total - 1)
+    monkeypatch.setattr(tensor_pieces, "MAX_ELEMENTS", total - 1)
     assert split_alike(targets, sources)[0] is targets

@@ -20,7 +20,6 @@ from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
 from halfstep.engine.loop import Evaluate
-from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
@@ -158,11 +157,7 @@ class Model:
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume)
                 self._schedule_tables.check()
-                keep_memory: AbstractContextManager[Any] = nullcontext()
-                if self._built_in_eval.device.type == "cpu":
-                    keep_memory = kept()
-                with keep_memory:
-                    loop.run_epochs()
+                loop.run_epochs()
         finally:
             self._fit = None
         return loop.run

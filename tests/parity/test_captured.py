@@ -109,6 +109,8 @@ def test_graphs_of_many_steps(accumulate: int, every: int, device: torch.device)
     options = {"accumulate": accumulate, "fingerprint_every": 0, "poison": (5, 300)}
     _, sink = compare(device, "O2", every=every, samples=420, polished=True, **options)
     bursts = [
-        key for key in sink.runner.program.graphs._graphs if isinstance(key, tuple) and len(key) == 2
+        key
+        for key in sink.runner.program.graphs._graphs
+        if isinstance(key, tuple) and len(key) == 2
     ]
     assert bursts

@@ -30,7 +30,7 @@ MAX_COMPILED_SHAPES = 6  # torch keeps 8 programs; two are left for a frozen lay
 MAX_SHAPES_SEEN = 256  # shapes remembered; beyond that every batch has one of its own
 ASSUMED_SPEEDUP = 1.2  # of compiled steps
 
-# Seconds to compile: at least, and for each leaf module. CPU measured, see docs/reference/step.md;
+# Seconds to compile: at least, and for each leaf module. CPU measured, see docs/internals/fast-paths.md;
 # CUDA assumed.
 COMPILE_COST_S = {"cpu": (20.0, 1.8), "cuda": (15.0, 0.5)}
 

@@ -126,8 +126,8 @@ def _copy_to(value: Any, device: torch.device) -> Any:
 class Record(NamedTuple):
     """What one step reports, as device tensors: reading one is up to the caller, and waits.
 
-    `loss` is this batch's, `cycle_loss` the weighted mean of the open cycle: on a step that updates,
-    the loss of the full batch. `scale` is the one this step used. `skipped`: the update was dropped
+    `loss` is this batch's, `cycle_loss` the weighted mean of the open cycle. On a step that updates
+    it is the loss of the full batch. `scale` is the one this step used. `skipped`: the update was dropped
     for a non-finite gradient. `updated`: the weights moved. `lr` has one entry for each parameter
     group when there are several. `grad_norm` is taken after unscaling and before clipping; it is 0
     on steps that do not end a cycle. `fingerprint` is 0 unless this step recorded one.

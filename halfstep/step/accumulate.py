@@ -167,7 +167,7 @@ class Accumulate:
         for p in trainable:
             p.grad = None
 
-        # `again`: activation checkpointing repeats parts of forward, and must find its precision.
+        # Activation checkpointing repeats parts of forward here, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
         with self.applied.for_recompute():
             torch.autograd.backward(loss, seed, inputs=trainable)

@@ -50,7 +50,7 @@ class StepState:
     skips: Tensor  # updates that were skipped for a non-finite gradient
     streak: Tensor  # skips in a row
     scale: Tensor  # the loss scale
-    growth: Tensor  # finite updates since the scale last changed
+    growth: Tensor  # finite updates in a row, since the scale last grew or a gradient overflowed
     halted: Tensor  # cycle at which nonfinite="raise" stopped everything; 0: none
     bad: Tensor  # for each parameter: was its gradient non-finite at the last skip?
     ema: list[Tensor]  # moving averages of the weights
@@ -138,6 +138,7 @@ class Record(NamedTuple):
 
 # A record as one row of float64 numbers: these fields in this order, then the learning rates, one
 # for each parameter group. The fingerprint, 64 bits of integer, does not fit and goes beside it.
+# Whoever writes a row takes its columns from here.
 ROW_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
 
 
@@ -154,7 +155,8 @@ class RecordTarget(Protocol):
 class UpdateResult(NamedTuple):
     """What became of an update: the cycle's loss, the values it used, and whether it happened.
 
-    The wide dtypes stand first, so that the tensors can be packed into bytes without gaps.
+    The order counts: fast/update_graph.py packs `tensors()` into bytes without gaps, so the wide
+    dtypes stand first, and builds the result again by position.
     """
 
     lr: Tensor

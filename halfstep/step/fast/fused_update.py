@@ -5,9 +5,10 @@ the difference between "as it is" and "polished" for the seed MLP in docs/intern
 same bits as Update.on_device, but for the order in which squares are summed to the gradients' norm.
 Switched off by polish=False, and by deterministic=True.
 
-Three kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares; `decide`
-does everything that is a number, and writes the record; `shrink` clips. Each program of a kernel
-works on a share of one gradient: a LaunchPlan says which.
+The kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares, in one launch
+for each 128 gradients; `decide` does everything that is a number, and writes the record, before the
+optimizer runs; `shrink` clips, where clip_norm is set. Each program of `measure` and `shrink` works
+on a share of one gradient: a LaunchPlan says which.
 """
 
 from collections.abc import Iterator, Sequence
@@ -186,7 +187,7 @@ class FusedUpdate:
         has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         if not update.commit.optimizer_can_skip or has_hooks:
             return False
-        if update.options.clip_value is not None:
+        if update.options.clip_value is not None or not update.loss_scale.runs_in_kernel:
             return False
         if not 0 < len(signature.grad_indices) <= len(update.params) <= MAX_PARAMS:
             return False
@@ -239,7 +240,7 @@ class FusedUpdate:
             plan=make_idle_plan(update.params, signature.grad_indices),
             outputs=outputs,
             lr_tensors=lr_tensors,
-            cycles_ended=state.skips,
+            cycles_ended=state.skips,  # any counter will do: nobody reads this state
             record_lr=lr,
             record_target=None,
         )

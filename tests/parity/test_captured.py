@@ -93,7 +93,7 @@ def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
         from halfstep.engine.captured.runner import CapturedRunner
         from halfstep.engine.feed import Feed
 
-        sink.runner = CapturedRunner.of(b, Feed(batches * 4), direct=True)
+        sink.runner = CapturedRunner.for_step(b, Feed(batches * 4), direct=True)
     seen = 0
     for records in sink:
         seen += len(records)

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.programs import StepProgram
-from halfstep.engine.captured.runner import CapturedRunner
-from halfstep.engine.captured.runner__pace import HostThrottle
+from halfstep.engine.captured.runner import CapturedRunner, HostThrottle
 from halfstep.engine.captured.sink import Sink
+from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.feed import Feed
 
 FIELDS = ("loss", "cycle_loss", "lr", "scale", "grad_norm", "skipped", "updated", "fingerprint")
@@ -98,11 +97,11 @@ def sunk(
     """The same through hs.sink; `direct` replays by calling, on devices without graphs. `polished`: as a long run."""
     sink = hs.sink(step, batches, every=every)
     if direct:
-        sink.runner = CapturedRunner.of(step, Feed(batches), direct=True)
+        sink.runner = CapturedRunner.for_step(step, Feed(batches), direct=True)
     if polished:
         assert isinstance(sink.runner.program, StepProgram)
         sink.runner.program.polish()
-        sink.runner.pace = Hasty(step.device)
+        sink.runner.throttle = Hasty(step.device)
     return rows(sink, passes), sink
 
 

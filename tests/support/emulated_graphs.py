@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
 from halfstep.cuda_graphs.capture__graph import CapturedGraph, GraphCache
-from halfstep.engine.captured.programs import StepProgram
-from halfstep.engine.captured.programs__own import FunctionProgram
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.function_program import FunctionProgram
+from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
+from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.feed import Feed
 from halfstep.utils import rng
 

@@ -65,7 +65,9 @@ class Weights(hs.Callback):
     def visit(self, run: Any) -> None:
         if run.position % 5 == 0:
             step = self.model.step
-            self.kept.append((run.position, step.state.cycle.micro, step.print().item()))
+            self.kept.append(
+                (run.position, step.state.cycle.micro, step.state_fingerprint().item())
+            )
 
 
 @pytest.mark.parametrize("sink", [1, 7, 100, None])
@@ -78,8 +80,8 @@ def test_fit_is_the_same_captured_or_not(sink: int | None, accumulate: int) -> N
     assert run.history == again.history
     for name, value in a.net.state_dict().items():
         assert torch.equal(value, b.net.state_dict()[name]), name
-    assert b.graphs._sunk is not None
-    assert b.graphs._sunk.program.graphs.captures >= 2
+    assert b.graphs._runner is not None
+    assert b.graphs._runner.program.graphs.captures >= 2
     x = next(iter(data(CUDA, samples=50)))[0]
     assert torch.equal(a.predict(x), b.predict(x))
     assert torch.equal(a.predict(x), b.predict(x))  # the second time from a graph
@@ -165,7 +167,9 @@ def test_what_cannot_be_captured_is_named_with_its_line(kind: type[nn.Module], l
     s = hs.TrainStep(
         net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     )
-    with pytest.raises(hs.UncapturableError, match=rf"(?s)module block.*test_sunk.py:\d+.*{line}"):
+    with pytest.raises(
+        hs.UncapturableError, match=rf"(?s)module block.*test_captured.py:\d+.*{line}"
+    ):
         for _ in hs.sink(s, data(CUDA)):
             pass
 

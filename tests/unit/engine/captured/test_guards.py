@@ -274,7 +274,7 @@ def test_ragged_batches_are_bounded_and_told() -> None:
     with pytest.warns(hs.Notice, match="more than 64 kinds"):
         list(sink)
     assert sink.captures <= 64
-    assert len(sink.runner.inputs._held) == 64
+    assert len(sink.runner.inputs._static_tensors) == 64
 
 
 class Fails:
@@ -310,7 +310,7 @@ def test_an_error_in_a_step_leaves_the_rows_before_it() -> None:
     sink = sinking(step, given, every=100)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         list(sink)
-    assert len(sink.runner.done) == 12
+    assert len(sink.runner.step_samples) == 12
     assert len(sink.runner.rows()[0]) == 12
 
 

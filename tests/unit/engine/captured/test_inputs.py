@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured import inputs__gather as room
+from halfstep.engine.captured import gather as gather_module
+from halfstep.engine.captured.gather import gather_samples, word_bytes
 from halfstep.engine.captured.inputs import Resident
-from halfstep.engine.captured.inputs__gather import gather, width
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.feed import Feed
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
 
@@ -66,7 +66,7 @@ def equal_to_indexing(case: str) -> None:
     }
     numbers, passes, at = tables()
     for n, told in ((SIZE, ()), (5, (numbers, passes)), (1, (passes,))):
-        found = gather(columns, numbers, at, n, told)
+        found = gather_samples(columns, numbers, at, n, told)
         assert found is not None
         batch, rows = found
         assert list(batch) == list(columns)
@@ -94,7 +94,7 @@ def many_blocks() -> None:
     at = torch.tensor([1], device=DEVICE)
     large, small = noise((SAMPLES, 9), torch.int64, 1), noise((SAMPLES,), torch.int64, 2)
     for columns in ({"a": large, "b": small}, {"b": small, "a": large}):
-        found = gather(columns, numbers, at, 699, (passes,))
+        found = gather_samples(columns, numbers, at, 699, (passes,))
         assert found is not None
         for name, column in columns.items():
             assert torch.equal(found[0][name], column[numbers[1, :699]])
@@ -110,7 +110,7 @@ def several_rows() -> None:
         "y": noise((SAMPLES,), torch.int64, 2),
     }
     for n, told in ((4 * SIZE, ()), (3 * SIZE, (numbers, passes)), (2 * SIZE + 5, (passes,))):
-        found = gather(columns, numbers, at, n, told)
+        found = gather_samples(columns, numbers, at, n, told)
         assert found is not None
         for name, column in columns.items():
             expected = torch.stack(
@@ -126,8 +126,8 @@ def views_are_read_where_they_begin() -> None:
     whole = noise((SAMPLES * 8 + 1,), torch.uint8, 3)
     for first, wide in ((0, 8), (1, 1)):
         column = whole[first : first + SAMPLES * 8].view(SAMPLES, 8)
-        assert width(column) == wide
-        found = gather({"a": column}, numbers, at, SIZE)
+        assert word_bytes(column) == wide
+        found = gather_samples({"a": column}, numbers, at, SIZE)
         assert found is not None
         assert torch.equal(found[0]["a"], column[numbers[3]])
 
@@ -144,11 +144,11 @@ def refused() -> None:
     def fits(
         *columns: Tensor, table: Tensor = numbers, told: tuple[Tensor, ...] = (), n: int = SIZE
     ) -> bool:
-        return gather(dict(enumerate(columns)), table, at, n, told) is not None  # type: ignore[arg-type]
+        return gather_samples(dict(enumerate(columns)), table, at, n, told) is not None  # type: ignore[arg-type]
 
     assert fits(fine, told=(numbers, passes))
-    assert fits(*[fine] * room.MOST)
-    assert not fits(*[fine] * (room.MOST + 1))
+    assert fits(*[fine] * gather_module.MAX_COLUMNS)
+    assert not fits(*[fine] * (gather_module.MAX_COLUMNS + 1))
     assert not fits()
     assert not fits(fine, n=0)
     assert not fits(fine, fine.transpose(1, 2))
@@ -202,10 +202,10 @@ def passes(feed: Feed, *, quick: bool) -> list[Any]:
 def resident_batches_are_the_datasets() -> None:
     for random in (True, False):
         plain, feed = data(random=random)
-        before = len(room._WORKS)
+        before = len(gather_module._kernel_works)
         got, expected = passes(feed, quick=True), [batch for _ in range(2) for batch in plain]
-        assert len(room._WORKS) == before + 1, "one kernel, for the short batch too"
-        assert all(room._WORKS.values())
+        assert len(gather_module._kernel_works) == before + 1, "one kernel, for the short batch too"
+        assert all(gather_module._kernel_works.values())
         assert [len(batch[0]) for batch in got] == [16, 16, 8] * 2
         for a, b in zip(got, expected, strict=True):
             assert len(a) == len(b) == 2
@@ -237,9 +237,9 @@ def test_without_triton_torch_does_it(quick: bool) -> None:
     for (a,), b in zip(passes(feed, quick=quick), expected, strict=True):
         assert list(a) == list(b) == ["y", "x"]
         assert all(torch.equal(a[name], b[name]) for name in b)
-    assert not room._WORKS
+    assert not gather_module._kernel_works
     numbers, _, at = tables()
-    assert gather({"y": torch.zeros(SAMPLES)}, numbers, at, 1) is None
+    assert gather_samples({"y": torch.zeros(SAMPLES)}, numbers, at, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_without_triton_torch_does_it(quick: bool) -> None:
     ],
 )  # fmt: skip
 def test_the_widest_word(shape: tuple[int, ...], dtype: torch.dtype, bytes: int) -> None:
-    assert width(torch.zeros(3, *shape, dtype=dtype)) == bytes
+    assert word_bytes(torch.zeros(3, *shape, dtype=dtype)) == bytes
 
 
 def test_a_word_begins_where_the_column_does() -> None:
     held = torch.zeros(64, dtype=torch.uint8)
-    assert [width(held[k : k + 16].view(2, 8)) for k in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
+    assert [word_bytes(held[k : k + 16].view(2, 8)) for k in (0, 1, 2, 4, 8)] == [8, 1, 2, 4, 8]
 
 
 @outside

@@ -161,12 +161,12 @@ def test_verify_names_what_does_not_repeat() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"every": 0}, "every: expected a number of steps of 1 or more, got 0"),
+        ({"every": 0}, "every: expected a whole number of steps, 1 or more, received 0"),
         ({"every": True}, "every: expected"),
         ({"verify": -1}, "verify: expected a number of replays"),
         (
             {"on_uncapturable": "ignore"},
-            "on_uncapturable: expected 'raise' or 'eager', got 'ignore'",
+            "on_uncapturable: expected one of 'raise', 'eager', received 'ignore'",
         ),
     ],
 )

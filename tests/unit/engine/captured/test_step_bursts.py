@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured import inputs
+from halfstep.engine.captured.gather import split_storage
 from halfstep.engine.captured.inputs import Resident, Staged
-from halfstep.engine.captured.inputs__gather import parted
-from halfstep.engine.captured.programs import StepProgram
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
+from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.feed import Feed
 from tests.support.captured_runs import Hasty, by_hand, rows, same_rows, same_state
 from tests.support.emulated_graphs import CPU, sinking
@@ -45,7 +45,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, gather: Gather) -> list[int]:
         asked.append(n)
         return gather(columns, table, at, n, told)
 
-    monkeypatch.setattr(inputs, "gather", noting)
+    monkeypatch.setattr(inputs, "gather_samples", noting)
     return asked
 
 
@@ -135,7 +135,7 @@ def equal_to_eager(
     program = sink.runner.program
     assert isinstance(program, StepProgram)
     program.polish()
-    sink.runner.pace = Hasty(device)
+    sink.runner.throttle = Hasty(device)
     assert same_rows(rows(sink, PASSES), expected) == []
     assert same_state(one, two) == []
     assert not program.why
@@ -145,7 +145,7 @@ def equal_to_eager(
 
 def direct(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
     sink = hs.sink(step, batches, every=every)
-    sink.runner = CapturedRunner.of(step, Feed(batches), direct=True)
+    sink.runner = CapturedRunner.for_step(step, Feed(batches), direct=True)
     return sink
 
 
@@ -185,7 +185,7 @@ def steps(found: Resident, count: int) -> Iterator[tuple[Any, ...]]:
     """Its batches, with a counter that moves after each as a step's record moves it."""
     for batch in found.batches(count):
         yield batch
-        found.ring.next_row.add_(1)
+        found.records.next_row.add_(1)
 
 
 def same(got: Any, expected: Any) -> bool:
@@ -233,16 +233,16 @@ def test_parts_lie_where_they_were(shape: tuple[int, ...], dtype: torch.dtype) -
     whole = torch.randint(0, 2, shape).to(dtype)
     copy = whole.clone()
     for count in (1, 2, 3):
-        parts = parted(whole, count)
+        parts = split_storage(whole, count)
         assert torch.equal(torch.cat([p.to(torch.cfloat) for p in parts]), copy.to(torch.cfloat))
         assert all(p.dtype == dtype and p.stride() == whole.stride() for p in parts)
-    parted(whole, 3)[1].zero_()
+    split_storage(whole, 3)[1].zero_()
     copy[2:4] = 0
     assert torch.equal(whole.to(torch.cfloat), copy.to(torch.cfloat))
 
 
 def test_memory_lives_as_long_as_one_of_its_parts() -> None:
-    last = parted(torch.arange(1 << 20), 4)[3]
+    last = split_storage(torch.arange(1 << 20), 4)[3]
     for _ in range(4):
         torch.zeros(1 << 20)
     assert torch.equal(last, torch.arange(3 << 18, 1 << 20))
@@ -278,7 +278,7 @@ def test_when_they_are_gathered_at_once(case: str, monkeypatch: pytest.MonkeyPat
     make, quick, count, once = FITS[case]
     asked, data = noted(monkeypatch, plain), make()
     found = started(data, quick=quick)
-    assert found.alike(count) == count
+    assert found.count_same_shape(count) == count
     expected = [batch for batch, _ in zip(data.fresh(), range(count), strict=False)]
     size = len(expected[0][0])
     for i, (batch, other) in enumerate(zip(steps(found, count), expected, strict=True)):
@@ -294,7 +294,7 @@ def test_not_more_than_a_cache_holds(
 ) -> None:
     for limit, calls in ((4 * of_a_batch, 1), (4 * of_a_batch - 1, 4)):
         asked, data = noted(monkeypatch, plain), FITS[case][0]()
-        monkeypatch.setattr(inputs, "AHEAD", limit)
+        monkeypatch.setattr(inputs, "MAX_GATHER_BYTES", limit)
         for batch, other in zip(steps(started(data), 4), data.fresh(), strict=False):
             assert same(batch, other)
         assert len(asked) == calls

@@ -38,7 +38,7 @@ def taped(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # torch's own operations: the same bits
     monkeypatch.setattr(whole, "generate", lambda module, inputs, **_: module)
     monkeypatch.setattr(whole, "CHECKS", 2)
-    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.step_program.OFTEN", 2)
 
 
 def compiled_sink(run: hs.TrainStep, batches: Any, every: int = 7) -> Any:
@@ -124,7 +124,7 @@ def small(
 
 
 def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.step_program.OFTEN", 2)
     monkeypatch.setattr(whole, "CHECKS", 2)
     right, mine = small(compile=False, nonfinite="skip"), small(nonfinite="skip")
     losses = by_hand(right, data(CPU, samples=96, poison=(50,)), passes=4)
@@ -148,7 +148,7 @@ def test_a_real_program_trains_as_the_step_does(monkeypatch: pytest.MonkeyPatch)
 def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.step_program.OFTEN", 2)
     monkeypatch.setattr(whole, "CHECKS", 2)
     options: dict[str, Any] = {
         "make": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),

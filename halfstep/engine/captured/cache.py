@@ -141,11 +141,11 @@ class ModelCaptures:
     def _on_device(self, data: Dataset) -> Dataset:
         """A copy of a data set on the device: the one from before if nothing was written since."""
         versions = data.plan.versions
-        for known in self._device_datasets:
-            if known.plan is data.plan and known.versions == versions:
-                return known.dataset
+        for entry in self._device_datasets:
+            if entry.plan is data.plan and entry.versions == versions:
+                return entry.dataset
         dataset = data.near(self.device)
         newest = self._device_datasets[-(MAX_DEVICE_DATASETS - 1) :]
-        others = [known for known in newest if known.plan is not data.plan]
+        others = [entry for entry in newest if entry.plan is not data.plan]
         self._device_datasets = [*others, DeviceDataset(data.plan, versions, dataset)]
         return dataset

@@ -224,7 +224,7 @@ class Resident:
 
 
 class Staged:
-    """Batches from anywhere, each copied into tensors that stay: one set for each list of shapes."""
+    """Batches from anywhere, each copied into tensors that stay: one set for each shape."""
 
     def __init__(self, feed: Feed, records: RecordBuffer) -> None:
         self.feed = feed

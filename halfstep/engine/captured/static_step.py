@@ -119,7 +119,7 @@ class StaticStep:
             self.step.state.cycle.close()
 
     def allocate(self) -> None:
-        """Allocates the static tensors. What is allocated in a capture would belong to its graph."""
+        """Allocates the static tensors, before a capture: its own memory belongs to its graph."""
         if self._cycle_sums or not self.accumulates:
             return
         accumulator = self.step.accumulator

@@ -176,8 +176,8 @@ def test_a_tensor_in_a_list_is_guarded_unless_the_step_stores_it_there(replaced:
     expected = eager_losses(eager, batches, change)
     losses, sink = captured_losses(captured, batches, change)
     assert losses == expected
-    expected_activation = eager.net.activations["hidden"]  # type: ignore[index]
-    assert torch.equal(captured.net.activations["hidden"], expected_activation)  # type: ignore[index]
+    hidden = captured.net.activations["hidden"]  # type: ignore[index]
+    assert torch.equal(hidden, eager.net.activations["hidden"])  # type: ignore[index]
     assert sink.captures == 1 + replaced
 
 

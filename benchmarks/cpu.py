@@ -1,14 +1,17 @@
 """The seed MLP on a CPU beside its floor and its peers: one epoch of Fashion-MNIST, batch 64, SGD.
 
-    python benchmarks/cpu.py [--rounds 9] [--steps 938] [--json benchmarks/results/cpu.json] [--only "floor;torch"]
+    python benchmarks/cpu.py [--rounds 9] [--steps 938] [--json benchmarks/results/cpu.json]
+                             [--only "floor;torch"]
 
-The floor is the GEMMs of forward and backward and the SGD axpy alone, into buffers that are used again. Each way is a
-process of its own, since malloc's thresholds are a process's; they take turns, and ratios are taken round by round.
+The floor is the GEMMs of forward and backward and the SGD axpy alone, into buffers that are used
+again. Each way is a process of its own, since malloc's thresholds are a process's; they take turns,
+and ratios are taken round by round.
 """
 
 import argparse
 import importlib.util
 import json
+import logging
 import resource
 import statistics
 import subprocess
@@ -17,81 +20,106 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from measure import conditions, ratios, write
+from measure import compare_rounds, conditions, rotate, write_result
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.memory import kept
-from halfstep.model import Model
+
+BATCH_SIZE = 64
+LEARNING_RATE = 1e-3
+FULL_SAMPLES = 60_000
+WARMUP_EPOCHS = 2  # programs are compiled for what has come some 20 times
+LAYER_SIZES = [(784, 512), (512, 512), (512, 10)]  # inputs, outputs
+
+# Ways that need a package.
+PACKAGES = {"Lightning": "lightning", "Accelerate": "accelerate"}
+
+READY_LINE = "ready"
 
 Batches = list[tuple[Tensor, Tensor]]
 Epoch = Callable[[Batches], object]
-LR = 1e-3
-PEERS = {"Lightning": "lightning", "Accelerate": "accelerate"}
 
 
-def store(folder: Path, steps: int) -> None:
-    """Fashion-MNIST in order, as float batches on disk; the shipped sample over and over where it is all there is."""
+class Measurement(NamedTuple):
+    """One epoch."""
+
+    seconds: float
+    faults_per_step: float  # page faults
+
+
+# Data.
+
+
+def store_data(folder: Path, steps: int) -> None:
+    """Writes Fashion-MNIST as floats, in order.
+
+    Where the shipped sample is all there is, it is repeated.
+    """
     with warnings.catch_warnings(action="ignore", category=hs.Notice):
         images, labels = next(iter(hs.data.load("fashion-mnist").batch(1 << 20)))
-    rows = torch.arange(min(64 * steps, max(60000, len(labels)))) % len(labels)
-    np.save(folder / "x.npy", (images.view(-1, 1, 28, 28)[rows].float() / 255).numpy())
-    np.save(folder / "y.npy", labels[rows].numpy())
+    count = min(BATCH_SIZE * steps, max(FULL_SAMPLES, len(labels)))
+    indices = torch.arange(count) % len(labels)
+    np.save(folder / "x.npy", (images.view(-1, 1, 28, 28)[indices].float() / 255).numpy())
+    np.save(folder / "y.npy", labels[indices].numpy())
 
 
-def batches(folder: Path, steps: int) -> Batches:
-    """Mapped, not read: what a process has freed before its first step decides what malloc does in it."""
-    x, y = (torch.from_numpy(np.load(folder / f"{name}.npy", mmap_mode="c")) for name in "xy")
-    return list(zip(x.split(64), y.split(64), strict=True))[:steps]
+def load_batches(folder: Path, steps: int) -> Batches:
+    """The batches, mapped and not read.
+
+    What a process has freed before its first step decides what malloc does in it.
+    """
+    x = torch.from_numpy(np.load(folder / "x.npy", mmap_mode="c"))
+    y = torch.from_numpy(np.load(folder / "y.npy", mmap_mode="c"))
+    return list(zip(x.split(BATCH_SIZE), y.split(BATCH_SIZE), strict=True))[:steps]
 
 
-def parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+# Ways to train an epoch.
+
+
+def build_parts() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = hs.nets.mlp()
-    return net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=LR)
+    return net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
 
-def floor() -> Epoch:
+def floor_epoch() -> Epoch:
     """Eight products and p -= lr·g, with nothing allocated and nothing else done."""
-    sizes = [(784, 512), (512, 512), (512, 10)]
-    weights, biases = (
-        [torch.randn(n, m) * 0.01 for m, n in sizes],
-        [torch.zeros(n) for _, n in sizes],
-    )
-    grads, bias_grads = (
-        [torch.empty_like(w) for w in weights],
-        [torch.zeros_like(b) for b in biases],
-    )
-    outs, downs = [torch.empty(64, n) for _, n in sizes], [torch.empty(64, m) for m, _ in sizes]
-    up = torch.randn(64, 10) * 1e-3
+    weights = [torch.randn(n, m) * 0.01 for m, n in LAYER_SIZES]
+    biases = [torch.zeros(n) for _, n in LAYER_SIZES]
+    weight_grads = [torch.empty_like(weight) for weight in weights]
+    bias_grads = [torch.zeros_like(bias) for bias in biases]
+    output_buffers = [torch.empty(BATCH_SIZE, n) for _, n in LAYER_SIZES]
+    grad_buffers = [torch.empty(BATCH_SIZE, m) for m, _ in LAYER_SIZES]
+    loss_grad = torch.randn(BATCH_SIZE, 10) * 1e-3
 
-    def epoch(data: Batches) -> None:
-        for x, _ in data:
-            x, n = x.view(len(x), 784), len(x)
-            ins = [x, outs[0][:n], outs[1][:n]]
+    def epoch(batches: Batches) -> None:
+        for images, _ in batches:
+            n = len(images)
+            inputs = [images.view(n, 784), output_buffers[0][:n], output_buffers[1][:n]]
             for i in range(3):
-                torch.addmm(biases[i], ins[i], weights[i].t(), out=outs[i][:n])
-            down = up[:n]
+                torch.addmm(biases[i], inputs[i], weights[i].t(), out=output_buffers[i][:n])
+            grad = loss_grad[:n]
             for i in (2, 1, 0):
-                torch.mm(down.t(), ins[i], out=grads[i])
+                torch.mm(grad.t(), inputs[i], out=weight_grads[i])
                 if i:
-                    down = torch.mm(down, weights[i], out=downs[i][:n])
-            torch._foreach_add_([*weights, *biases], [*grads, *bias_grads], alpha=-LR)
+                    grad = torch.mm(grad, weights[i], out=grad_buffers[i][:n])
+            params = [*weights, *biases]
+            grads = [*weight_grads, *bias_grads]
+            torch._foreach_add_(params, grads, alpha=-LEARNING_RATE)
 
     return torch.no_grad()(epoch)
 
 
-def bare(*, compiled: bool = False, keeps: bool = False, accelerates: bool = False) -> Epoch:
+def torch_epoch(*, compiled: bool = False, use_accelerate: bool = False) -> Epoch:
     """The loop everybody writes."""
-    net, loss_fn, optimizer = parts()
+    net, loss_fn, optimizer = build_parts()
     backward = Tensor.backward
-    if accelerates:
+    if use_accelerate:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True)
@@ -99,147 +127,178 @@ def bare(*, compiled: bool = False, keeps: bool = False, accelerates: bool = Fal
         backward = accelerator.backward
     forward = torch.compile(net) if compiled else net
 
-    def epoch(data: Batches) -> object:
-        total = torch.zeros(())
-        with kept() if keeps else nullcontext():
-            for x, y in data:
-                optimizer.zero_grad()
-                loss = loss_fn(forward(x), y)
-                backward(loss)
-                optimizer.step()
-                total += loss.detach()
-        return total.item()
+    def epoch(batches: Batches) -> object:
+        loss_sum = torch.zeros(())
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_fn(forward(x), y)
+            backward(loss)
+            optimizer.step()
+            loss_sum += loss.detach()
+        return loss_sum.item()
 
     return epoch
 
 
-def lightning() -> Epoch:
-    import logging
-
+def lightning_epoch() -> Epoch:
     from lightning import LightningModule, Trainer
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    net, loss_fn, optimizer = parts()
+    net, loss_fn, optimizer = build_parts()
 
-    class Loader(list[tuple[Tensor, Tensor]]):  # a plain list is several loaders there
+    # Lightning takes a plain list for several loaders.
+    class Loader(list[tuple[Tensor, Tensor]]):
         pass
 
-    class Cell(LightningModule):
+    class Classifier(LightningModule):
         def training_step(self, batch: Any, _: int) -> Tensor:
             return loss_fn(self.net(batch[0]), batch[1])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    def epoch(data: Batches) -> None:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(
-            cell, Loader(data)
-        )
+    module = Classifier()
+    module.net = net
 
-    cell = Cell()
-    cell.net = net
+    def epoch(batches: Batches) -> None:
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            enable_model_summary=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(module, Loader(batches))
+
     return epoch
 
 
-def fit(precision: str = "fp32", *, shuffled: bool = False, **options: Any) -> Epoch:
-    """halfstep over the same list of batches; `shuffled`: over a data set of its own, in a new order each epoch."""
-    net, loss_fn, optimizer = parts()
-    model = Model(net, loss_fn, optimizer, precision, **options)
-    made: list[Any] = []
+def halfstep_epoch(precision: str = "fp32", **options: Any) -> Epoch:
+    """halfstep over the same list of batches."""
+    net, loss_fn, optimizer = build_parts()
+    model = hs.Model(net, loss_fn, optimizer, precision, **options)
+    return lambda batches: model.fit(1, batches)
 
-    def epoch(data: Batches) -> object:
-        if shuffled and not made:
-            made.append(
-                hs.data.Dataset(tuple(map(torch.cat, zip(*data, strict=True)))).shuffle().batch(64)
-            )
-        return model.fit(1, made[0] if made else data)
+
+def halfstep_shuffled_epoch(**options: Any) -> Epoch:
+    """halfstep over a data set of its own, in a new order each epoch."""
+    net, loss_fn, optimizer = build_parts()
+    model = hs.Model(net, loss_fn, optimizer, "fp32", **options)
+    data: hs.data.Dataset | None = None
+
+    def epoch(batches: Batches) -> object:
+        nonlocal data
+        if data is None:
+            x, y = (torch.cat(column) for column in zip(*batches, strict=True))
+            data = hs.data.Dataset((x, y)).shuffle().batch(BATCH_SIZE)
+        return model.fit(1, data)
 
     return epoch
 
 
 WAYS: dict[str, Callable[[], Epoch]] = {
-    "floor": floor,
-    "torch": bare,
-    "torch inside kept()": lambda: bare(keeps=True),
-    "torch compiled": lambda: bare(compiled=True),
-    "Lightning": lightning,
-    "Accelerate": lambda: bare(accelerates=True),
-    "halfstep": fit,
-    "halfstep compiled": lambda: fit(compile=True),
-    "halfstep, Dataset shuffled": lambda: fit(shuffled=True),
-    "halfstep compiled, Dataset shuffled": lambda: fit(compile=True, shuffled=True),
-    "halfstep fp16": lambda: fit("fp16"),
-    "halfstep O1": lambda: fit("O1"),
-    "halfstep O2": lambda: fit("O2"),
+    "floor": floor_epoch,
+    "torch": torch_epoch,
+    "torch compiled": lambda: torch_epoch(compiled=True),
+    "Lightning": lightning_epoch,
+    "Accelerate": lambda: torch_epoch(use_accelerate=True),
+    "halfstep": halfstep_epoch,
+    "halfstep compiled": lambda: halfstep_epoch(compile=True),
+    "halfstep, Dataset shuffled": halfstep_shuffled_epoch,
+    "halfstep compiled, Dataset shuffled": lambda: halfstep_shuffled_epoch(compile=True),
+    "halfstep fp16": lambda: halfstep_epoch("fp16"),
+    "halfstep O1": lambda: halfstep_epoch("O1"),
+    "halfstep O2": lambda: halfstep_epoch("O2"),
 }
 
 
-def work(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """A way's process: an epoch for every line that comes, after two to warm up."""
+# A process for each way.
+
+
+def serve_way(name: str, folder: Path, args: argparse.Namespace) -> None:
+    """In the process of a way: runs and times an epoch for every line that comes."""
     torch.set_num_threads(args.threads)
     clock = time.perf_counter if args.clock == "wall" else time.process_time
-    data, epoch = batches(folder, args.steps), WAYS[name]()
-    for _ in range(2):  # programs are compiled for what has come some 20 times
-        epoch(data)
-    print("ready", flush=True)
+    batches = load_batches(folder, args.steps)
+    epoch = WAYS[name]()
+    for _ in range(WARMUP_EPOCHS):
+        epoch(batches)
+    print(READY_LINE, flush=True)
     for _ in sys.stdin:
-        faults, start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt, clock()
-        epoch(data)
-        seconds, faults = (
-            clock() - start,
-            resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults,
-        )
+        faults_before = count_page_faults()
+        start = clock()
+        epoch(batches)
+        seconds = clock() - start
+        faults = count_page_faults() - faults_before
         print(json.dumps([seconds, faults / args.steps]), flush=True)
 
 
-def start(name: str, folder: str) -> subprocess.Popen[str] | None:
-    """The way's process, warm; None, with a word, where it cannot run here."""
-    if name in PEERS and importlib.util.find_spec(PEERS[name]) is None:
-        return print(f"{name}: not installed, left out")
+def count_page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def start_way(name: str, folder: str) -> subprocess.Popen[str] | None:
+    """The process of a way, warmed up; None, with a printed reason, where it cannot run here."""
+    if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
+        print(f"{name}: not installed, left out")
+        return None
     command = [sys.executable, *sys.argv, "--way", name, "--folder", folder]
     with open(Path(folder) / "errors", "w+") as errors:
         process = subprocess.Popen(
             command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
         )
-        if process.stdout.readline().strip() == "ready":
+        if process.stdout.readline().strip() == READY_LINE:
             return process
         process.communicate()
         errors.seek(0)
-        return print(
-            f"{name}: left out, {(errors.read().strip().splitlines() or ['it ended'])[-1]}"
-        )
+        lines = errors.read().strip().splitlines() or ["it ended"]
+        print(f"{name}: left out, {lines[-1]}")
+        return None
 
 
-def measure(names: list[str], rounds: int, steps: int) -> dict[str, list[list[float]]]:
-    """Seconds, and faults a step, of every way, round by round."""
+def measure_ways(names: list[str], rounds: int, steps: int) -> dict[str, list[Measurement]]:
+    """An epoch of every way, round by round; another way begins each round."""
+    processes = {}
     with tempfile.TemporaryDirectory() as folder:
-        store(Path(folder), steps)
-        ways = {name: process for name in names if (process := start(name, folder)) is not None}
-    taken: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for r in range(rounds):
-        for name in sorted(ways, key=lambda name: (list(ways).index(name) - r) % len(ways)):
-            print(file=ways[name].stdin, flush=True)
-            taken[name].append(json.loads(ways[name].stdout.readline()))
-    for process in ways.values():
+        store_data(Path(folder), steps)
+        for name in names:
+            process = start_way(name, folder)
+            if process is not None:
+                processes[name] = process
+
+    measurements: dict[str, list[Measurement]] = {name: [] for name in processes}
+    for round_number in range(rounds):
+        for name in rotate(list(processes), round_number):
+            process = processes[name]
+            print(file=process.stdin, flush=True)
+            measurements[name].append(Measurement(*json.loads(process.stdout.readline())))
+    for process in processes.values():
         process.communicate()
-    return taken
+    return measurements
 
 
-def table(taken: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    seconds, rows = {name: [s for s, _ in each] for name, each in taken.items()}, []
+def summarize(measurements: dict[str, list[Measurement]]) -> list[dict[str, Any]]:
+    """Prints the table. Returns its rows."""
+    seconds = {name: [m.seconds for m in epochs] for name, epochs in measurements.items()}
+    rows = []
     print(f"{'way':36} {'s':>7} {'faults/step':>12} {'× floor':>20} {'× torch':>20}")
-    for name, each in taken.items():
-        middle = [statistics.median(column) for column in zip(*each, strict=True)]
-        row: dict[str, Any] = {"way": name, "seconds": middle[0], "faults_per_step": middle[1]}
-        shown = ""
-        for base in {"floor", "torch", "halfstep"} & set(seconds):
-            ratio, low, high = ratios(seconds, name, base)
-            row[f"to_{base}"] = {"median": ratio, "quartiles": [low, high]}
-        for r in (row[f"to_{base}"] for base in ("floor", "torch") if base in seconds):
-            shown += f"  {r['median']:6.2f} ({r['quartiles'][0]:.2f}–{r['quartiles'][1]:.2f})"
-        print(f"{name:36} {row['seconds']:7.3f} {row['faults_per_step']:12.1f} {shown}")
+    for name, epochs in measurements.items():
+        row: dict[str, Any] = {
+            "way": name,
+            "seconds": statistics.median(seconds[name]),
+            "faults_per_step": statistics.median(m.faults_per_step for m in epochs),
+        }
+        ratios_text = ""
+        for base in ("floor", "torch", "halfstep"):
+            if base not in seconds:
+                continue
+            ratio = compare_rounds(seconds, name, base)
+            row[f"to_{base}"] = {"median": ratio.median, "quartiles": [ratio.low, ratio.high]}
+            if base != "halfstep":
+                ratios_text += f"  {ratio.median:6.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+        print(f"{name:36} {row['seconds']:7.3f} {row['faults_per_step']:12.1f} {ratios_text}")
         rows.append(row)
     return rows
 
@@ -264,12 +323,18 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.way:
-        return work(args.way, args.folder, args)
-    rows = table(
-        measure(args.only.split(";") if args.only else list(WAYS), args.rounds, args.steps)
-    )
-    shape = {"rounds": args.rounds, "steps": args.steps, "clock": args.clock}
-    write(args.json, {"conditions": conditions(torch.device("cpu")), **shape, "rows": rows})
+        serve_way(args.way, args.folder, args)
+        return
+    names = args.only.split(";") if args.only else list(WAYS)
+    rows = summarize(measure_ways(names, args.rounds, args.steps))
+    result = {
+        "conditions": conditions(torch.device("cpu")),
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "clock": args.clock,
+        "rows": rows,
+    }
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What `fit` costs over a bare PyTorch loop, with five callbacks and the progress bar drawing: the seed MLP, batch 64.
+"""What `fit` costs over a bare PyTorch loop, with five callbacks and the progress bar drawing.
 
     python benchmarks/fit.py [--rounds 15] [--steps 300] [--json benchmarks/results/fit-cpu.json]
 
-Both go over the same batches in memory; rounds take turns. The bar draws on a pseudo-terminal.
+The seed MLP, batch 64. Both go over the same batches in memory; rounds take turns. The bar draws on
+a pseudo-terminal.
 """
 
 import argparse
@@ -18,66 +19,91 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from measure import conditions, ratios, write
+from measure import compare_rounds, conditions, rotate, wait_for_device, write_result
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep import callbacks as cb
-from halfstep.model import Model
+
+BATCH_SIZE = 64
+DIFFERENT_BATCHES = 20  # they are repeated until there are as many as steps
 
 Batches = list[tuple[Tensor, Tensor]]
+Epoch = Callable[[], object]
 
 
-def mlp(device: torch.device) -> nn.Module:
+def build_mlp(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     return hs.nets.mlp().to(device)
 
 
-def bare(batches: Batches, device: torch.device) -> Callable[[], object]:
+def bare_epoch(batches: Batches, device: torch.device) -> Epoch:
     """The loop everybody writes, in fp32, with the mean loss read once at its end."""
-    net, loss_fn = mlp(device), nn.CrossEntropyLoss()
+    net = build_mlp(device)
+    loss_fn = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
     def epoch() -> object:
-        total = torch.zeros((), device=device)
+        loss_sum = torch.zeros((), device=device)
         for x, y in batches:
             optimizer.zero_grad()
             loss = loss_fn(net(x), y)
             loss.backward()
             optimizer.step()
-            total += loss.detach()
-        return total.item()
+            loss_sum += loss.detach()
+        return loss_sum.item()
 
     return epoch
 
 
-def fitted(
-    batches: Batches, device: torch.device, folder: Path, *, callbacks: bool
-) -> Callable[[], object]:
-    net = mlp(device)
-    model = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3))
-    count = iter(range(10**6))
+def fit_epoch(
+    batches: Batches, device: torch.device, folder: Path, *, with_callbacks: bool
+) -> Epoch:
+    net = build_mlp(device)
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3))
+    log_numbers = iter(range(10**6))
 
     def epoch() -> object:
-        five = [
-            cb.LossMonitor(100), cb.TimeMonitor(), cb.History(), cb.LRMonitor(show=False),
-            cb.JSONLLog(folder / f"{next(count)}.jsonl"), cb.ProgressBar(),
-        ]  # fmt: skip
+        callbacks = [
+            hs.LossMonitor(100),
+            hs.TimeMonitor(),
+            hs.History(),
+            hs.LRMonitor(show=False),
+            hs.JSONLLog(folder / f"{next(log_numbers)}.jsonl"),
+            hs.ProgressBar(),
+        ]
         with redirect_stdout(open(os.devnull, "w")):
-            return model.fit(1, batches, callbacks=five if callbacks else ())
+            return model.fit(1, batches, callbacks=callbacks if with_callbacks else ())
 
     return epoch
 
 
-def on_a_terminal() -> None:
+def redirect_errors_to_terminal() -> None:
     """Standard error becomes a pseudo-terminal, so that the bar draws."""
     leader, follower = pty.openpty()
     os.dup2(follower, 2)
     os.environ.setdefault("TERM", "xterm")
-    threading.Thread(
-        target=lambda: [None for _ in iter(lambda: os.read(leader, 65536), b"")], daemon=True
-    ).start()
+
+    def drain() -> None:
+        while os.read(leader, 65536):
+            pass
+
+    threading.Thread(target=drain, daemon=True).start()
     assert sys.stderr.isatty()
+
+
+def time_epochs(
+    ways: dict[str, Epoch], rounds: int, steps: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Milliseconds of a step of each way, round by round; a first round warms up."""
+    times_ms: dict[str, list[float]] = {name: [] for name in ways}
+    for round_number in range(rounds + 1):
+        for name in rotate(list(ways), round_number):
+            start = time.perf_counter()
+            ways[name]()
+            wait_for_device(device)
+            if round_number > 0:
+                times_ms[name].append((time.perf_counter() - start) / steps * 1e3)
+    return times_ms
 
 
 def main() -> None:
@@ -90,46 +116,47 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     device = torch.device(args.device)
-    batches = [
-        (torch.randn(64, 1, 28, 28, device=device), torch.randint(0, 10, (64,), device=device))
-        for _ in range(20)
-    ]
-    batches = (batches * (args.steps // 20 + 1))[: args.steps]
-    on_a_terminal()
+    batches: Batches = []
+    for _ in range(DIFFERENT_BATCHES):
+        x = torch.randn(BATCH_SIZE, 1, 28, 28, device=device)
+        y = torch.randint(0, 10, (BATCH_SIZE,), device=device)
+        batches.append((x, y))
+    batches = (batches * (args.steps // DIFFERENT_BATCHES + 1))[: args.steps]
+
+    redirect_errors_to_terminal()
     with tempfile.TemporaryDirectory() as folder:
         ways = {
-            "bare": bare(batches, device),
-            "fit": fitted(batches, device, Path(folder), callbacks=False),
-            "fit, 5 callbacks and bar": fitted(batches, device, Path(folder), callbacks=True),
+            "bare": bare_epoch(batches, device),
+            "fit": fit_epoch(batches, device, Path(folder), with_callbacks=False),
+            "fit, 5 callbacks and bar": fit_epoch(
+                batches, device, Path(folder), with_callbacks=True
+            ),
         }
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for r in range(args.rounds + 1):
-            names = list(ways)
-            for name in names[r % 3 :] + names[: r % 3]:
-                start = time.perf_counter()
-                ways[name]()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                if r:
-                    times[name].append((time.perf_counter() - start) / args.steps * 1e3)
+        times_ms = time_epochs(ways, args.rounds, args.steps, device)
+
     rows = []
-    for name, each in times.items():
-        middle, low, high = ratios(times, name, "bare")
+    for name in ways:
+        step_ms = statistics.median(times_ms[name])
+        ratio = compare_rounds(times_ms, name, "bare")
         print(
-            f"{name:28} {statistics.median(each):8.4f} ms/step  {middle:6.3f} × bare  ({low:.3f}–{high:.3f})"
+            f"{name:28} {step_ms:8.4f} ms/step  {ratio.median:6.3f} × bare  "
+            f"({ratio.low:.3f}–{ratio.high:.3f})"
         )
         rows.append(
-            {"way": name, "ms": statistics.median(each), "ratio": middle, "quartiles": [low, high]}
+            {
+                "way": name,
+                "ms": step_ms,
+                "ratio": ratio.median,
+                "quartiles": [ratio.low, ratio.high],
+            }
         )
-    write(
-        args.json,
-        {
-            "conditions": conditions(device),
-            "rounds": args.rounds,
-            "steps": args.steps,
-            "rows": rows,
-        },
-    )
+    result = {
+        "conditions": conditions(device),
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "rows": rows,
+    }
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

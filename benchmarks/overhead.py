@@ -1,6 +1,7 @@
-"""What a TrainStep costs over the bare PyTorch loop that does the same work: the seed MLP, batch 64, in one run.
+"""What a TrainStep costs over the bare PyTorch loop of the same work: the seed MLP, batch 64.
 
-python benchmarks/overhead.py [--device cuda] [--rounds 30] [--json benchmarks/results/overhead-cpu.json]
+python benchmarks/overhead.py [--device cuda] [--rounds 30]
+                              [--json benchmarks/results/overhead-cpu.json]
 """
 
 import argparse
@@ -8,15 +9,18 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from measure import conditions, interleave, ratios, write
+from measure import compare_rounds, conditions, time_in_turns, write_result
 from torch import Tensor, nn
 
 import halfstep as hs
 
 PRECISIONS = ("fp32", "O1", "O2", "fp16")
+BATCH_SIZE = 64
+
+Step = Callable[[], object]
 
 
-def mlp(device: torch.device) -> nn.Module:
+def build_mlp(device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     layers = [
         nn.Flatten(),
@@ -29,46 +33,74 @@ def mlp(device: torch.device) -> nn.Module:
     return nn.Sequential(*layers).to(device)
 
 
-def optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
+def build_optimizer(net: nn.Module, kind: str) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=1e-3, fused=kind == "fused" or None)
 
 
-def bare(x: Tensor, y: Tensor, kind: str) -> Callable[[], object]:
+def bare_step(x: Tensor, y: Tensor, kind: str) -> Step:
     """The loop everybody writes, in fp32."""
-    net, loss_fn = mlp(x.device), nn.CrossEntropyLoss()
-    opt = optimizer(net, kind)
+    net = build_mlp(x.device)
+    loss_fn = nn.CrossEntropyLoss()
+    optimizer = build_optimizer(net, kind)
 
     def step() -> object:
-        opt.zero_grad()
+        optimizer.zero_grad()
         loss = loss_fn(net(x), y)
         loss.backward()
-        opt.step()
+        optimizer.step()
         return loss
 
     return step
 
 
-def bare_amp(x: Tensor, y: Tensor, kind: str) -> Callable[[], object]:
+def bare_amp_step(x: Tensor, y: Tensor, kind: str) -> Step:
     """torch's documented mixed-precision loop, in float16."""
-    net, loss_fn, scaler = mlp(x.device), nn.CrossEntropyLoss(), torch.amp.GradScaler(x.device.type)
-    opt = optimizer(net, kind)
+    net = build_mlp(x.device)
+    loss_fn = nn.CrossEntropyLoss()
+    scaler = torch.amp.GradScaler(x.device.type)
+    optimizer = build_optimizer(net, kind)
 
     def step() -> object:
-        opt.zero_grad()
+        optimizer.zero_grad()
         with torch.autocast(x.device.type, dtype=torch.float16):
             loss = loss_fn(net(x), y)
         scaler.scale(loss).backward()
-        scaler.step(opt)
+        scaler.step(optimizer)
         scaler.update()
         return loss
 
     return step
 
 
-def halfstep(x: Tensor, y: Tensor, kind: str, precision: str) -> Callable[[], object]:
-    net = mlp(x.device)
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer(net, kind), precision=precision)
+def halfstep_step(x: Tensor, y: Tensor, kind: str, precision: str) -> Step:
+    net = build_mlp(x.device)
+    optimizer = build_optimizer(net, kind)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision)
     return lambda: step(x, y)
+
+
+def build_ways(x: Tensor, y: Tensor, kind: str) -> dict[str, Step]:
+    """All steps that can be compared on this device with this kind of optimizer."""
+    on_cpu = x.device.type == "cpu"
+    ways = {"bare": bare_step(x, y, kind)}
+    # On a CPU torch's half products take 15 × as long: nothing to compare with.
+    if x.device.type == "cuda":
+        ways["bare-amp"] = bare_amp_step(x, y, kind)
+    for precision in PRECISIONS:
+        # torch's fused SGD does not move half parameters on a CPU.
+        if precision == "fp16" and on_cpu and kind == "fused":
+            continue
+        ways[precision] = halfstep_step(x, y, kind, precision)
+    return ways
+
+
+def base_of(name: str, ways: dict[str, Step]) -> str:
+    """The way that another is compared with."""
+    if name == "O1" and "bare-amp" in ways:
+        return "bare-amp"
+    if name in ("O1", "O2", "fp16"):
+        return "fp32"
+    return "bare"
 
 
 def main() -> None:
@@ -84,46 +116,39 @@ def main() -> None:
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     device = torch.device(args.device)
-    x, y = torch.randn(64, 1, 28, 28, device=device), torch.randint(0, 10, (64,), device=device)
+    x = torch.randn(BATCH_SIZE, 1, 28, 28, device=device)
+    y = torch.randint(0, 10, (BATCH_SIZE,), device=device)
+
+    rows = []
     result = {
         "conditions": conditions(device),
         "rounds": args.rounds,
         "steps_per_round": args.steps,
-        "rows": [],
+        "rows": rows,
     }
     print(f"{'optimizer':10} {'way':16} {'ms/step':>9} {'against':>10} {'ratio':>7}  quartiles")
     for kind in args.optimizers.split(","):
-        ways = {"bare": bare(x, y, kind)}
-        if (
-            device.type == "cuda"
-        ):  # on a CPU torch's half products take 15 × as long: nothing to compare with
-            ways["bare-amp"] = bare_amp(x, y, kind)
-        refused = (
-            device.type == "cpu" and kind == "fused"
-        )  # torch's fused SGD does not move half parameters on a CPU
-        ways |= {p: halfstep(x, y, kind, p) for p in PRECISIONS if not (refused and p == "fp16")}
-        times = interleave(ways, rounds=args.rounds, steps=args.steps, device=device)
-        for name, each in times.items():
-            base = (
-                "bare-amp"
-                if name == "O1" and "bare-amp" in ways
-                else "fp32"
-                if name in ("O1", "O2", "fp16")
-                else "bare"
+        ways = build_ways(x, y, kind)
+        times_ms = time_in_turns(ways, rounds=args.rounds, steps=args.steps, device=device)
+        for name in ways:
+            step_ms = statistics.median(times_ms[name])
+            base = base_of(name, ways)
+            ratio = compare_rounds(times_ms, name, base)
+            print(
+                f"{kind:10} {name:16} {step_ms:9.3f} {base:>10} {ratio.median:7.3f}  "
+                f"{ratio.low:.3f}–{ratio.high:.3f}"
             )
-            middle, low, high = ratios(times, name, base)
-            ms = statistics.median(each)
-            print(f"{kind:10} {name:16} {ms:9.3f} {base:>10} {middle:7.3f}  {low:.3f}–{high:.3f}")
-            row = {
-                "optimizer": f"SGD {kind}",
-                "way": name,
-                "ms": ms,
-                "against": base,
-                "ratio": middle,
-                "quartiles": [low, high],
-            }
-            result["rows"].append(row)
-    write(args.json, result)
+            rows.append(
+                {
+                    "optimizer": f"SGD {kind}",
+                    "way": name,
+                    "ms": step_ms,
+                    "against": base,
+                    "ratio": ratio.median,
+                    "quartiles": [ratio.low, ratio.high],
+                }
+            )
+    write_result(args.json, result)
 
 
 if __name__ == "__main__":

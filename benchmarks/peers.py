@@ -1,43 +1,45 @@
-"""The loops that halfstep is compared with, each as fast as its own documentation tells how to write it.
+"""The loops that halfstep is compared with, each as fast as its own documentation says.
 
-All train the same network on the same data, resident on the device, with the same SGD: fused on CUDA, gradients set to
-None, no value read back in a step. A peer is a function of the work that gives a clock: (rounds, passes) → seconds of
-each round.
+All train the same network on the same data, resident on the device, with the same SGD: fused on
+CUDA, gradients set to None, no value read back in a step. A peer is a function of the training job
+that returns a clock: (rounds, passes) → seconds of each round.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from measure import wait_for_device
 from torch import Tensor, nn
 
 Clock = Callable[[int, int], list[float]]
 Step = Callable[[Tensor, Tensor], object]
+StepInput = tuple[Tensor, ...]
+
+CAPTURE_WARMUP_STEPS = 3  # as torch's guide to CUDA graphs says
+TAIL_WARMUP_STEPS = 3  # for the shorter batch that ends a pass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """One training job. `images` are floats, in float16 for precision "fp16", as a network takes them."""
+class TrainingJob:
+    """One training job. Images are floats as the network takes them; float16 for "fp16"."""
 
     build: Callable[[], nn.Module]
     images: Tensor
     labels: Tensor
-    batch: int
-    steps: int
-    """In one pass."""
-    precision: str
-    """Strict "fp32", "tf32", "fp16" (everything half) or "mixed" (autocast to fp16, dynamic scale)."""
+    batch_size: int
+    steps: int  # in one pass
+    precision: str  # strict "fp32", "tf32", "fp16" (all half), "mixed" (autocast, dynamic scale)
     lr: float
     momentum: float = 0.0
-    warm: int = 100
+    warmup_steps: int = 100
+    # Shuffled batches are gathered by a new permutation each pass; others take turns as they are.
     shuffled: bool = True
-    """Batches are gathered by a new permutation each pass; otherwise those that are there take turns as they are."""
     channels_last: bool = False
 
     @property
@@ -45,94 +47,101 @@ class Work:
         return self.images.device
 
     @property
-    def amp(self) -> torch.dtype | None:
-        """What autocast computes in: bfloat16 stands in on a CPU, where these loops are only tried out."""
+    def autocast_dtype(self) -> torch.dtype | None:
+        """None without autocast. On a CPU, where loops are only tried out, it is bfloat16."""
         if self.precision != "mixed":
             return None
         return torch.float16 if self.device.type == "cuda" else torch.bfloat16
 
-    def net(self) -> nn.Module:
+    def build_net(self) -> nn.Module:
         torch.manual_seed(0)
         net = self.build().to(self.device)
-        net = net.half() if self.precision == "fp16" else net
-        return net.to(memory_format=torch.channels_last) if self.channels_last else net  # type: ignore[call-overload]
+        if self.precision == "fp16":
+            net = net.half()
+        if self.channels_last:
+            net = net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return net
 
-    def sgd(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        fused = (
-            self.device.type == "cuda"
-        )  # on a CPU torch's fused SGD does not move half parameters
-        made = torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=fused or None)
-        for p in made.param_groups[0]["params"] if self.momentum else ():
-            made.state[p]["momentum_buffer"] = torch.zeros_like(
-                p
-            )  # fused, a skipped first step leaves it unset
-        return made
+    def build_optimizer(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+        # On a CPU torch's fused SGD does not move half parameters.
+        fused = True if self.device.type == "cuda" else None
+        optimizer = torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum, fused=fused)
+        # Where the first step is skipped, the fused kernel would leave these unset.
+        if self.momentum:
+            for p in optimizer.param_groups[0]["params"]:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
 
-    def feed(self) -> Iterator[tuple[Tensor, ...]]:
-        """What changes from step to step, over one pass: sample numbers, or a batch as it lies there."""
+    def step_inputs(self) -> Iterator[StepInput]:
+        """What changes from step to step, over one pass: sample indices, or a batch as it lies."""
         if self.shuffled:
             order = torch.randperm(len(self.labels), device=self.device)
-            yield from ((index,) for index in order.split(self.batch)[: self.steps])
+            for indices in order.split(self.batch_size)[: self.steps]:
+                yield (indices,)
         else:
-            ready = list(
-                zip(self.images.split(self.batch), self.labels.split(self.batch), strict=True)
-            )
-            yield from (ready[i % len(ready)] for i in range(self.steps))
+            image_batches = self.images.split(self.batch_size)
+            label_batches = self.labels.split(self.batch_size)
+            batches = list(zip(image_batches, label_batches, strict=True))
+            for i in range(self.steps):
+                yield batches[i % len(batches)]
 
-    def fetch(self, *fed: Tensor) -> tuple[Tensor, Tensor]:
+    def fetch(self, *step_input: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch that a step input stands for."""
         if self.shuffled:
-            return self.images.index_select(0, fed[0]), self.labels.index_select(0, fed[0])
-        return fed[0], fed[1]
+            (indices,) = step_input
+            return self.images.index_select(0, indices), self.labels.index_select(0, indices)
+        images, labels = step_input
+        return images, labels
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (self.fetch(*fed) for fed in self.feed())
+        return (self.fetch(*step_input) for step_input in self.step_inputs())
 
-    def samples(self) -> list[tuple[Tensor, ...]]:
-        """What to warm up with: `warm` steps, and the shorter batch that ends a pass three times."""
-        every = list(self.feed())
-        full = [fed for fed in every if len(fed[0]) == len(every[0][0])]
-        tail = [fed for fed in every if len(fed[0]) != len(every[0][0])]
-        return [*islice(full, self.warm), *tail * 3]
+    def warmup_inputs(self) -> list[StepInput]:
+        """`warmup_steps` full batches, and the shorter batch that ends a pass three times."""
+        step_inputs = list(self.step_inputs())
+        full_size = len(step_inputs[0][0])
+        full = [step_input for step_input in step_inputs if len(step_input[0]) == full_size]
+        tail = [step_input for step_input in step_inputs if len(step_input[0]) != full_size]
+        return [*islice(full, self.warmup_steps), *tail * TAIL_WARMUP_STEPS]
 
 
-def switches(precision: str, *, convolutions: bool) -> None:
-    """TF32 only where it is asked for; cuDNN tries its algorithms, as every guide to fast convolutions says."""
+def set_torch_flags(precision: str, *, convolutions: bool) -> None:
+    """TF32 only where it is asked for. With convolutions, cuDNN tries its algorithms."""
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.benchmark = convolutions
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def clocked(train: Callable[[int], object], device: torch.device) -> Clock:
+def clock_of(train: Callable[[int], object], device: torch.device) -> Clock:
     """Wall seconds of `train(passes)`, the device waited for on both sides."""
 
-    def seconds(passes: int) -> float:
-        wait(device)
+    def time_once(passes: int) -> float:
+        wait_for_device(device)
         start = time.perf_counter()
         train(passes)
-        wait(device)
+        wait_for_device(device)
         return time.perf_counter() - start
 
-    return lambda rounds, passes: [seconds(passes) for _ in range(rounds)]
+    return lambda rounds, passes: [time_once(passes) for _ in range(rounds)]
 
 
-def stepper(work: Work, net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    """torch's documented step; the scale needs no host, because the fused optimizer takes the flag on the device."""
-    scaler = torch.amp.GradScaler(work.device.type, enabled=work.amp == torch.float16)
-    # no cache of casts: each weight is used once a step, and a captured step must not keep one
-    cast = (
-        partial(torch.autocast, work.device.type, work.amp, cache_enabled=False)
-        if work.amp
-        else nullcontext
-    )
+def build_step(job: TrainingJob, net: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """torch's documented step.
+
+    The scale needs no host, because the fused optimizer takes the overflow flag on the device.
+    """
+    autocast_dtype = job.autocast_dtype
+    scaler = torch.amp.GradScaler(job.device.type, enabled=autocast_dtype == torch.float16)
+
+    # No cache of casts: each weight is used once a step, and a captured step must not keep one.
+    def autocast() -> AbstractContextManager[Any]:
+        if autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(job.device.type, autocast_dtype, cache_enabled=False)
 
     def step(x: Tensor, y: Tensor) -> object:
         optimizer.zero_grad(set_to_none=True)
-        with cast():
+        with autocast():
             loss = F.cross_entropy(net(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -142,90 +151,96 @@ def stepper(work: Work, net: nn.Module, optimizer: torch.optim.Optimizer) -> Ste
     return step
 
 
-def looped(work: Work, step: Step) -> Clock:
+def plain_loop(job: TrainingJob, step: Step) -> Clock:
     """The plain loop around a step, warmed up."""
 
     def train(passes: int) -> None:
         for _ in range(passes):
-            for x, y in work.batches():
+            for x, y in job.batches():
                 step(x, y)
 
-    for fed in work.samples():
-        step(*work.fetch(*fed))
-    return clocked(train, work.device)
+    for step_input in job.warmup_inputs():
+        step(*job.fetch(*step_input))
+    return clock_of(train, job.device)
 
 
-def eager(work: Work) -> Clock:
-    net = work.net()
-    return looped(work, stepper(work, net, work.sgd(net.parameters())))
+def torch_eager(job: TrainingJob) -> Clock:
+    net = job.build_net()
+    return plain_loop(job, build_step(job, net, job.build_optimizer(net.parameters())))
 
 
-def compiled(work: Work) -> Clock:
+def torch_compile(job: TrainingJob) -> Clock:
     """torch.compile of the network with CUDA graphs, one per shape; the optimizer stays eager."""
-    net = work.net()
-    fast: Any = torch.compile(net, mode="reduce-overhead", dynamic=False)
-    inner = stepper(work, fast, work.sgd(net.parameters()))
+    net = job.build_net()
+    compiled_net: Any = torch.compile(net, mode="reduce-overhead", dynamic=False)
+    uncounted_step = build_step(job, compiled_net, job.build_optimizer(net.parameters()))
 
     def step(x: Tensor, y: Tensor) -> object:
-        torch.compiler.cudagraph_mark_step_begin()  # the gradients of the step before are no longer needed
-        return inner(x, y)
+        # The gradients of the step before are no longer needed.
+        torch.compiler.cudagraph_mark_step_begin()
+        return uncounted_step(x, y)
 
-    return looped(work, step)
+    return plain_loop(job, step)
 
 
-def graphed(work: Work) -> Clock:
-    """The whole step captured by hand, gather and optimizer included: one copy and one launch a step."""
-    if work.device.type != "cuda":
-        raise ValueError(f"CUDA graphs: expected a CUDA device, got {work.device}")
-    net = work.net()
-    step = stepper(work, net, work.sgd(net.parameters()))
-    first = work.samples()
-    sizes = {
-        len(fed[0]): fed for fed in (first[0], first[-1])
-    }  # whole batches, and the one that ends a pass
-    # the step too, and with it network and optimizer: a graph does not keep what it reads and writes
-    kept = {size: (*_capture(work, net, step, fed), step) for size, fed in sizes.items()}
+class CapturedStep(NamedTuple):
+    graph: Any
+    inputs: StepInput  # the memory that the graph reads
+    step: Step  # keeps network and optimizer alive: a graph does not keep what it reads and writes
+
+
+def cuda_graph_by_hand(job: TrainingJob) -> Clock:
+    """The whole step captured by hand, with gather and optimizer: a copy and a launch a step."""
+    if job.device.type != "cuda":
+        raise ValueError(f"CUDA graphs: expected a CUDA device, got {job.device}")
+    net = job.build_net()
+    step = build_step(job, net, job.build_optimizer(net.parameters()))
+
+    # One graph for whole batches, one for the shorter batch that ends a pass.
+    warmup_inputs = job.warmup_inputs()
+    examples = {len(example[0]): example for example in (warmup_inputs[0], warmup_inputs[-1])}
+    captured = {size: _capture(job, net, step, example) for size, example in examples.items()}
 
     def train(passes: int) -> None:
         for _ in range(passes):
-            for fed in work.feed():
-                graph, static, _ = kept[len(fed[0])]
-                for to, part in zip(static, fed, strict=True):
-                    to.copy_(part)
-                graph.replay()
+            for step_input in job.step_inputs():
+                captured_step = captured[len(step_input[0])]
+                for target, source in zip(captured_step.inputs, step_input, strict=True):
+                    target.copy_(source)
+                captured_step.graph.replay()
 
     train(1)
-    return clocked(train, work.device)
+    return clock_of(train, job.device)
 
 
-def _capture(
-    work: Work, net: nn.Module, step: Step, fed: tuple[Tensor, ...]
-) -> tuple[Any, tuple[Tensor, ...]]:
-    """A graph of the step over inputs of its own, captured on the stream that warmed it up, as torch asks for."""
-    static = tuple(part.clone() for part in fed)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(*work.fetch(*static))
-    torch.cuda.current_stream().wait_stream(side)
+def _capture(job: TrainingJob, net: nn.Module, step: Step, example: StepInput) -> CapturedStep:
+    """A graph of the step over inputs of its own, captured on the stream that warmed it up."""
+    static_inputs = tuple(tensor.clone() for tensor in example)
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        for _ in range(CAPTURE_WARMUP_STEPS):
+            step(*job.fetch(*static_inputs))
+    torch.cuda.current_stream().wait_stream(side_stream)
     net.zero_grad(set_to_none=True)  # so that the graph makes its own, as torch's guide says
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        step(*work.fetch(*static))
-    return graph, static
+    with torch.cuda.graph(graph, stream=side_stream):
+        step(*job.fetch(*static_inputs))
+    return CapturedStep(graph, static_inputs, step)
 
 
-def accelerate(work: Work) -> Clock:
+def accelerate(job: TrainingJob) -> Clock:
     """Its documented loop; the data is on the device, so there is no loader to prepare."""
     from accelerate import Accelerator
 
-    if work.precision == "fp16":
+    if job.precision == "fp16":
         raise ValueError("Accelerate has no training in pure float16")
-    mode = "no" if work.amp is None else "fp16" if work.amp == torch.float16 else "bf16"
-    accelerator = Accelerator(mixed_precision=mode, cpu=work.device.type == "cpu")
-    bare = work.net()
-    net, optimizer = accelerator.prepare(bare, work.sgd(bare.parameters()))
+    modes = {None: "no", torch.float16: "fp16", torch.bfloat16: "bf16"}
+    accelerator = Accelerator(
+        mixed_precision=modes[job.autocast_dtype], cpu=job.device.type == "cpu"
+    )
+    bare_net = job.build_net()
+    net, optimizer = accelerator.prepare(bare_net, job.build_optimizer(bare_net.parameters()))
 
     def step(x: Tensor, y: Tensor) -> object:
         optimizer.zero_grad(set_to_none=True)
@@ -234,36 +249,43 @@ def accelerate(work: Work) -> Clock:
         optimizer.step()
         return loss
 
-    return looped(work, step)
+    return plain_loop(job, step)
 
 
-def lightning(work: Work) -> Clock:
-    """A Trainer with everything optional turned off; passes are timed by its own hooks, its set-up left out."""
-    from lightning_peer import fit
+def lightning(job: TrainingJob) -> Clock:
+    """A Trainer with everything optional turned off, timed by its hooks, without its set-up."""
+    from lightning_peer import time_epochs
 
     def clock(rounds: int, passes: int) -> list[float]:
         if passes != 1:
             raise ValueError(f"Lightning is timed pass by pass, got {passes} passes a round")
-        return fit(work, rounds)
+        return time_epochs(job, rounds)
 
     return clock
 
 
-PEERS: dict[str, Callable[[Work], Clock]] = {
-    "torch eager": eager, "torch.compile": compiled, "CUDA graph by hand": graphed, "Accelerate": accelerate,
+PEERS: dict[str, Callable[[TrainingJob], Clock]] = {
+    "torch eager": torch_eager,
+    "torch.compile": torch_compile,
+    "CUDA graph by hand": cuda_graph_by_hand,
+    "Accelerate": accelerate,
     "Lightning": lightning,
-}  # fmt: skip
+}
+
+# The modules that a peer needs, to be imported before its row is measured.
+PEER_MODULES = {
+    "Accelerate": "accelerate",
+    "Lightning": "lightning_peer",
+    "torch.compile": "torch._inductor",
+}
 
 
-def prepare(way: str) -> None:
-    """Import what a peer needs, before its row is measured; a missing one is told by the row."""
-    module = {
-        "Accelerate": "accelerate",
-        "Lightning": "lightning_peer",
-        "torch.compile": "torch._inductor",
-    }.get(way)
-    if module:
-        try:
-            __import__(module)
-        except ImportError:
-            return
+def import_peer(name: str) -> None:
+    """Imports what a peer needs. Where it is not installed, its row will say so."""
+    module = PEER_MODULES.get(name)
+    if module is None:
+        return
+    try:
+        __import__(module)
+    except ImportError:
+        return

@@ -1,7 +1,8 @@
-"""Rows of a comparison, each in a process of its own: started in waves, measured one at a time, written down at once.
+"""Rows of a comparison, each measured in a process of its own and written down at once.
 
-A child imports and makes its CUDA context, says it is ready, and waits for the word. A wave does that together; while
-one of it measures, the others wait and nothing else starts. A row that fails is a row with an error.
+A child process imports, makes its CUDA context, says that it is ready, and waits for a line. A wave
+of children does that together; while one of it measures, the others wait and nothing else starts.
+A row that fails is a row with an error.
 """
 
 import argparse
@@ -13,25 +14,36 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from measure import conditions
 
 Figures = dict[str, Any]
-READY, DONE = "@ready", "@row "
-WAVE = 8  # children: importing one by one would take longer than measuring
-LEAST_S = 20.0  # that a row gets, however little time is left when it starts
+
+# What a child prints: one line when it is ready, one with its figures.
+READY_MARK = "@ready"
+FIGURES_MARK = "@row "
+
+WAVE_SIZE = 8  # children; importing one by one would take longer than measuring
+MIN_ROW_S = 20.0  # seconds that a row gets, however little time is left when it starts
+EXIT_S = 5  # seconds for a child to tidy up after its figures
+
+MAX_ERROR_CHARACTERS = 300
+MAX_CRASH_CHARACTERS = 600
+CRASH_FRAMES = 3  # innermost frames of a crash that an error shows
 
 
-def arguments(doc: str | None, *, seconds: float, row_seconds: float) -> argparse.ArgumentParser:
+def build_parser(
+    description: str | None, *, seconds: float, row_seconds: float
+) -> argparse.ArgumentParser:
     """The options that every script of rows has."""
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
@@ -47,43 +59,51 @@ def arguments(doc: str | None, *, seconds: float, row_seconds: float) -> argpars
         "--row-seconds", type=float, default=row_seconds, help="stop a row after this long"
     )
     parser.add_argument("--row", help="measure this one row here, in this process")
-    parser.add_argument(
-        "--wait", action="store_true", help=argparse.SUPPRESS
-    )  # a child of the driver
+    # For children of measure_missing_rows.
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
-def serve(name: str, measure: Callable[[], Figures], *, wait: bool) -> None:
-    """In a child: ready, wait for the word, measure, answer with one line of JSON."""
+# In a child.
+
+
+def serve_row(name: str, measure: Callable[[], Figures], *, wait: bool) -> None:
+    """Says ready, waits for a line, measures, and answers with one line of JSON."""
     if wait:
-        print(READY, flush=True)
+        print(READY_MARK, flush=True)
         if not sys.stdin.readline():
-            return  # the driver has gone
+            return  # the parent has gone
     start = time.perf_counter()
     try:
         figures = measure()
     except Exception as error:
-        figures = {"error": f"{type(error).__name__}: {first_line(error)}"}
+        figures = {"error": describe_error(error)}
         print(f"{name}: {error!r}", file=sys.stderr)
-    print(
-        f"{DONE}{json.dumps({'row': name, **figures, 'took_s': round(time.perf_counter() - start, 1)})}",
-        flush=True,
-    )
+    seconds = round(time.perf_counter() - start, 1)
+    row = {"row": name, **figures, "took_s": seconds}
+    print(f"{FIGURES_MARK}{json.dumps(row)}", flush=True)
 
 
-def first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")[
-        :300
-    ]
+def describe_error(error: Exception) -> str:
+    """The class of an error and the first line of its message that holds text."""
+    message = "no message"
+    for line in str(error).splitlines():
+        if line.strip():
+            message = line.strip()[:MAX_ERROR_CHARACTERS]
+            break
+    return f"{type(error).__name__}: {message}"
 
 
-def context(device: torch.device) -> None:
-    """Create the CUDA context and load its first kernel, which are nobody's to pay for."""
+def create_cuda_context(device: torch.device) -> None:
+    """Makes the CUDA context and loads a first kernel, so that no row pays for them."""
     torch.ones(8, device=device).sum().item()
 
 
+# In the parent.
+
+
 @dataclass
-class Child:
+class RowProcess:
     """A process that measures one row."""
 
     name: str
@@ -91,61 +111,38 @@ class Child:
     errors: IO[str]
 
     @classmethod
-    def start(cls, command: Sequence[str], name: str) -> "Child":
+    def start(cls, command: Sequence[str], name: str) -> "RowProcess":
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (stop closes it)
-        env = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         process = subprocess.Popen(
-            [sys.executable, *command, "--row", name, "--wait"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=errors, text=True, env=env,
-        )  # fmt: skip
+            [sys.executable, *command, "--row", name, "--wait"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
+        )
         return cls(name, process, errors)
 
-    def ready(self, timeout_s: float) -> None:
-        """Wait until it is; one that dies before says so when it is measured."""
-        self._read(READY, timeout_s)
+    def wait_until_ready(self, timeout_s: float) -> None:
+        """A child that dies before it is ready says so when it is measured."""
+        self._read_line(READY_MARK, timeout_s)
 
     def measure(self, timeout_s: float) -> Figures:
-        """Its figures; an error where it died, said nothing or took too long."""
+        """Its figures; an error where it died, printed none or took too long."""
         try:
-            self._go()
-            line = self._read(DONE, timeout_s)
-            if line is not None:
-                with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(5)  # it tidies up; the device is the next row's only then
-                return dict(json.loads(line[len(DONE) :]))
-            said = (
-                f"no figures in {timeout_s:g} s, exit {self.process.wait()}: {self._last_words()}"
-            )
-            return {"row": self.name, "error": said}
+            self._send_start()
+            line = self._read_line(FIGURES_MARK, timeout_s)
+            if line is None:
+                code = self.process.wait()
+                error = f"no figures in {timeout_s:g} s, exit {code}: {self._describe_end()}"
+                return {"row": self.name, "error": error}
+            # The device is free for the next row when the child has tidied up.
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(EXIT_S)
+            figures: Figures = json.loads(line.removeprefix(FIGURES_MARK))
+            return figures
         finally:
             self.stop()
-
-    def _read(self, mark: str, timeout_s: float) -> str | None:
-        """The next line that begins with `mark`; None when there is none until it ends, or is ended for being late."""
-        assert self.process.stdout is not None
-        late = threading.Timer(timeout_s, self.process.kill)
-        late.start()
-        try:
-            return next((line for line in self.process.stdout if line.startswith(mark)), None)
-        finally:
-            late.cancel()
-
-    def _go(self) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it died; reading will tell
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-
-    def _last_words(self) -> str:
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
-        crash = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
-        if crash:  # what it was, and the innermost frames of the thread in which it was
-            here = next(
-                (i for i, line in enumerate(lines) if line.startswith("Current thread")), crash[0]
-            )
-            return "; ".join([lines[crash[0]], *lines[here + 1 : here + 4]])[:600]
-        return lines[-1][:300] if lines else "nothing said"
 
     def stop(self) -> None:
         self.process.kill()
@@ -153,101 +150,174 @@ class Child:
             self.process.communicate()  # closes its pipes
         self.errors.close()
 
+    def _send_start(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it died; reading will show it
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def _read_line(self, mark: str, timeout_s: float) -> str | None:
+        """The next line that begins with `mark`; None if the child ends before."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(timeout_s, self.process.kill)
+        timer.start()
+        try:
+            return next((line for line in self.process.stdout if line.startswith(mark)), None)
+        finally:
+            timer.cancel()
+
+    def _describe_end(self) -> str:
+        """The last line of its errors; for a crash, its kind and the innermost frames."""
+        self.errors.seek(0)
+        lines = [line.strip() for line in self.errors.read().splitlines() if line.strip()]
+        if not lines:
+            return "nothing said"
+        crash = _index_of_prefix(lines, "Fatal Python error")
+        if crash is None:
+            return lines[-1][:MAX_ERROR_CHARACTERS]
+        thread = _index_of_prefix(lines, "Current thread")
+        first_frame = 1 + (crash if thread is None else thread)
+        frames = lines[first_frame : first_frame + CRASH_FRAMES]
+        return "; ".join([lines[crash], *frames])[:MAX_CRASH_CHARACTERS]
+
+
+def _index_of_prefix(lines: list[str], prefix: str) -> int | None:
+    for i, line in enumerate(lines):
+        if line.startswith(prefix):
+            return i
+    return None
+
 
 @dataclass
-class Table:
-    """The result so far: kept from the JSON where it holds rows, and written back after every one."""
+class ResultTable:
+    """The rows so far: read from the JSON where it holds some, written back after every new one."""
 
     path: str | None
     head: dict[str, Any]
     rows: dict[str, Figures] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, args: argparse.Namespace, **head: Any) -> "Table":
+    def open(cls, args: argparse.Namespace, **head: Any) -> "ResultTable":
+        """A row with an error is left out, so that it is measured again."""
         table = cls(args.json, {"conditions": conditions(torch.device(args.device)), **head})
         if args.json and Path(args.json).exists() and not args.again:
-            kept = json.loads(Path(args.json).read_text()).get("rows", [])
-            table.rows = {row["row"]: row for row in kept if "error" not in row}
+            saved_rows = json.loads(Path(args.json).read_text()).get("rows", [])
+            table.rows = {row["row"]: row for row in saved_rows if "error" not in row}
         return table
 
     def add(self, figures: Figures) -> None:
         self.rows[figures["row"]] = {**figures, "commit": self.head["conditions"]["commit"]}
         self.save()
 
-    def save(self, **more: Any) -> None:
-        """A reader never sees half a file: the rename is atomic."""
-        self.head |= more
-        if self.path:
-            target = Path(self.path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_suffix(".part")
-            part.write_text(
-                json.dumps({**self.head, "rows": list(self.rows.values())}, indent=1) + "\n"
-            )
-            part.replace(target)
+    def save(self, **head: Any) -> None:
+        """Writes the file. The rename is atomic: a reader never sees half a file."""
+        self.head |= head
+        if not self.path:
+            return
+        target = Path(self.path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_suffix(".part")
+        content = {**self.head, "rows": list(self.rows.values())}
+        temporary.write_text(json.dumps(content, indent=1) + "\n")
+        temporary.replace(target)
 
     def value(self, row: str, key: str = "seconds") -> float | None:
-        """A figure, None where the row failed or was not measured."""
-        found = self.rows.get(row, {}).get(key)
-        return float(found) if isinstance(found, int | float) else None
+        """A figure of a row; None where the row failed or was not measured."""
+        figure = self.rows.get(row, {}).get(key)
+        return float(figure) if isinstance(figure, int | float) else None
+
+    def values(self, rows: Iterable[str], key: str = "seconds") -> list[float]:
+        """The figures of those rows that have one."""
+        figures = [self.value(row, key) for row in rows]
+        return [figure for figure in figures if figure is not None]
 
 
-def drive(
+def measure_missing_rows(
     command: Sequence[str],
     names: Sequence[str],
-    table: Table,
+    table: ResultTable,
     args: argparse.Namespace,
-    show: Callable[[Figures], str],
+    format_row: Callable[[Figures], str],
 ) -> None:
-    """Measure the rows that are missing, one after the other, until the time is spent."""
-    start, todo = time.perf_counter(), deque(name for name in names if name not in table.rows)
-    wave: deque[Child] = deque()
+    """Measures the rows that the table lacks, one after the other, until the time is spent."""
+    start = time.perf_counter()
+    waiting = deque(name for name in names if name not in table.rows)
+    wave: deque[RowProcess] = deque()
     try:
-        while (todo or wave) and (left_s := args.seconds - (time.perf_counter() - start)) > 0:
+        while waiting or wave:
+            seconds_left = args.seconds - (time.perf_counter() - start)
+            if seconds_left <= 0:
+                break
             if not wave:
-                wave.extend(
-                    Child.start(command, todo.popleft()) for _ in range(min(WAVE, len(todo)))
-                )
+                for _ in range(min(WAVE_SIZE, len(waiting))):
+                    wave.append(RowProcess.start(command, waiting.popleft()))
                 for child in wave:
-                    child.ready(args.row_seconds)
-            figures = wave.popleft().measure(min(args.row_seconds, max(left_s, LEAST_S)))
+                    child.wait_until_ready(args.row_seconds)
+            timeout_s = min(args.row_seconds, max(seconds_left, MIN_ROW_S))
+            figures = wave.popleft().measure(timeout_s)
             table.add(figures)
-            print(show(figures), flush=True)
+            print(format_row(figures), flush=True)
     finally:
-        left = [child.name for child in wave] + list(todo)
+        left_out = [child.name for child in wave] + list(waiting)
         for child in wave:
             child.stop()
-    table.save(left_out=left, took_s=round(time.perf_counter() - start, 1))
-    if left:
+    table.save(left_out=left_out, took_s=round(time.perf_counter() - start, 1))
+    if left_out:
         print(
-            f"left out after {args.seconds:g} s, the same command goes on: {', '.join(left)}",
+            f"left out after {args.seconds:g} s, the same command goes on: {', '.join(left_out)}",
             flush=True,
         )
 
 
-def verdict(value: float | None, must: float, aim: float | None, *, least: bool = False) -> str:
-    """Against a limit that must hold and one to aim for; `least`: larger is better."""
-    if value is None:
+# Limits.
+
+
+class Limit(NamedTuple):
+    """A figure, the limit that it must meet and the one to aim for."""
+
+    name: str
+    value: float | None
+    must: float
+    aim: float | None = None
+    larger_is_better: bool = False
+
+
+def verdict(limit: Limit) -> str:
+    """Whether the figure meets its limit and its aim, in words."""
+    if limit.value is None:
         return "no figure"
-    sign = -1 if least else 1
-    if aim is not None and sign * value <= sign * aim:
+    if limit.aim is not None and _meets(limit.value, limit.aim, limit.larger_is_better):
         return "pass, aim reached"
-    return "pass" if sign * value <= sign * must else "FAIL"
+    return "pass" if _meets(limit.value, limit.must, limit.larger_is_better) else "FAIL"
 
 
-def checks(
-    limits: Sequence[tuple[str, float | None, float, float | None, bool]],
-) -> list[dict[str, Any]]:
-    """Each limit with what was measured: printed, and returned for the JSON."""
-    found = []
-    for name, value, must, aim, least in limits:
-        word = verdict(value, must, aim, least=least)
-        shown, sign = "–" if value is None else f"{value:.3f}", "≥" if least else "≤"
-        aimed = "" if aim is None else f", aim {sign} {aim:g}"
-        print(f"{word:18} {name:56} {shown:>9}  ({sign} {must:g}{aimed})", flush=True)
-        found.append({"check": name, "value": value, "must": must, "aim": aim, "verdict": word})
-    return found
+def _meets(value: float, bound: float, larger_is_better: bool) -> bool:
+    return value >= bound if larger_is_better else value <= bound
 
 
-def ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or not b else a / b
+def check_limits(limits: Sequence[Limit]) -> list[dict[str, Any]]:
+    """Prints each limit with its verdict. Returns the same for the JSON."""
+    checks = []
+    for limit in limits:
+        word = verdict(limit)
+        value = "–" if limit.value is None else f"{limit.value:.3f}"
+        sign = "≥" if limit.larger_is_better else "≤"
+        aim = "" if limit.aim is None else f", aim {sign} {limit.aim:g}"
+        print(f"{word:18} {limit.name:56} {value:>9}  ({sign} {limit.must:g}{aim})", flush=True)
+        checks.append(
+            {
+                "check": limit.name,
+                "value": limit.value,
+                "must": limit.must,
+                "aim": limit.aim,
+                "verdict": word,
+            }
+        )
+    return checks
+
+
+def divide(a: float | None, b: float | None) -> float | None:
+    """a / b; None where one of them is missing, or b is 0."""
+    if a is None or not b:
+        return None
+    return a / b

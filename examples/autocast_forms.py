@@ -4,8 +4,9 @@ System: MegEngine (automatic mixed precision, the autocast interface).
 
     python examples/autocast_forms.py
 
-Targets: float16 comes out of each form, with the same bits; each ends where it should; and a float16 product is what
-its definition says: the exact product of the rounded operands, rounded once.
+Targets: float16 comes out of each form, with the same bits; each ends where it should; and a
+float16 product is what its definition says: the exact product of the rounded operands, rounded
+once.
 """
 
 import argparse
@@ -28,49 +29,54 @@ def main() -> None:
     net = hs.nets.resnet18().to(DEVICE).eval()
     x = torch.randn(1, 3, 64, 64, device=DEVICE)
 
+    # A block.
     with amp.autocast():
-        block = net(x)
+        from_block = net(x)
 
+    # A decorator.
     @amp.autocast()
     def forward(x: Tensor) -> Tensor:
         return net(x)
 
-    decorated = forward(x)
+    from_decorator = forward(x)
 
+    # A switch.
     amp.enabled = True
-    switched = net(x)
+    from_switch = net(x)
     amp.enabled = False
     outside = net(x)
 
-    for name, out in {
-        "block": block,
-        "decorator": decorated,
-        "switch": switched,
+    outputs = {
+        "block": from_block,
+        "decorator": from_decorator,
+        "switch": from_switch,
         "outside": outside,
-    }.items():
-        print(f"{name:>10}: {out.dtype}, logit 0 = {out[0, 0].item():.6f}")
-    assert block.dtype == torch.float16
-    assert torch.equal(block, decorated)
-    assert torch.equal(block, switched)
+    }
+    for name, output in outputs.items():
+        print(f"{name:>10}: {output.dtype}, logit 0 = {output[0, 0].item():.6f}")
+    assert from_block.dtype == torch.float16
+    assert torch.equal(from_block, from_decorator)
+    assert torch.equal(from_block, from_switch)
     assert outside.dtype == torch.float32
 
+    # Nested blocks. MegEngine's inner False leaves the outer block on; this one does not.
     with amp.autocast(low_prec_dtype="bfloat16"):
         assert net(x).dtype == torch.bfloat16
-        with amp.autocast(
-            enabled=False
-        ):  # MegEngine's inner False leaves the outer block on; this one does not
+        with amp.autocast(enabled=False):
             assert net(x).dtype == torch.float32
 
+    # What a float16 product is. float32 sums fall on the other side of a tie now and then.
     layer = nn.Linear(256, 128, bias=False).to(DEVICE)
     a = torch.randn(64, 256, device=DEVICE)
     with amp.autocast():
         product = layer(a)
     exact = (a.half().double() @ layer.weight.half().double().T).half()
-    share = (product == exact).double().mean().item()
+    equal_fraction = (product == exact).double().mean().item()
     print(
-        f"{share:.2%} of the products are the exact product of the rounded operands, rounded once"
+        f"{equal_fraction:.2%} of the products are the exact product of the rounded operands, "
+        "rounded once"
     )
-    assert share > 0.99  # float32 sums fall on the other side of a tie now and then
+    assert equal_fraction > 0.99
 
 
 if __name__ == "__main__":

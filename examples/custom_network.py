@@ -1,11 +1,12 @@
-"""A network and a loss of your own, one step at a time; a loss per sample is summed, as a sens of ones does it.
+"""A network and a loss of your own, one step at a time. A loss per sample is summed.
 
-System: MindSpore (train, custom training network: ReLU, mean over the image, dense layer of ones, momentum).
+System: MindSpore (train, custom training network: ReLU, mean over the image, dense layer of ones,
+momentum). There, a sens of ones sums the loss per sample.
 
     python examples/custom_network.py
 
-Targets: the guide's printed losses (labels all zero: 32 zeros); with real labels the first update equals its closed
-form in float64; then, in O2, the network learns its 32 random images by heart.
+Targets: the guide's printed losses (labels all zero: 32 zeros); with real labels the first update
+equals its closed form in float64; then, in O2, the network learns its 32 random images by heart.
 """
 
 import argparse
@@ -16,10 +17,15 @@ from torch import Tensor, nn
 import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LR = 0.1
+LEARNING_RATE = 0.1
+BATCH_SIZE = 32
+CHANNELS = 2048
+CLASSES = 1000
 
 
 class ReLUMeanDense(nn.Module):
+    """ReLU, the mean over the image, and a dense layer whose weights all start at one."""
+
     def __init__(self, channels: int, classes: int) -> None:
         super().__init__()
         self.dense = nn.Linear(channels, classes)
@@ -31,24 +37,23 @@ class ReLUMeanDense(nn.Module):
 
 
 def softmax_loss(logits: Tensor, onehot: Tensor) -> Tensor:
-    """One number per sample, in the dtype of the logits: halfstep hands them over in float32 or wider."""
+    """One number per sample. halfstep hands the logits over in float32 or wider."""
     return -(onehot * logits.log_softmax(dim=1)).sum(dim=1)
 
 
-def build(precision: str = "fp32", lr: float = LR, momentum: float = 0.1) -> hs.TrainStep:
-    net = ReLUMeanDense(2048, 1000).to(DEVICE)
-    return hs.TrainStep(
-        net,
-        softmax_loss,
-        torch.optim.SGD(net.parameters(), lr=lr, momentum=momentum),
-        precision=precision,
-    )
+def build_step(precision: str = "fp32", lr: float = LEARNING_RATE) -> hs.TrainStep:
+    net = ReLUMeanDense(CHANNELS, CLASSES).to(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.1)
+    return hs.TrainStep(net, softmax_loss, optimizer, precision=precision)
 
 
-def first_update(x: Tensor, onehot: Tensor) -> Tensor:
-    """All weights are 1, so softmax is 1/1000 everywhere, and the summed loss has this gradient."""
+def weights_after_first_update(x: Tensor, onehot: Tensor) -> Tensor:
+    """The closed form, in float64.
+
+    All weights are 1, so softmax is 1/1000 everywhere, and the summed loss has this gradient.
+    """
     features = x.double().relu().mean(dim=(2, 3))
-    return 1 - LR * (1 / 1000 - onehot.double()).T @ features
+    return 1 - LEARNING_RATE * (1 / CLASSES - onehot.double()).T @ features
 
 
 def main() -> None:
@@ -57,40 +62,44 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     torch.manual_seed(parser.parse_args().seed)
-    x = torch.randn(32, 2048, 7, 7, device=DEVICE)
-    labels = torch.randint(1000, (32,), device=DEVICE)
-    zeros, onehot = (
-        torch.zeros(32, 1000, device=DEVICE),
-        nn.functional.one_hot(labels, 1000).float(),
-    )
+    x = torch.randn(BATCH_SIZE, CHANNELS, 7, 7, device=DEVICE)
+    labels = torch.randint(CLASSES, (BATCH_SIZE,), device=DEVICE)
+    onehot = nn.functional.one_hot(labels, CLASSES).float()
+    zeros = torch.zeros(BATCH_SIZE, CLASSES, device=DEVICE)
 
-    step = build()
+    # Labels of zeros, as in the guide: no loss, no gradient, no change.
+    step = build_step()
     losses = softmax_loss(step.net(x), zeros).detach()
-    print("losses with labels of zeros:", [f"{v:g}" for v in losses.abs().tolist()])
+    print("losses with labels of zeros:", [f"{loss:g}" for loss in losses.abs().tolist()])
     record = step(x, zeros)
     assert not losses.any()
     assert record.loss == 0
     assert all((p == 1).all() for p in step.net.parameters()), "no gradient, no change"
 
+    # Real labels: the first update against its closed form.
     record = step(x, onehot)
-    expected = first_update(x, onehot)
-    off = (step.net.dense.weight - expected).abs().max().item()
+    expected = weights_after_first_update(x, onehot)
+    error = (step.net.dense.weight - expected).abs().max().item()
     print(
-        f"summed loss {record.loss:.4f} = 32 ln 1000; first update off its closed form by {off:.1e}"
+        f"summed loss {record.loss:.4f} = 32 ln 1000; "
+        f"first update off its closed form by {error:.1e}"
     )
-    assert abs(record.loss.item() / 32 - torch.tensor(1000.0).log().item()) < 1e-5
-    assert off < 2e-5  # float32: weights near 1 and updates up to 0.1 · 32 · 0.5
+    assert abs(record.loss.item() / BATCH_SIZE - torch.tensor(1000.0).log().item()) < 1e-5
+    assert error < 2e-5  # float32: weights near 1 and updates up to 0.1 · 32 · 0.5
 
-    step = build("O2", lr=0.003)
+    # Mixed precision: the 32 images by heart.
+    step = build_step("O2", lr=0.003)
     for i in range(40):
         record = step(x, onehot)
         if i % 10 == 0:
             print(
-                f"O2 step {i:2}: mean loss {record.loss / 32:.4f}, scale {record.scale:g}, skipped {record.skipped}"
+                f"O2 step {i:2}: mean loss {record.loss / BATCH_SIZE:.4f}, "
+                f"scale {record.scale:g}, skipped {record.skipped}"
             )
-    right = (step.evaluator()(x, onehot).outputs.argmax(1) == labels).sum().item()
-    print(f"{right} of 32 known by heart")
-    assert right == 32
+    predictions = step.evaluator()(x, onehot).outputs.argmax(1)
+    correct = (predictions == labels).sum().item()
+    print(f"{correct} of 32 known by heart")
+    assert correct == BATCH_SIZE
 
 
 if __name__ == "__main__":

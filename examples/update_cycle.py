@@ -1,16 +1,20 @@
 """The update cycle: many small batches, one update, the very result of the big batch.
 
-System: PyTorch (training notes, the update cycle). Its network, its 63 samples, its loss of shape (1,), AdamW.
+System: PyTorch (training notes, the update cycle). Its network, its 63 samples, its loss of shape
+(1,), AdamW.
 
     python examples/update_cycle.py
 
-Dividing each loss by the length of the cycle is right only when all micro-batches are equally full. 63 samples in
-batches of 8 end with one of 7, and the result drifts. TrainStep weights every batch by what it holds.
+Dividing each loss by the length of the cycle is right only when all micro-batches are equally full.
+63 samples in batches of 8 end with one of 7, and the result drifts. TrainStep weights every batch
+by what it holds.
 
-Target: every way of cutting gives the big batch's weights and loss within 1e-12 (float64); the division does not.
+Target: every way of cutting gives the big batch's weights and loss within 1e-12 (float64); the
+division does not.
 """
 
 import argparse
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +24,15 @@ import halfstep as hs
 Y = torch.arange(1, 64, dtype=torch.float64)[:, None]
 X = torch.cat([torch.zeros_like(Y), Y.log(), 5 * Y], dim=1)
 EPOCHS = 10
+
+# Size of the big batch → the same samples as (batch size, batches to an update).
+CUTS = {63: [(8, 8), (16, 4), (7, 9)], 24: [(8, 3), (12, 2)]}
+
+
+class TrainingResult(NamedTuple):
+    weights: Tensor  # all of them in one vector
+    loss: float  # of the last update
+    updates: int
 
 
 def loss_fn(output: Tensor, label: Tensor) -> Tensor:
@@ -34,30 +47,39 @@ def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters())
 
 
-def cycle(batch: int, accumulate: int, seed: int) -> tuple[Tensor, float, int]:
-    """All weights in one tensor, the last update's loss, and the number of updates."""
+def weight_vector(net: torch.nn.Module) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def train_with_cycles(batch_size: int, accumulate: int, seed: int) -> TrainingResult:
+    """An update for every `accumulate` batches, by halfstep."""
     net, optimizer = build(seed)
     step = hs.TrainStep(
-        net, loss_fn, optimizer, precision="fp64", accumulate=accumulate, count=lambda b: len(b[0])
+        net,
+        loss_fn,
+        optimizer,
+        precision="fp64",
+        accumulate=accumulate,
+        count=lambda batch: len(batch[0]),
     )
     for _ in range(EPOCHS):
-        for x, y in zip(X.split(batch), Y.split(batch), strict=True):
+        for x, y in zip(X.split(batch_size), Y.split(batch_size), strict=True):
             record = step(x, y)
         step.flush()  # a tail that does not fill a cycle is an update of its own
-    weights = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
-    return weights, record.cycle_loss.item(), int(step.state.updates)
+    return TrainingResult(weight_vector(net), record.cycle_loss.item(), int(step.state.updates))
 
 
-def divided(batch: int, accumulate: int, seed: int) -> Tensor:
-    """The same by hand, each loss divided by the length of the cycle."""
+def train_with_division(batch_size: int, accumulate: int, seed: int) -> Tensor:
+    """The weights after the same by hand, with each loss divided by the length of the cycle."""
     net, optimizer = build(seed)
     for _ in range(EPOCHS):
-        for i, (x, y) in enumerate(zip(X.split(batch), Y.split(batch), strict=True), start=1):
+        batches = zip(X.split(batch_size), Y.split(batch_size), strict=True)
+        for i, (x, y) in enumerate(batches, start=1):
             (loss_fn(net(x), y) / accumulate).sum().backward()
             if i % accumulate == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+    return weight_vector(net)
 
 
 def main() -> None:
@@ -67,19 +89,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=42)
     seed = parser.parse_args().seed
 
-    for whole, cuts in {63: [(8, 8), (16, 4), (7, 9)], 24: [(8, 3), (12, 2)]}.items():
-        weights, loss, updates = cycle(whole, 1, seed)
-        print(f"batch {whole:2}, no cycle:    {updates:3} updates, loss {loss:.6f}")
-        for batch, k in cuts:
-            same, again, count = cycle(batch, k, seed)
-            off = (same - weights).abs().max().item()
+    for big_batch, cuts in CUTS.items():
+        big = train_with_cycles(big_batch, 1, seed)
+        print(f"batch {big_batch:2}, no cycle:    {big.updates:3} updates, loss {big.loss:.6f}")
+        for batch_size, accumulate in cuts:
+            cut = train_with_cycles(batch_size, accumulate, seed)
+            error = (cut.weights - big.weights).abs().max().item()
             print(
-                f"batch {batch:2}, cycle of {k:2}: {count:3} updates, loss {again:.6f}, weights off by {off:.0e}"
+                f"batch {batch_size:2}, cycle of {accumulate:2}: {cut.updates:3} updates, "
+                f"loss {cut.loss:.6f}, weights off by {error:.0e}"
             )
-            assert count == updates
-            assert abs(again - loss) <= 1e-12 * loss
-            assert off <= 1e-12
-    drift = (divided(8, 8, seed) - cycle(63, 1, seed)[0]).abs().max().item()
+            assert cut.updates == big.updates
+            assert abs(cut.loss - big.loss) <= 1e-12 * big.loss
+            assert error <= 1e-12
+
+    expected = train_with_cycles(63, 1, seed).weights
+    drift = (train_with_division(8, 8, seed) - expected).abs().max().item()
     print(f"each loss divided by 8: weights off by {drift:.0e}")
     assert drift > 1e-10
 

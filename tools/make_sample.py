@@ -1,4 +1,7 @@
-"""Make halfstep/data/sample from the full Fashion-MNIST: the first images of every class, in their original order."""
+"""Makes halfstep/data/sample from the full Fashion-MNIST.
+
+It holds the first images of every class, in their original order.
+"""
 
 import argparse
 import gzip
@@ -12,37 +15,41 @@ from torch import Tensor
 from halfstep.data.readers.idx import read_split
 
 ROOT = Path(__file__).resolve().parent.parent
+IDX_UINT8 = 0x08  # the idx format's code for unsigned bytes
 
 
-def select(labels: Tensor, per_class: int) -> Tensor:
+def first_of_each_class(labels: Tensor, per_class: int) -> Tensor:
     """Indices of the first `per_class` samples of each class, ascending."""
-    firsts = [
-        torch.nonzero(labels == label).flatten()[:per_class]
-        for label in range(int(labels.max()) + 1)
-    ]
-    if short := [str(len(first)) for first in firsts if len(first) < per_class]:
+    class_count = int(labels.max()) + 1
+    indices = [torch.nonzero(labels == c).flatten()[:per_class] for c in range(class_count)]
+    counts = [len(class_indices) for class_indices in indices]
+    too_few = [str(count) for count in counts if count < per_class]
+    if too_few:
         raise ValueError(
-            f"expected {per_class} samples in every class, found classes with {', '.join(short)}"
+            f"expected {per_class} samples in every class, found classes with {', '.join(too_few)}"
         )
-    return torch.cat(firsts).sort().values
+    return torch.cat(indices).sort().values
 
 
 def write_idx(path: Path, values: Tensor) -> int:
-    """Write uint8 values as a gzip idx file that depends on nothing but them; returns its size in bytes."""
-    header = struct.pack(f">4B{values.dim()}I", 0, 0, 0x08, values.dim(), *values.shape)
+    """Writes uint8 values as a gzip idx file that depends on them alone. Returns its size."""
+    header = struct.pack(f">4B{values.dim()}I", 0, 0, IDX_UINT8, values.dim(), *values.shape)
     packed = io.BytesIO()
-    # GzipFile and not gzip.compress, whose header byte for the operating system differs between Python versions
+    # Not gzip.compress: its header byte for the operating system differs between Python versions.
     with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=packed, mtime=0) as file:
         file.write(header + values.numpy().tobytes())
     return path.write_bytes(packed.getvalue())
 
 
 def write_split(source: Path, target: Path, *, train: bool, per_class: int) -> int:
+    """Writes the images and labels of one split. Returns their bytes on the disk."""
     images, labels = read_split(source, train=train)
-    chosen = select(labels, per_class)
+    indices = first_of_each_class(labels, per_class)
     stem = "train" if train else "t10k"
-    size = write_idx(target / f"{stem}-images-idx3-ubyte.gz", images[chosen])
-    return size + write_idx(target / f"{stem}-labels-idx1-ubyte.gz", labels[chosen].to(torch.uint8))
+    image_bytes = write_idx(target / f"{stem}-images-idx3-ubyte.gz", images[indices])
+    labels_uint8 = labels[indices].to(torch.uint8)
+    label_bytes = write_idx(target / f"{stem}-labels-idx1-ubyte.gz", labels_uint8)
+    return image_bytes + label_bytes
 
 
 def main() -> None:

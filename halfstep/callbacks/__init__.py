@@ -1,15 +1,34 @@
-"""Callbacks: what looks at a run, saves it and ends it."""
+"""Callbacks: what watches a run, saves it and ends it."""
 
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import History, Lambda
 from halfstep.callbacks.logs import CSVLog, JSONLLog
-from halfstep.callbacks.monitors import LossMonitor, LRMonitor, ProgressLines
-from halfstep.callbacks.monitors__timing import StepTimer, StepTimes, TimeMonitor
-from halfstep.callbacks.plateau__stopping import EarlyStopping, ReduceLROnPlateau
-from halfstep.callbacks.progress import ProgressBar
+from halfstep.callbacks.monitors import (
+    LossMonitor,
+    LRMonitor,
+    ProgressLines,
+    StepTimer,
+    StepTimes,
+    TimeMonitor,
+)
+from halfstep.callbacks.plateau import EarlyStopping, ReduceLROnPlateau
+from halfstep.callbacks.progress_bar import ProgressBar
 from halfstep.callbacks.tensorboard import TensorBoard
 
 __all__ = [
-    "CSVLog", "Checkpoint", "EarlyStopping", "History", "JSONLLog", "LRMonitor", "Lambda", "LossMonitor", "ProgressBar",
-    "ProgressLines", "ReduceLROnPlateau", "StepTimer", "StepTimes", "TensorBoard", "TimeMonitor",
-]  # fmt: skip
+    "CSVLog",
+    "Checkpoint",
+    "EarlyStopping",
+    "History",
+    "JSONLLog",
+    "LRMonitor",
+    "Lambda",
+    "LossMonitor",
+    "ProgressBar",
+    "ProgressLines",
+    "ReduceLROnPlateau",
+    "StepTimer",
+    "StepTimes",
+    "TensorBoard",
+    "TimeMonitor",
+]

@@ -1,4 +1,4 @@
-"""Saving a run so that it goes on exactly: every n steps, epochs or seconds, at the end, on an error, and the best."""
+"""Saving a run so that it can go on exactly: every n steps, epochs or seconds, and at its end."""
 
 import os
 import time
@@ -11,110 +11,127 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import remove
-from halfstep.checkpoint.lock import held, unwritable
+from halfstep.checkpoint.disk import TRASH_PREFIX, remove_folder
+from halfstep.checkpoint.lock import hold_lock, unwritable_folder
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
+from halfstep.utils.checks import expect, whole_number
 
 
 class Checkpoint(Callback):
-    """`folder/step-000000123/`, written atomically; `fit(resume="auto")` goes on from the newest.
+    """Saves `folder/step-000000123/`, written atomically; `fit(resume="auto")` goes on from there.
 
-    Saved at every `every_steps`-th step, every `every_epochs`-th epoch's end, when `every_seconds` have passed since
-    the last, when the run ends or is told to (SIGINT, SIGTERM), and with `on_error` after an exception. The oldest go
-    when there are more than `keep`. `best` names a score of the evaluations: the best so far is kept beside the newest.
-    A save that fails (a full disk) is a notice and training goes on; at the end of the run it is an error. The folder
-    is locked during a fit: another process that wants to save there is refused at once.
+    Saved at every `every_steps`-th step, at the end of every `every_epochs`-th epoch, when
+    `every_seconds` have passed since the last save, when the run ends or is stopped by SIGINT or
+    SIGTERM, and with `on_error` after an exception. The oldest are removed when there are more than
+    `keep`. `best` names a score of the evaluations: the best checkpoint so far is kept too. A save
+    that fails (a full disk) is a notice and training goes on; at the end of the run it is an error.
+    The folder is locked during a fit: another process that wants to save there is refused at once.
     """
 
     last = True
     writes = True
 
     def __init__(
-        self, folder: str | Path, *, every_steps: int | None = None, every_epochs: int | None = 1,
-        every_seconds: float | None = None, keep: int = 5, best: str | None = None, mode: Mode = "auto",
+        self,
+        folder: str | Path,
+        *,
+        every_steps: int | None = None,
+        every_epochs: int | None = 1,
+        every_seconds: float | None = None,
+        keep: int = 5,
+        best: str | None = None,
+        mode: Mode = "auto",
         on_error: bool = True,
-    ) -> None:  # fmt: skip
-        for name, value in (
-            ("every_steps", every_steps),
-            ("every_epochs", every_epochs),
-            ("keep", keep),
-        ):
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ValueError(f"Checkpoint: expected {name} of 1 or more, got {value!r}")
-        if every_seconds is not None and not every_seconds > 0:
-            raise ValueError(f"Checkpoint: expected every_seconds above 0, got {every_seconds!r}")
+    ) -> None:
+        if every_steps is not None:
+            every_steps = whole_number("Checkpoint: every_steps", every_steps, minimum=1)
+        if every_epochs is not None:
+            every_epochs = whole_number("Checkpoint: every_epochs", every_epochs, minimum=1)
+        if every_seconds is not None:
+            expect(
+                every_seconds > 0, "Checkpoint: every_seconds", "a number above 0", every_seconds
+            )
         self.folder = Path(folder)
-        self.every_steps, self.every_epochs, self.every_seconds = (
-            every_steps,
-            every_epochs,
-            every_seconds,
-        )
-        self.keep, self.on_error = keep, on_error
-        self.best = Best("Checkpoint", best, mode, 0.0) if best is not None else None
+        self.every_steps = every_steps
+        self.every_epochs = every_epochs
+        self.every_seconds = every_seconds
+        self.keep = whole_number("Checkpoint: keep", keep, minimum=1)
+        self.on_error = on_error
+        self.best: Best | None = None
+        if best is not None:
+            self.best = Best("Checkpoint", best, mode, min_delta=0.0)
         self.best_step: int | None = None
-        self._saved_at, self._clock, self._begun = -1, time.monotonic(), False
+        self._saved_step = -1  # the step of the last checkpoint that holds all of that step
+        self._saved_time = time.monotonic()
+        self._may_save = False  # the folder was checked and is this run's
 
     def begin(self, run: Run) -> None:
-        """The folder must be ours to write, and everything that will be saved must be savable: told before training."""
-        self._begun = False  # a folder that is refused is left alone, also at the end
+        """Checks before training that the folder can be written and the run can be saved."""
+        self._may_save = False  # a folder that is refused is left alone, also at the end
         if run.resumed is None:
             self.load_state_dict({})
         if self.best is not None:
             self.best.check(run)
-            _tell_unevaluated(run, self.best.metric)
-        self._try_folder()
-        self._check_owner(run)
+            if not run.evaluates:
+                warnings.warn(
+                    "Checkpoint: nothing will be evaluated in this run, so "
+                    f"best={self.best.metric!r} does nothing; give fit(valid=…)",
+                    Notice,
+                    stacklevel=2,
+                )
+        self._check_writable()
+        self._check_no_other_run(run)
         tree = run.model.snapshot()
         checkpoint.check(tree)
-        here = os.path.realpath(self.folder / checkpoint.name_of(run.position))
-        whole = (
-            run.resumed is not None
-            and os.path.realpath(run.resumed) == here
-            and not tree["loop"]["pending"]
-        )
-        self._saved_at = run.position if whole else -1
-        self._clock, self._begun = time.monotonic(), True
 
-    def _try_folder(self) -> None:
+        # The checkpoint that the run goes on from need not be saved again, unless an evaluation of
+        # its step is still to come.
+        self._saved_step = -1
+        if run.resumed is not None and not tree["loop"]["pending"]:
+            path = self.folder / checkpoint.name_of(run.position)
+            if os.path.realpath(run.resumed) == os.path.realpath(path):
+                self._saved_step = run.position
+        self._saved_time = time.monotonic()
+        self._may_save = True
+
+    def _check_writable(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Creating something is the only way to know. After a kill, the next save removes it.
             with TemporaryDirectory(
-                dir=self.folder, prefix=".halfstep-trash-", ignore_cleanup_errors=True
+                dir=self.folder, prefix=TRASH_PREFIX, ignore_cleanup_errors=True
             ):
-                pass  # the only way to know; the next save would remove it after a kill
+                pass
         except OSError as error:
-            raise unwritable(self.folder, error) from error
+            raise unwritable_folder(self.folder, error) from error
 
-    def _check_owner(self, run: Run) -> None:
-        """Another run's checkpoints, or those of another course of this one, would be taken for this one's."""
-        found = [
-            path
-            for path in checkpoint.listing(self.folder)
-            if checkpoint.step_of(path) > run.position
-        ]
-        newer = [
-            path for path in found if _is_whole(path)
-        ]  # a broken one is replaced when its step comes
-        if run.resumed is not None and newer:
-            raise FileExistsError(
-                f"Checkpoint: this run goes on from step {run.position}, and {self.folder} holds checkpoints of later "
-                f'steps, up to {newer[-1].name}. Go on from the newest with fit(resume="auto"), remove those of later '
-                "steps, or name another folder."
-            )
+    def _check_no_other_run(self, run: Run) -> None:
+        """FileExistsError if the folder holds checkpoints that would be taken for this run's.
+
+        They are another run's, or those of later steps of this one, from before it was resumed.
+        """
         existing = checkpoint.listing(self.folder)
-        if run.resumed is None and existing:
-            whole = any(map(_is_whole, existing))
-            what = "checkpoints of another run" if whole else "only broken checkpoints"
-            advice = (
-                'Go on from them with fit(resume="auto"), or name another'
-                if whole
-                else "Remove them, or name another"
-            )
+        if run.resumed is not None:
+            # A broken one does no harm: it is replaced when its step comes.
+            later = [path for path in existing if checkpoint.step_of(path) > run.position]
+            complete = [path for path in later if _is_complete(path)]
+            if complete:
+                raise FileExistsError(
+                    f"Checkpoint: this run goes on from step {run.position}, and {self.folder} "
+                    f"holds checkpoints of later steps, up to {complete[-1].name}. Go on from the "
+                    'newest with fit(resume="auto"), remove those of later steps, or name another '
+                    "folder."
+                )
+        elif existing:
+            if any(_is_complete(path) for path in existing):
+                what = "checkpoints of another run"
+                advice = 'Go on from them with fit(resume="auto"), or name another folder.'
+            else:
+                what = "only broken checkpoints"
+                advice = "Remove them, or name another folder."
             raise FileExistsError(
-                f"Checkpoint: {self.folder} holds {what}, up to {existing[-1].name}. {advice} folder."
+                f"Checkpoint: {self.folder} holds {what}, up to {existing[-1].name}. {advice}"
             )
 
     def next_stop(self, run: Run) -> int | None:
@@ -123,89 +140,109 @@ class Checkpoint(Callback):
         return (run.position // self.every_steps + 1) * self.every_steps
 
     def visit(self, run: Run) -> None:
-        before = self.state_dict()
-        better = self._is_better(run)
-        by_steps = self.every_steps is not None and run.position % self.every_steps == 0
-        by_epochs = (
-            self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0
-        )
-        late = (
-            self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
-        )
-        if better or by_steps or by_epochs or late:
-            try:
-                self._save(run)
-            except checkpoint.CheckpointError as error:
-                self.load_state_dict(before)  # the best is the best that is on the disk
-                _notice(run, f"training goes on: {error}")
+        state_before = self.state_dict()
+        is_best = False
+        if self.best is not None and run.scores is not None:
+            is_best = self.best.take(run.scores)
+        if is_best:
+            self.best_step = run.position
+        save = is_best
+        if self.every_steps is not None and run.position % self.every_steps == 0:
+            save = True
+        if self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0:
+            save = True
+        seconds = time.monotonic() - self._saved_time
+        if self.every_seconds is not None and seconds >= self.every_seconds:
+            save = True
+        if not save:
+            return
+
+        try:
+            self._save(run)
+        except checkpoint.CheckpointError as error:
+            self.load_state_dict(state_before)  # the best is the best that is on the disk
+            _warn_not_saved(run, f"training goes on: {error}")
 
     def end(self, run: Run) -> None:
-        """Saves where the run stopped; not after a KeyboardInterrupt, which may have come in the middle of a step."""
-        if not self._begun or (
-            run.error is not None and not (self.on_error and isinstance(run.error, Exception))
-        ):
+        """Saves where the run stopped.
+
+        Not after a KeyboardInterrupt, which may have come in the middle of a step.
+        """
+        if not self._may_save:
+            return
+        if run.error is not None and not (self.on_error and isinstance(run.error, Exception)):
             return
         try:
             self._save(run)
         except checkpoint.CheckpointError as error:
             if run.error is None:
                 raise
-            _notice(run, str(error))
+            _warn_not_saved(run, str(error))
 
     @property
     def best_path(self) -> Path | None:
-        """The checkpoint of the best evaluation so far; None before the first, and without `best`."""
-        return None if self.best_step is None else self.folder / checkpoint.name_of(self.best_step)
-
-    def _is_better(self, run: Run) -> bool:
-        better = self.best is not None and run.scores is not None and self.best.take(run.scores)
-        if better:
-            self.best_step = run.position
-        return better
+        """The checkpoint of the best evaluation so far; None if there is none, or no `best`."""
+        if self.best_step is None:
+            return None
+        return self.folder / checkpoint.name_of(self.best_step)
 
     def _save(self, run: Run) -> None:
         path = self.folder / checkpoint.name_of(run.position)
-        if run.position != self._saved_at:
+        if run.position != self._saved_step:
             tree = run.model.snapshot()
-            (_replace if path.exists() else checkpoint.save)(path, tree)
-            self._saved_at, self._clock = run.position, time.monotonic()
-        checkpoint.prune(self.folder, self.keep, [] if self.best_path is None else [self.best_path])
+            if path.exists():
+                _replace_checkpoint(path, tree)
+            else:
+                checkpoint.save(path, tree)
+            self._saved_step = run.position
+            self._saved_time = time.monotonic()
+        protect = [] if self.best_path is None else [self.best_path]
+        checkpoint.prune(self.folder, self.keep, protect)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.best is None else {"score": self.best.value, "best_step": self.best_step}
+        if self.best is None:
+            return {}
+        return {"score": self.best.value, "best_step": self.best_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The best and its step; of an empty state, that there is none yet."""
-        if self.best is not None:
-            self.best.reset()
-            self.best_step = None
-            if state:
-                self.best.value, self.best_step = state["score"], state["best_step"]
+        """Sets the best score and its step; with an empty state, there is none yet."""
+        if self.best is None:
+            return
+        self.best.reset()
+        self.best_step = None
+        if state:
+            self.best.value = state["score"]
+            self.best_step = state["best_step"]
 
 
 @contextmanager
-def locked(callbacks: Iterable[Callback]) -> Iterator[None]:
-    """The folders of the Checkpoints among them are one fit's, from before anything is read, cut or overwritten."""
+def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Locks the folders of the Checkpoints among the callbacks, for one fit.
+
+    It comes before anything in them is read, cut or overwritten.
+    """
     with ExitStack() as stack:
-        for each in callbacks:
-            if isinstance(each, Checkpoint):
-                stack.enter_context(held(each.folder))
+        for callback in callbacks:
+            if isinstance(callback, Checkpoint):
+                stack.enter_context(hold_lock(callback.folder))
         yield
 
 
-def _replace(path: Path, tree: Any) -> None:
-    """Instead of a broken one, or of one whose evaluation was still to come: written first, then put in its place."""
-    aside = (
-        path.parent / f".halfstep-trash-{path.name}" / path.name
-    )  # the next save removes it after a kill
-    remove(aside.parent)
-    checkpoint.save(aside, tree)
-    remove(path)
-    os.rename(aside, path)
-    aside.parent.rmdir()
+def _replace_checkpoint(path: Path, tree: Any) -> None:
+    """Saves in place of a broken checkpoint, or of one whose evaluation was still to come.
+
+    The new one is written first, in a folder that the next save removes if this process is killed.
+    """
+    trash = path.parent / f"{TRASH_PREFIX}{path.name}"
+    remove_folder(trash)
+    checkpoint.save(trash / path.name, tree)
+    remove_folder(path)
+    os.rename(trash / path.name, path)
+    trash.rmdir()
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
+    """Whether the checkpoint is complete, checksums included."""
     try:
         checkpoint.verify(path)
     except checkpoint.CheckpointError:
@@ -213,13 +250,6 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _tell_unevaluated(run: Run, metric: str) -> None:
-    if not run.evaluates:
-        said = f"nothing will be evaluated in this run, so best={metric!r} does nothing"
-        warnings.warn(f"Checkpoint: {said}; give fit(valid=…)", Notice, stacklevel=3)
-
-
-def _notice(run: Run, text: str) -> None:
-    warnings.warn(
-        f"checkpoint {checkpoint.name_of(run.position)} was not saved, {text}", Notice, stacklevel=3
-    )
+def _warn_not_saved(run: Run, text: str) -> None:
+    name = checkpoint.name_of(run.position)
+    warnings.warn(f"checkpoint {name} was not saved, {text}", Notice, stacklevel=3)

@@ -8,22 +8,23 @@ import torch
 
 from halfstep.engine import Callback, Row, Run
 
-_COLUMNS = tuple(f.name for f in fields(Row))
+COLUMNS = tuple(field.name for field in fields(Row))
 
 
 class History(Callback):
-    """Every step and every evaluation, as columns: `rows["loss"]` has one number per step, from the run's first.
+    """Every step and every evaluation, as columns.
 
-    `epochs` has one entry per epoch end or evaluation: epoch, step, the mean training loss since the last, and
-    `valid_…` for each score, None where there was no evaluation. Both go on over a resume; a new run
-    starts new ones.
+    `rows["loss"]` has one number per step, from the run's first. `epochs` has one entry per epoch
+    end or evaluation: epoch, step, the mean training loss since the last entry, and `valid_…` for
+    each score, None where there was no evaluation. Both go on over a resume; a new run starts new
+    ones.
     """
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        self.rows: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+        self.rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
         self._entries: list[dict[str, Any]] = []
 
     def begin(self, run: Run) -> None:
@@ -36,7 +37,7 @@ class History(Callback):
         return {name: [entry.get(name) for entry in self._entries] for name in names}
 
     def step(self, run: Run, row: Row) -> None:
-        for name in _COLUMNS:
+        for name in COLUMNS:
             self.rows[name].append(getattr(row, name))
 
     def visit(self, run: Run) -> None:
@@ -44,46 +45,62 @@ class History(Callback):
             self._entries = [dict(entry) for entry in run.history]
 
     def state_dict(self) -> dict[str, Any]:
-        columns = {
-            name: torch.tensor(values, dtype=_dtype(values)) for name, values in self.rows.items()
-        }
+        columns = {}
+        for name, values in self.rows.items():
+            columns[name] = torch.tensor(values, dtype=_exact_dtype(values))
         return {"rows": columns, "entries": [dict(entry) for entry in self._entries]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows = {name: state["rows"][name].tolist() for name in _COLUMNS}
+        self.rows = {name: state["rows"][name].tolist() for name in COLUMNS}
+        # The rates of several parameter groups are a tuple.
         self.rows["lr"] = [tuple(lr) if isinstance(lr, list) else lr for lr in self.rows["lr"]]
         self._entries = [dict(entry) for entry in state["entries"]]
 
 
-def _dtype(values: list[Any]) -> torch.dtype:
-    """Exact for Python's own: bool, 64-bit integers, float64."""
-    kind = type(values[0]) if values else float
-    return {bool: torch.bool, int: torch.int64}.get(kind, torch.float64)
+def _exact_dtype(values: list[Any]) -> torch.dtype:
+    """The dtype that holds Python's bool, int or float without rounding."""
+    value_type = type(values[0]) if values else float
+    return {bool: torch.bool, int: torch.int64}.get(value_type, torch.float64)
 
 
 class Lambda(Callback):
-    """Functions instead of a class: each event's takes `run`, that of `step` takes `run, row`. They keep no state.
+    """Functions instead of a class: each takes `run`, that of `step` takes `run, row`.
 
-    `exact=True` when `step` reads weights: then every step is a visit.
+    They keep no state. Set `exact=True` when `step` reads weights: then every step is a visit.
     """
 
     def __init__(
-        self, *, begin: Callable[[Run], object] | None = None, epoch_begin: Callable[[Run], object] | None = None,
-        step: Callable[[Run, Row], object] | None = None, visit: Callable[[Run], object] | None = None,
-        epoch_end: Callable[[Run], object] | None = None, end: Callable[[Run], object] | None = None,
+        self,
+        *,
+        begin: Callable[[Run], object] | None = None,
+        epoch_begin: Callable[[Run], object] | None = None,
+        step: Callable[[Run, Row], object] | None = None,
+        visit: Callable[[Run], object] | None = None,
+        epoch_end: Callable[[Run], object] | None = None,
+        end: Callable[[Run], object] | None = None,
         exact: bool = False,
-    ) -> None:  # fmt: skip
-        given = {
-            "begin": begin, "epoch_begin": epoch_begin, "step": step, "visit": visit, "epoch_end": epoch_end, "end": end
-        }  # fmt: skip
-        self._calls: dict[str, Callable[..., object]] = {
-            k: f for k, f in given.items() if f is not None
+    ) -> None:
+        events: dict[str, Callable[..., object] | None] = {
+            "begin": begin,
+            "epoch_begin": epoch_begin,
+            "step": step,
+            "visit": visit,
+            "epoch_end": epoch_end,
+            "end": end,
         }
-        for name, call in self._calls.items():
-            if not callable(call):
-                raise TypeError(f"Lambda: expected {name} as a function, got {type(call).__name__}")
-        if not self._calls:
-            raise ValueError(f"Lambda: expected a function for one of {', '.join(given)}, got none")
+        self._functions: dict[str, Callable[..., object]] = {}
+        for event, function in events.items():
+            if function is None:
+                continue
+            if not callable(function):
+                raise TypeError(
+                    f"Lambda: expected {event} as a function, got {type(function).__name__}"
+                )
+            self._functions[event] = function
+        if not self._functions:
+            raise ValueError(
+                f"Lambda: expected a function for one of {', '.join(events)}, got none"
+            )
         self.exact = exact
 
     def begin(self, run: Run) -> None:
@@ -105,5 +122,5 @@ class Lambda(Callback):
         self._call("end", run)
 
     def _call(self, event: str, *args: Any) -> None:
-        if event in self._calls:
-            self._calls[event](*args)
+        if event in self._functions:
+            self._functions[event](*args)

@@ -1,13 +1,25 @@
-"""Arguments of callbacks, checked when they are built; and which of two scores is better."""
+"""When a score stops getting better: end the run, or lower its learning rate."""
 
 import math
 import re
+import signal
+import warnings
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from halfstep.engine import Run
+import torch
+from torch import Tensor
+
+from halfstep.engine import Callback, Run
+from halfstep.errors import Notice
+from halfstep.step import TrainStep
+from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.text import plural
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
-_LOWER = (
+
+# Words in the name of a metric that say which of two scores is better.
+LOWER_IS_BETTER = (
     "loss",
     "losses",
     "err",
@@ -22,111 +34,328 @@ _LOWER = (
     "wer",
     "cer",
 )
-_HIGHER = (
-    "acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "score", "iou", "miou", "dice", "top", "topk"
-)  # fmt: skip
-_WORD = re.compile(
-    r"f1(?!\d)|[^\W\d_]+"
-)  # runs of letters: "top5_acc" is top, acc; and the one word with a digit
+HIGHER_IS_BETTER = (
+    "acc",
+    "accuracy",
+    "auc",
+    "auroc",
+    "f1",
+    "precision",
+    "recall",
+    "score",
+    "iou",
+    "miou",
+    "dice",
+    "top",
+    "topk",
+)
 
-
-def whole(owner: str, name: str, value: Any, least: int = 0) -> int:
-    """A whole number of `least` or more; True is none."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"{owner}: expected {name} as a whole number of {least} or more, got {value!r}"
-        )
-    return value
-
-
-def real(owner: str, name: str, value: Any, least: float = 0.0) -> float:
-    """A finite number of `least` or more."""
-    good = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value >= least
-    )
-    if not good:
-        raise ValueError(
-            f"{owner}: expected {name} as a finite number of {least} or more, got {value!r}"
-        )
-    return float(value)
-
-
-def one_of(owner: str, name: str, value: Any, table: Any) -> Any:
-    """The entry of `table` under `value`; anything else is told what there is."""
-    if not isinstance(value, str) or value not in table:
-        raise ValueError(
-            f"{owner}: expected {name} as one of {', '.join(map(repr, table))}, got {value!r}"
-        )
-    return table[value]
+# Runs of letters: "top5_acc" is top, acc. "f1" is the only word with a digit.
+METRIC_WORD = re.compile(r"f1(?!\d)|[^\W\d_]+")
 
 
 def is_lower_better(owner: str, metric: str, mode: Mode) -> bool:
-    """For "auto", by the words of the metric's name; one that has none of the tables', or of both, is refused."""
-    if mode not in ("auto", "min", "max"):
-        raise ValueError(f"{owner}: expected mode as 'auto', 'min' or 'max', got {mode!r}")
+    """Whether a lower score is better; for "auto", by the words in the metric's name.
+
+    A name with no known word, or with words of both kinds, is a ValueError.
+    """
+    one_of(f"{owner}: mode", mode, ("auto", "min", "max"))
     if mode != "auto":
         return mode == "min"
-    words = _WORD.findall(metric.lower())
-    lower, higher = [w for w in words if w in _LOWER], [w for w in words if w in _HIGHER]
-    if bool(lower) == bool(higher):
-        name = f"{metric!r}, with {lower[0]!r} and {higher[0]!r} in it," if lower else repr(metric)
-        raise ValueError(
-            f"{owner}: the name {name} does not say whether less is better; give mode='min' or 'max'"
-        )
-    return bool(lower)
+
+    words = METRIC_WORD.findall(metric.lower())
+    lower = [word for word in words if word in LOWER_IS_BETTER]
+    higher = [word for word in words if word in HIGHER_IS_BETTER]
+    if lower and not higher:
+        return True
+    if higher and not lower:
+        return False
+
+    name = repr(metric)
+    if lower:
+        name = f"{metric!r}, with {lower[0]!r} and {higher[0]!r} in it,"
+    raise ValueError(
+        f"{owner}: the name {name} does not say whether less is better; give mode='min' or 'max'"
+    )
 
 
 class Best:
-    """The best of a score so far, ±inf before the first. Better is better by more than `min_delta`; NaN never is."""
+    """The best value of a score so far; inf or -inf before the first.
+
+    A score is better if it differs from the best by more than `min_delta`. NaN never is.
+    """
 
     def __init__(self, owner: str, metric: str, mode: Mode, min_delta: float) -> None:
         if not isinstance(metric, str):
             raise TypeError(
                 f"{owner}: expected metric as the name of a score, such as 'loss', got {metric!r}"
             )
-        self.owner, self.metric = owner, metric
-        self.lower = is_lower_better(owner, metric, mode)
-        self.min_delta = real(owner, "min_delta", min_delta)
+        self.owner = owner
+        self.metric = metric
+        self.lower_is_better = is_lower_better(owner, metric, mode)
+        self.min_delta = finite_number(f"{owner}: min_delta", min_delta, minimum=0)
         self.reset()
 
     def reset(self) -> None:
-        self.value = math.inf if self.lower else -math.inf
+        """Forgets all scores."""
+        self.value = math.inf if self.lower_is_better else -math.inf
 
     def check(self, run: Run) -> None:
-        """Whether evaluations will have this score, before anything is trained."""
+        """ValueError unless this run's evaluations will have the score. Before training."""
         known = {"loss": None, **dict.fromkeys(run.model.metrics)}
-        if self.metric not in known:
-            bare = re.sub("^val(id)?_", "", self.metric)
-            more = f"More of them: Model(metrics={{{self.metric!r}: …}})"
-            hint = (
-                f"Did you mean {bare!r} (the history's {f'valid_{bare}'!r})?"
-                if bare in known
-                else more
-            )
-            raise ValueError(
-                f"{self.owner}: expected metric as one of the scores {', '.join(map(repr, known))}, got "
-                f"{self.metric!r}. {hint}"
-            )
+        if self.metric in known:
+            return
+        advice = f"More of them: Model(metrics={{{self.metric!r}: …}})"
+        bare_name = re.sub("^val(id)?_", "", self.metric)
+        if bare_name in known:
+            history_name = f"valid_{bare_name}"
+            advice = f"Did you mean {bare_name!r} (the history's {history_name!r})?"
+        raise ValueError(
+            f"{self.owner}: expected metric as one of the scores {', '.join(map(repr, known))}, "
+            f"got {self.metric!r}. {advice}"
+        )
 
     def take(self, scores: dict[str, float]) -> bool:
-        """Whether this evaluation's score is better than the best so far; it is the best from then on."""
+        """Whether this evaluation's score is better than the best so far. Then it is the best."""
         if self.metric not in scores:
             raise ValueError(
                 f"{self.owner}: expected metric as one of {sorted(scores)}, got {self.metric!r}"
             )
-        value = scores[self.metric]
-        if not isinstance(value, int | float):
+        score = scores[self.metric]
+        if not isinstance(score, int | float):
             raise TypeError(
-                f"{self.owner}: expected {self.metric!r} as one number, got {type(value).__name__}"
+                f"{self.owner}: expected {self.metric!r} as one number, got {type(score).__name__}"
             )
-        better = (
-            value < self.value - self.min_delta
-            if self.lower
-            else value > self.value + self.min_delta
-        )
+        if self.lower_is_better:
+            better = score < self.value - self.min_delta
+        else:
+            better = score > self.value + self.min_delta
         if better:
-            self.value = float(value)
+            self.value = float(score)
         return better
+
+
+class EarlyStopping(Callback):
+    """Stops at the `patience`-th evaluation in a row that is not better than the best.
+
+    A patience of 0 means the first, too. Better is better by more than `min_delta`; NaN never is.
+    The first `start_epoch` epochs do not count. `restore_best` keeps a copy of the best weights and
+    puts it back when the run ends by itself; after an error or a signal the weights are those of
+    the last step, for a checkpoint to go on from. A resumed run that had stopped stays stopped,
+    unless it is given more patience.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Mode = "auto",
+        *,
+        restore_best: bool = False,
+        start_epoch: int = 0,
+    ) -> None:
+        self.best = Best("EarlyStopping", metric, mode, min_delta)
+        self.patience = whole_number("EarlyStopping: patience", patience, minimum=0)
+        self.start_epoch = whole_number("EarlyStopping: start_epoch", start_epoch, minimum=0)
+        self.restore_best = restore_best
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best.reset()
+        self.wait = 0  # evaluations in a row that were not better
+        self.best_step: int | None = None
+        self._best_weights: dict[str, Tensor] = {}
+        self._has_evaluated = False
+
+    def begin(self, run: Run) -> None:
+        # Another run's best is no measure for this one, and its weights are not this one's.
+        if run.resumed is None:
+            self._reset()
+        self.best.check(run)
+        self._stop_if_out_of_patience(run)
+
+    def visit(self, run: Run) -> None:
+        if run.scores is None:
+            return
+        self._has_evaluated = True
+        if run.epoch <= self.start_epoch:
+            return
+        if self.best.take(run.scores):
+            self.wait = 0
+            self.best_step = run.position
+            if self.restore_best:
+                weights = _evaluated_tensors(run)
+                self._best_weights = {name: w.detach().clone() for name, w in weights.items()}
+        else:
+            self.wait += 1
+            self._stop_if_out_of_patience(run)
+
+    def _stop_if_out_of_patience(self, run: Run) -> None:
+        if self.wait < max(1, self.patience):
+            return
+        best = "there was none"
+        if self.best_step is not None:
+            best = f"{self.best.value:g} at step {self.best_step}"
+        run.stop(
+            f"EarlyStopping: {self.best.metric} was not better than its best ({best}) in "
+            f"{plural(self.wait, 'evaluation')} in a row"
+        )
+
+    def end(self, run: Run) -> None:
+        if run.error is not None or run.stopped in signal.Signals.__members__:
+            return
+        if not self._has_evaluated and run.stopped is None:
+            _warn_nothing_evaluated("EarlyStopping")
+        if self._best_weights:
+            current = _evaluated_tensors(run)
+            with torch.no_grad():
+                for name, best in self._best_weights.items():
+                    current[name].copy_(best)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best.value,
+            "wait": self.wait,
+            "best_step": self.best_step,
+            "seen": self._has_evaluated,
+            "weights": dict(self._best_weights),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best.value = state["best"]
+        self.wait = state["wait"]
+        self.best_step = state["best_step"]
+        self._has_evaluated = state["seen"]
+        self._best_weights = dict(state["weights"]) if self.restore_best else {}
+
+
+class ReduceLROnPlateau(Callback):
+    """Multiplies learning rates by `factor` when a score stops getting better.
+
+    That is at evaluation number `patience + 1` in a row that is not better, as torch's scheduler of
+    that name has it with threshold_mode="abs" and eps=0. After a cut, `cooldown` evaluations are
+    not counted. `min_lr` is one number, or one per parameter group.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        *,
+        min_lr: float | Sequence[float] = 0.0,
+        cooldown: int = 0,
+        min_delta: float = 1e-4,
+        mode: Mode = "auto",
+    ) -> None:
+        owner = "ReduceLROnPlateau"
+        self.best = Best(owner, metric, mode, min_delta)
+        self.factor = finite_number(f"{owner}: factor", factor)
+        expect(0 < self.factor < 1, f"{owner}: factor", "a number between 0 and 1", factor)
+        self.patience = whole_number(f"{owner}: patience", patience, minimum=0)
+        self.cooldown = whole_number(f"{owner}: cooldown", cooldown, minimum=0)
+        floors = min_lr if isinstance(min_lr, Sequence) else [min_lr]
+        self.min_lr = [finite_number(f"{owner}: min_lr", floor, minimum=0) for floor in floors]
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best.reset()
+        self.wait = 0  # evaluations in a row that were not better
+        self.cooling = 0  # evaluations that are still not counted
+        self._has_evaluated = False
+
+    def begin(self, run: Run) -> None:
+        if run.resumed is None:
+            self._reset()
+        self.best.check(run)
+
+        options = getattr(run.model.step, "options", None)
+        if run.model.schedule is not None or getattr(options, "lr", None) is not None:
+            raise ValueError(
+                "ReduceLROnPlateau: this model has a schedule, which sets the learning rate at "
+                "every update and would undo each cut. Leave out Model(schedule=…) or this "
+                "callback."
+            )
+        if run.model.optimizer is None:
+            raise ValueError(
+                "ReduceLROnPlateau: expected a model with an optimizer; give Model(optimizer=…)"
+            )
+        group_count = len(run.model.optimizer.param_groups)
+        if len(self.min_lr) not in (1, group_count):
+            raise ValueError(
+                f"ReduceLROnPlateau: expected one min_lr, or {group_count}, got {len(self.min_lr)}"
+            )
+
+    def visit(self, run: Run) -> None:
+        if run.scores is None:
+            return
+        self._has_evaluated = True
+        if self.best.take(run.scores):
+            self.wait = 0
+        else:
+            self.wait += 1
+        if self.cooling > 0:
+            self.cooling -= 1
+            self.wait = 0
+        if self.wait > self.patience:
+            self._cut_learning_rates(run)
+            self.cooling = self.cooldown
+            self.wait = 0
+
+    def _cut_learning_rates(self, run: Run) -> None:
+        groups = run.optimizer.param_groups
+        floors = self.min_lr
+        if len(floors) == 1:
+            floors = floors * len(groups)
+        for group, floor in zip(groups, floors, strict=True):
+            if isinstance(group["lr"], Tensor):
+                # In place: a captured step reads this very tensor.
+                group["lr"].mul_(self.factor).clamp_(min=floor)
+            else:
+                group["lr"] = max(group["lr"] * self.factor, floor)
+
+    def end(self, run: Run) -> None:
+        if not self._has_evaluated and run.stopped is None and run.error is None:
+            _warn_nothing_evaluated("ReduceLROnPlateau")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "best": self.best.value,
+            "wait": self.wait,
+            "cooling": self.cooling,
+            "seen": self._has_evaluated,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best.value = state["best"]
+        self.wait = state["wait"]
+        self.cooling = state["cooling"]
+        self._has_evaluated = state["seen"]
+
+
+def _evaluated_tensors(run: Run) -> dict[str, Tensor]:
+    """Every tensor that an evaluation depends on, by name.
+
+    The network's tensors, their moving averages (EMA), and the parts of the weights that rounding
+    has put aside.
+    """
+    tensors = {}
+    for name, value in run.net.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[f"net.{name}"] = value
+    if isinstance(run.model.step, TrainStep):
+        state = run.model.step.state
+        for i, average in enumerate(state.ema):
+            tensors[f"ema.{i}"] = average
+        for i, residue in enumerate(state.residue):
+            tensors[f"residue.{i}"] = residue
+    return tensors
+
+
+def _warn_nothing_evaluated(owner: str) -> None:
+    warnings.warn(
+        f"{owner}: nothing was evaluated in this run, so it did nothing; give fit(valid=…)",
+        Notice,
+        stacklevel=2,
+    )

@@ -1,4 +1,4 @@
-"""Checkpoints: a state tree in one folder, written atomically, checksummed, without a pickle anywhere."""
+"""Checkpoints: a state tree in one folder, written atomically, with checksums, without pickle."""
 
 from halfstep.checkpoint.manifest import Manifest
 from halfstep.checkpoint.runs import latest, listing, name_of, prune, step_of
@@ -7,6 +7,18 @@ from halfstep.checkpoint.tree import check, pack, unpack
 from halfstep.errors import CheckpointError
 
 __all__ = [
-    "CheckpointError", "Loaded", "Manifest", "check", "latest", "listing", "load", "name_of", "pack", "prune", "save",
-    "step_of", "unpack", "verify",
-]  # fmt: skip
+    "CheckpointError",
+    "Loaded",
+    "Manifest",
+    "check",
+    "latest",
+    "listing",
+    "load",
+    "name_of",
+    "pack",
+    "prune",
+    "save",
+    "step_of",
+    "unpack",
+    "verify",
+]

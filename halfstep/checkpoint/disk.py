@@ -1,7 +1,9 @@
-"""A folder that appears whole or not at all: written beside its place under a temporary name, then renamed.
+"""Files that are hashed while written or read, and folders that appear whole or not at all.
 
-A temporary's name says whose it is: host and pid namespace, pid, birth of the process, and a random part. A later
-save removes those whose process is gone; one from another host goes when nothing in it was written for an hour.
+A new folder is filled under a temporary name beside its final one, then renamed. The name of a
+temporary folder says who fills it: a hash of the host, the pid, the start time of the process, and
+a random part. A later save removes temporaries whose process is gone. One from another host is
+removed when nothing in it was written for an hour.
 """
 
 import contextlib
@@ -10,115 +12,226 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from halfstep.checkpoint.disk__files import sync_folder
-from halfstep.errors import CheckpointError, checkpoint_error
+from halfstep.checkpoint.manifest import FileEntry
+from halfstep.errors import DAMAGED_ADVICE, CheckpointError, checkpoint_error
 
-_TEMPORARY, _TRASH = ".halfstep-tmp-", ".halfstep-trash-"
-_SILENT_S = 3600
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-_NO_PLACE = {errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT}
+TEMPORARY_PREFIX = ".halfstep-tmp-"
+TRASH_PREFIX = ".halfstep-trash-"
+ABANDONED_AFTER_S = 3600  # for temporaries of other hosts, whose processes cannot be looked up
+
+NO_PERMISSION = {errno.EROFS, errno.EACCES, errno.EPERM}
+NO_SUCH_PATH = {errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENOTEMPTY}
+
+# /proc/PID/stat: its fields after the process's name in parentheses, as proc(5) numbers them.
+STATE_FIELD = 0
+START_TIME_FIELD = 19
+
+
+# Single files.
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
+    """Writes a new file and flushes it to the disk. Returns its size and sha256."""
+    digest = hashlib.sha256()
+    size = 0
+    with path.open("xb", buffering=0) as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            size += len(chunk)
+            # A nearly full disk takes a part of the chunk first, and refuses the next call.
+            remaining = memoryview(chunk)
+            while remaining:
+                written = os.write(file.fileno(), remaining)
+                remaining = remaining[written:]
+        os.fsync(file.fileno())
+    return FileEntry(size, digest.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flushes the folder's list of names to the disk: without this, a rename may be lost."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class HashedReader:
+    """An open file that is read from start to end. Every byte that is read goes into the hash."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self.size = os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+        self._digest = hashlib.sha256()
+
+    def read(self, byte_count: int) -> bytes:
+        """The next bytes. The caller has checked that the file is that long."""
+        data = bytearray(byte_count)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fills the memory with the next bytes."""
+        position = 0
+        while position < len(view):
+            byte_count = os.readv(self._descriptor, [view[position:]])
+            if byte_count == 0:
+                raise checkpoint_error(
+                    self.path,
+                    f"{self.size} bytes",
+                    "fewer: it shrank while it was read",
+                    DAMAGED_ADVICE,
+                )
+            position += byte_count
+        self._digest.update(view)
+
+    def check_hash(self, entry: FileEntry) -> None:
+        """Raises unless the bytes read so far, which must be all, have the manifest's sha256."""
+        sha256 = self._digest.hexdigest()
+        if sha256 != entry.sha256:
+            raise checkpoint_error(
+                self.path, f"sha256 {entry.sha256[:16]}…", f"{sha256[:16]}…", DAMAGED_ADVICE
+            )
 
 
 @contextmanager
-def writing(folder: Path, need: int) -> Iterator[Path]:
-    """A temporary folder to fill with files; it becomes `folder` when the block ends, and is removed when it fails.
+def open_file(path: Path, entry: FileEntry | None = None) -> Iterator[HashedReader]:
+    """Opens a regular file for reading, and checks its size if an entry of the manifest is given.
 
-    `need` is the number of bytes to come, for the message when the disk is full.
+    Links are not followed and pipes are not waited for. Every error of the system names the file.
     """
     try:
-        make(folder.parent)
-        _check_free(folder)
-        sweep(folder.parent)
-        with _temporary(folder.parent) as temporary:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if path.is_symlink():
+            reason = "a symbolic link"
+        raise checkpoint_error(path, "a file that can be read", reason, DAMAGED_ADVICE) from error
+
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise checkpoint_error(path, "a regular file", "something else", DAMAGED_ADVICE)
+        reader = HashedReader(path, descriptor)
+        if entry is not None and reader.size != entry.size:
+            manifest_path = path.parent / "manifest.json"
+            raise checkpoint_error(
+                path,
+                f"{entry.size} bytes, as {manifest_path} says",
+                f"{reader.size}",
+                DAMAGED_ADVICE,
+            )
+        yield reader
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise checkpoint_error(path, "a file that can be read", reason, DAMAGED_ADVICE) from error
+    finally:
+        os.close(descriptor)
+
+
+# Folders.
+
+
+@contextmanager
+def write_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yields a temporary folder, which becomes `folder` when the block ends.
+
+    It is removed when the block fails. `needed_bytes` are the bytes to come, for the message when
+    the disk is full.
+    """
+    parent = folder.parent
+    try:
+        make_folder(parent)
+        _check_name_is_free(folder)
+        remove_leftovers(parent)
+        with _temporary_folder(parent) as temporary:
             yield temporary
             sync_folder(temporary)
-            os.rename(temporary, folder)  # fails on a folder with anything in it
-        sync_folder(folder.parent)
+            os.rename(temporary, folder)  # fails if `folder` has anything in it by now
+        sync_folder(parent)
     except OSError as error:
-        raise explained(error, folder, need) from error
+        raise explain_save_error(error, folder, needed_bytes) from error
 
 
-def remove(folder: Path) -> None:
-    """The folder is gone at once for every reader, then deleted; a link is removed, not followed."""
-    trash = folder.parent / f"{_TRASH}{secrets.token_hex(8)}"
+def make_folder(folder: Path) -> None:
+    """Creates the folder and its parents, and flushes their names to the disk."""
+    if folder.exists():
+        return
+    make_folder(folder.parent)
+    with contextlib.suppress(FileExistsError):  # another process was faster
+        folder.mkdir()
+    sync_folder(folder.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes the folder: at once for every reader, then from the disk. A link is not followed."""
+    trash = folder.parent / f"{TRASH_PREFIX}{secrets.token_hex(8)}"
     try:
         os.rename(folder, trash)
         sync_folder(folder.parent)
         _delete(trash)
     except FileNotFoundError:
-        pass  # someone else removed it
+        pass  # another process removed it
     except OSError as error:
-        came, advice = (
-            error.strerror or str(error),
-            "Check who owns the folder, or remove it by hand.",
-        )
-        raise checkpoint_error(folder, "a folder that can be removed", came, advice) from error
+        reason = error.strerror or str(error)
+        advice = "Check who owns the folder, or remove it by hand."
+        raise checkpoint_error(folder, "a folder that can be removed", reason, advice) from error
 
 
-def sweep(parent: Path) -> None:
-    """Removes what killed processes left: temporaries that nobody fills any more, and trash."""
+def remove_leftovers(parent: Path) -> None:
+    """Removes what killed processes left in a folder: abandoned temporaries, and trash."""
     for name in os.listdir(parent):
-        if name.startswith(_TRASH) or (name.startswith(_TEMPORARY) and _is_left(parent / name)):
-            _delete(parent / name)
+        path = parent / name
+        if name.startswith(TRASH_PREFIX) or (
+            name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path)
+        ):
+            _delete(path)
 
 
-def make(folder: Path) -> None:
-    """The folder and its parents, on the disk."""
-    if not folder.exists():
-        make(folder.parent)
-        with contextlib.suppress(FileExistsError):  # someone else's is as good
-            folder.mkdir()
-        sync_folder(folder.parent)
-
-
-def explained(error: OSError, folder: Path, need: int) -> CheckpointError:
-    """What the system's error means for a save, and what to do about it."""
+def explain_save_error(error: OSError, folder: Path, needed_bytes: int) -> CheckpointError:
+    """The error of a save: what the system's error means, and what to do about it."""
     reason = error.strerror or str(error)
     if error.errno == errno.ENOSPC:
-        free = _free(folder)
-        more = max(need - free, 1) if free < need else need
-        advice = f"Free {more:,} bytes or more, or save to another disk."
-        return checkpoint_error(
-            folder, f"room for {need:,} bytes", f"{free:,} free ({reason})", advice
+        free_bytes = _free_bytes(folder)
+        missing_bytes = needed_bytes - free_bytes
+        if missing_bytes <= 0:  # the disk was freed meanwhile, or keeps some space for root
+            missing_bytes = needed_bytes
+        expected = f"room for {needed_bytes:,} bytes"
+        reason = f"{free_bytes:,} free ({reason})"
+        advice = f"Free {missing_bytes:,} bytes or more, or save to another disk."
+    elif error.errno == errno.EDQUOT:
+        expected = f"room for {needed_bytes:,} bytes"
+        advice = f"Free {needed_bytes:,} bytes of your quota."
+    elif error.errno == errno.EFBIG:
+        expected = f"files of up to {needed_bytes:,} bytes"
+        advice = (
+            f"Allow files of {needed_bytes:,} bytes (ulimit -f), or save to another file system."
         )
-    if error.errno == errno.EDQUOT:
-        return checkpoint_error(
-            folder, f"room for {need:,} bytes", reason, f"Free {need:,} bytes of your quota."
-        )
-    if error.errno == errno.EFBIG:
-        advice = f"Allow files of {need:,} bytes (ulimit -f), or save to another file system."
-        return checkpoint_error(folder, f"files of up to {need:,} bytes", reason, advice)
-    if error.errno == errno.ENAMETOOLONG:
-        return checkpoint_error(
-            folder, "a name that the file system takes", reason, "Choose a shorter one."
-        )
-    if error.errno in _READ_ONLY:
-        return checkpoint_error(
-            folder,
-            "a folder that can be written",
-            reason,
-            "Save to a folder that you may write to.",
-        )
-    if error.errno in _NO_PLACE or error.errno == errno.ENOTEMPTY:
-        return checkpoint_error(
-            folder, "a place for a new folder", reason, "Choose a path under an existing folder."
-        )
-    return checkpoint_error(
-        folder,
-        "a disk that takes the checkpoint",
-        reason,
-        "Check the disk, or save to another one.",
-    )
+    elif error.errno == errno.ENAMETOOLONG:
+        expected = "a name that the file system takes"
+        advice = "Choose a shorter one."
+    elif error.errno in NO_PERMISSION:
+        expected = "a folder that can be written"
+        advice = "Save to a folder that you may write to."
+    elif error.errno in NO_SUCH_PATH:
+        expected = "a place for a new folder"
+        advice = "Choose a path under an existing folder."
+    else:
+        expected = "a disk that takes the checkpoint"
+        advice = "Check the disk, or save to another one."
+    return checkpoint_error(folder, expected, reason, advice)
 
 
-def _check_free(folder: Path) -> None:
+def _check_name_is_free(folder: Path) -> None:
     try:
-        os.lstat(folder)  # raises for a name that is too long, too: now, and not after gigabytes
+        # A name that is too long raises too: now, and not after gigabytes were written.
+        os.lstat(folder)
     except FileNotFoundError:
         return
     advice = "Choose another name, or remove it first: a checkpoint is never overwritten."
@@ -126,9 +239,10 @@ def _check_free(folder: Path) -> None:
 
 
 @contextmanager
-def _temporary(parent: Path) -> Iterator[Path]:
+def _temporary_folder(parent: Path) -> Iterator[Path]:
     pid = os.getpid()
-    temporary = parent / f"{_TEMPORARY}{_host()}-{pid}-{_birth(pid)}-{secrets.token_hex(4)}"
+    owner = f"{_host_id()}-{pid}-{_process_start(pid)}"
+    temporary = parent / f"{TEMPORARY_PREFIX}{owner}-{secrets.token_hex(4)}"
     temporary.mkdir()
     try:
         yield temporary
@@ -137,44 +251,53 @@ def _temporary(parent: Path) -> Iterator[Path]:
         raise
 
 
-def _is_left(temporary: Path) -> bool:
-    owner = temporary.name.removeprefix(_TEMPORARY).split("-")
-    if len(owner) == 4 and owner[0] == _host() and owner[1].isdecimal():
-        return (
-            _birth(int(owner[1])) != owner[2]
-        )  # another birth: the number was given to another process
-    with contextlib.suppress(OSError):
-        written = max(path.lstat().st_mtime for path in (temporary, *temporary.iterdir()))
-        return time.time() - written > _SILENT_S
-    return False
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether the process that filled the temporary folder is gone."""
+    parts = temporary.name.removeprefix(TEMPORARY_PREFIX).split("-")
+    if len(parts) == 4 and parts[0] == _host_id() and parts[1].isdecimal():
+        # A process with this pid that started at another time is another process.
+        return _process_start(int(parts[1])) != parts[2]
 
-
-def _host() -> str:
-    """Where a pid means what it means here."""
-    with contextlib.suppress(OSError):
-        return hashlib.sha256(
-            f"{os.uname().nodename} {os.readlink('/proc/self/ns/pid')}".encode()
-        ).hexdigest()[:8]
-    return hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]
-
-
-def _birth(pid: int) -> str:
-    """When the process started, in ticks since boot; "gone" without one. Where no /proc tells, "0" for a live one."""
-    if not Path("/proc/self/stat").exists():
-        return "0" if _is_alive(pid) else "gone"
+    # Another host's: its processes cannot be seen from here, but when it wrote last can.
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        paths = [temporary, *temporary.iterdir()]
+        last_write_s = max(path.lstat().st_mtime for path in paths)
+    except OSError:  # it is gone, or its owner has just renamed it
+        return False
+    return time.time() - last_write_s > ABANDONED_AFTER_S
+
+
+def _host_id() -> str:
+    """A hash of the machine and its pid namespace: within them, a pid means the same process."""
+    host = os.uname().nodename
+    with contextlib.suppress(OSError):
+        host = f"{host} {os.readlink('/proc/self/ns/pid')}"
+    return hashlib.sha256(host.encode()).hexdigest()[:8]
+
+
+def _process_start(pid: int) -> str:
+    """When the process started, in ticks since boot; "gone" if there is no such process.
+
+    Without /proc the time is not known: then "0" for a process that runs.
+    """
+    if not Path("/proc/self/stat").exists():
+        return "0" if _is_running(pid) else "gone"
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return "gone"
-    return "gone" if fields[0] in "ZX" else fields[19]  # dead, but its parent has not asked yet
+    fields = text.rpartition(")")[2].split()
+    if fields[STATE_FIELD] in "ZX":  # dead, but its parent has not collected it yet
+        return "gone"
+    return fields[START_TIME_FIELD]
 
 
-def _is_alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except PermissionError:  # another user's process
         return True
     return True
 
@@ -185,7 +308,7 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _free(folder: Path) -> int:
+def _free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

@@ -1,7 +1,9 @@
-"""One writer at a time: a folder is locked by the process that writes there, until it is done or dies.
+"""One writer at a time: a folder is locked by the process that writes in it, until it ends or dies.
 
-The kernel lets go of a lock (flock) with the process that holds it, so that a killed run stands in nobody's way. The
-file in the folder says who holds it, for a person to read; by itself it locks nothing. Readers need no lock.
+The lock is one of the library filelock, over the kernel's flock. The kernel releases it when its
+process dies, so a killed run blocks nobody, and filelock closes it in forked children, so that
+DataLoader workers, which outlive a killed parent by seconds, do not keep it. The file in the folder
+says who holds the lock, for a person to read. The file alone locks nothing. Reading needs no lock.
 """
 
 import os
@@ -13,139 +15,149 @@ from typing import NamedTuple
 
 from halfstep.errors import CheckpointError, Notice
 
-LOCK = ".halfstep-lock"
+LOCK_FILE = ".halfstep-lock"
+
+# How long to try. A file that its holder removes while we open it takes a second attempt.
+ACQUIRE_TIMEOUT_S = 0.1
+RETRY_EVERY_S = 0.01
+
+# Bytes to read of the line that names the holder.
+MAX_OWNER_BYTES = 300
 
 
-class Asks(NamedTuple):
-    """Who wants a folder, by the name of what was given, which file there is the lock, and what to do instead."""
+class LockRequest(NamedTuple):
+    """Who locks a folder, which file in it is the lock, and what to do if another run has it."""
 
     who: str = "Checkpoint"
-    file: str = LOCK
+    file_name: str = LOCK_FILE
     instead: str = "name another folder"
 
 
-_SAVES = Asks()
-_held: dict[
-    int, tuple[int, int]
-] = {}  # descriptors of this process's locks, and the files they are
-_hooked: list[bool] = []
+SAVE_REQUEST = LockRequest()
+
+
+class _LockFileRemoved(Exception):
+    """The file was removed by its holder after we had opened it: it locks nothing any more."""
+
+
+class _LockFile:
+    """The file that is locked, known by its inode: the path may name another one by now."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stat: os.stat_result | None = None
+
+    def sign(self, descriptor: int) -> None:
+        """Writes who holds the lock into the file that was just locked."""
+        self._stat = os.fstat(descriptor)
+        if not self._is_at_path():
+            raise _LockFileRemoved
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, _owner_line().encode(), 0)
+
+    def remove(self) -> None:
+        """Removes the file, unless the path names another process's by now."""
+        if self._is_at_path():
+            with suppress(OSError):
+                self.path.unlink()
+
+    def _is_at_path(self) -> bool:
+        try:
+            current = os.lstat(self.path)
+        except OSError:  # the file, or its folder, is gone
+            return False
+        return self._stat is not None and os.path.samestat(current, self._stat)
 
 
 @contextmanager
-def held(folder: Path, asks: Asks = _SAVES) -> Iterator[None]:
-    """Inside, `folder` is this block's to write: another process, thread or block that wants it is refused.
+def hold_lock(folder: Path, request: LockRequest = SAVE_REQUEST) -> Iterator[None]:
+    """Inside the block only this block may write to `folder`: a second one raises CheckpointError.
 
-    Where the file system has no locks, a Notice says so and the block runs all the same.
+    That is true for other processes, other threads and other blocks of this thread. Where the file
+    system has no locks, a Notice says so and the block runs without one.
     """
-    descriptor, owner = _take(folder, asks), os.getpid()
+    from filelock import FileLock, Timeout
+
+    path = folder / request.file_name
+    lock_file = _LockFile(path)
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False, on_acquired=lock_file.sign)
+    while not lock.is_locked:
+        _create_lock_file(path, request)
+        try:
+            lock.acquire(timeout=ACQUIRE_TIMEOUT_S, poll_interval=RETRY_EVERY_S)
+        except _LockFileRemoved:
+            continue
+        except Timeout:
+            raise _in_use_error(path, request) from None
+        except OSError as error:
+            _warn_without_lock(path, error, request)
+            break
+
+    holder_pid = os.getpid()
     try:
         yield
     finally:
-        if descriptor in _held and os.getpid() == owner:  # a fork of the holder holds nothing
-            _release(folder / asks.file, descriptor)
+        # A fork of the holder may leave this block too, and holds nothing.
+        if lock.is_locked and os.getpid() == holder_pid:
+            # Removed while it is locked: whoever has opened it notices that, and makes a new one.
+            lock_file.remove()
+            lock.release()
 
 
-def unwritable(folder: Path, error: OSError, asks: Asks = _SAVES) -> CheckpointError:
-    """What a folder that takes no files is told as."""
-    came, instead = error.strerror or str(error), asks.instead[0].upper() + asks.instead[1:]
+def unwritable_folder(
+    folder: Path, error: OSError, request: LockRequest = SAVE_REQUEST
+) -> CheckpointError:
+    """The error for a folder in which no file can be created."""
+    reason = error.strerror or str(error)
+    advice = request.instead[0].upper() + request.instead[1:]
     return CheckpointError(
-        f"{asks.who}: expected a folder that can be written, {folder} cannot: {came}. {instead}."
+        f"{request.who}: expected a folder that can be written, {folder} cannot: {reason}. "
+        f"{advice}."
     )
 
 
-def _take(folder: Path, asks: Asks) -> int:
-    """The descriptor that holds the lock; -1 where there are no locks."""
-    import fcntl
-
-    path = folder / asks.file
-    while True:
-        descriptor = _opened(path, asks)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            error = _in_use(folder, descriptor, asks)
-            os.close(descriptor)
-            raise error from None
-        except OSError as error:
-            os.close(descriptor)
-            return _without(path, error, asks)
-        if _is(path, descriptor):
-            _sign(descriptor)
-            return descriptor
-        os.close(
-            descriptor
-        )  # removed by its holder between our open and our lock: the next one is another file
-
-
-def _opened(path: Path, asks: Asks) -> int:
+def _create_lock_file(path: Path, request: LockRequest) -> None:
+    """Creates the folder and the file, so that a refusal is told apart from a missing flock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        os.close(os.open(path, flags, 0o666))
     except OSError as error:
-        raise unwritable(path.parent, error, asks) from error
+        raise unwritable_folder(path.parent, error, request) from error
 
 
-def _sign(descriptor: int) -> None:
-    """Who holds it; a fork closes its copy, since DataLoader workers outlive a killed parent by seconds."""
-    if not _hooked:
-        os.register_at_fork(after_in_child=_forget)
-        _hooked.append(True)
-    _held[descriptor] = _file(descriptor)
-    with suppress(OSError):  # a full disk: it is held all the same
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+def _owner_line() -> str:
+    return f"process {os.getpid()} on {os.uname().nodename}\n"
 
 
-def _release(path: Path, descriptor: int) -> None:
-    import fcntl
-
-    with suppress(OSError):  # the folder may be gone
-        if _is(path, descriptor):
-            path.unlink()  # while it is still held: whoever waits to open it makes a new one
-    del _held[descriptor]
-    fcntl.flock(
-        descriptor, fcntl.LOCK_UN
-    )  # a copy in a process that was forked without Python's knowledge lets go too
-    os.close(descriptor)
-
-
-def _forget() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-def _in_use(folder: Path, descriptor: int, asks: Asks) -> CheckpointError:
-    if _file(descriptor) in _held.values():
+def _in_use_error(path: Path, request: LockRequest) -> CheckpointError:
+    """The error for a folder that is locked, with the process that holds it."""
+    owner = ""
+    with suppress(OSError):  # the holder may have just removed the file
+        owner = path.read_bytes()[:MAX_OWNER_BYTES].decode(errors="replace")
+    if owner == _owner_line():
         return CheckpointError(
-            f"{asks.who}: {folder} is in use in this very process, by another fit or another Checkpoint of this one. "
-            f"Wait for it, or {asks.instead}; one Checkpoint can take every_steps= and best= together."
+            f"{request.who}: {path.parent} is in use in this very process, by another fit or "
+            f"another Checkpoint of this one. Wait for it, or {request.instead}; one Checkpoint "
+            "can take every_steps= and best= together."
         )
-    owner = os.pread(descriptor, 300, 0).decode(errors="replace").strip() or "another process"
+    owner = owner.strip() or "another process"
     return CheckpointError(
-        f"{asks.who}: {folder} is in use: {owner} writes there, and two would overwrite and remove each other's files. "
-        f"Wait until it has ended, stop it, or {asks.instead}."
+        f"{request.who}: {path.parent} is in use: {owner} writes there, and two would overwrite "
+        "and remove each other's files. Wait until it has ended, stop it, or "
+        f"{request.instead}."
     )
 
 
-def _without(path: Path, error: OSError, asks: Asks) -> int:
+def _warn_without_lock(path: Path, error: OSError, request: LockRequest) -> None:
+    """Removes the file, which would lock nothing, and warns at the line of the user's fit."""
     with suppress(OSError):
         path.unlink()
+    reason = error.strerror or error
     warnings.warn(
-        f"{asks.who}: {path.parent} cannot be locked on this file system ({error.strerror or error}). Training goes "
-        "on; see to it that no other run saves there.", Notice, stacklevel=9,
-    )  # fmt: skip
-    return -1
-
-
-def _is(path: Path, descriptor: int) -> bool:
-    try:
-        there = os.stat(path, follow_symlinks=False)
-    except OSError:
-        return False
-    return (there.st_dev, there.st_ino) == _file(descriptor)
-
-
-def _file(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+        f"{request.who}: {path.parent} cannot be locked on this file system ({reason}). "
+        "Training goes on; see to it that no other run saves there.",
+        Notice,
+        stacklevel=8,
+    )

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint consists of, written last. It carries a seal, its own sha256."""
+"""manifest.json: the list of a checkpoint's files, written last, with a seal: its own sha256."""
 
 import hashlib
 import json
@@ -10,16 +10,24 @@ from typing import Any
 
 from halfstep.errors import DAMAGED_ADVICE, checkpoint_error
 
-FORMAT, VERSION = "halfstep checkpoint", 1
-MANIFEST, TREE, TENSORS = "manifest.json", "tree.json", "tensors.safetensors"
-LARGEST = 1 << 20  # bytes of a manifest; a thousand files with long names take a quarter of it
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # no separators, no .., nothing hidden
-_HEX = re.compile(r"[0-9a-f]{64}")
+FORMAT = "halfstep checkpoint"
+VERSION = 1
+
+MANIFEST_FILE = "manifest.json"
+TREE_FILE = "tree.json"
+TENSORS_FILE = "tensors.safetensors"
+
+MAX_EXTRA_FILES = 1000
+MAX_MANIFEST_BYTES = 1 << 20  # 1,000 files with long names take a quarter of it
+MAX_FILE_BYTES = 1 << 62  # sums of two still fit 64 bits
+
+FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # no separators, no .., nothing hidden
+SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
-class File:
-    """What a file must be."""
+class FileEntry:
+    """Size and checksum that a file must have. The fields are keys of manifest.json."""
 
     size: int
     sha256: str
@@ -27,13 +35,13 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The format, who wrote it, and every other file of the checkpoint by name."""
+    """The format, the versions that wrote it, and every other file of the checkpoint by name."""
 
     format: str
     version: int
     halfstep: str
     torch: str
-    files: dict[str, File]
+    files: dict[str, FileEntry]
 
     def encode(self) -> bytes:
         """The bytes of manifest.json, the same for equal manifests."""
@@ -42,8 +50,8 @@ class Manifest:
         return json.dumps({**content, "seal": seal}, indent=1).encode() + b"\n"
 
 
-def made(files: dict[str, File]) -> Manifest:
-    """The manifest of these files, with the versions at work."""
+def make_manifest(files: dict[str, FileEntry]) -> Manifest:
+    """The manifest of these files, with the versions of halfstep and torch in use."""
     import torch
 
     import halfstep
@@ -51,9 +59,9 @@ def made(files: dict[str, File]) -> Manifest:
     return Manifest(FORMAT, VERSION, halfstep.__version__, str(torch.__version__), files)
 
 
-def parse(path: Path, data: bytes) -> Manifest:
-    """The manifest in these bytes: of this format and version, complete, and as its seal says."""
-    content = as_json(path, data)
+def parse_manifest(path: Path, data: bytes) -> Manifest:
+    """The manifest in these bytes. CheckpointError unless complete and as its seal says."""
+    content = parse_json(path, data)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise checkpoint_error(
             path,
@@ -62,17 +70,18 @@ def parse(path: Path, data: bytes) -> Manifest:
             "Name the folder of a halfstep checkpoint.",
         )
     _check_version(path, content.get("version"))
-    if set(content) != {*(field.name for field in fields(Manifest)), "seal"} or not _are_files(
-        content["files"]
-    ):
+
+    expected_keys = {field.name for field in fields(Manifest)} | {"seal"}
+    if set(content) != expected_keys or not _is_file_table(content["files"]):
         raise checkpoint_error(
             path,
             "versions, files with size and sha256, and a seal",
             "other entries",
             DAMAGED_ADVICE,
         )
-    listed = {name: File(**entry) for name, entry in content["files"].items()}
-    manifest = Manifest(FORMAT, VERSION, str(content["halfstep"]), str(content["torch"]), listed)
+
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    manifest = Manifest(FORMAT, VERSION, str(content["halfstep"]), str(content["torch"]), files)
     if manifest.encode() != data:
         raise checkpoint_error(
             path, "a manifest that agrees with its seal", "an altered one", DAMAGED_ADVICE
@@ -80,78 +89,78 @@ def parse(path: Path, data: bytes) -> Manifest:
     return manifest
 
 
-def as_json(path: Path, data: bytes) -> Any:
-    """The JSON in these bytes, NaN and Infinity refused as the standard does."""
+def parse_json(path: Path, data: bytes) -> Any:
+    """The JSON value in these bytes. NaN and Infinity are refused, as the standard does."""
     try:
-        return json.loads(data.decode(), parse_constant=_refuse)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        return json.loads(data.decode(), parse_constant=_refuse_constant)
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors; deep nesting is a RecursionError.
+    except (ValueError, RecursionError) as error:
         raise checkpoint_error(path, "JSON", f"something else ({error})", DAMAGED_ADVICE) from error
 
 
-def check_extra(files: Mapping[str, object]) -> None:
-    """A ValueError or TypeError unless these may be extra files, by their names on any file system."""
-    if len(files) > 1000:
+def check_extra_files(files: Mapping[str, object]) -> None:
+    """ValueError or TypeError unless every file system can hold these as extra files."""
+    if len(files) > MAX_EXTRA_FILES:
         raise ValueError(
-            f"extra_files: expected at most 1000, got {len(files)}. Pack them into one."
+            f"extra_files: expected at most {MAX_EXTRA_FILES}, got {len(files)}. "
+            "Pack them into one."
         )
     for name, content in files.items():
         if not isinstance(content, bytes):
-            advice = "Encode it first: text.encode()."
             raise TypeError(
-                f"extra_files[{name!r}]: expected bytes, got {type(content).__name__}. {advice}"
+                f"extra_files[{name!r}]: expected bytes, got {type(content).__name__}. "
+                "Encode it first: text.encode()."
             )
         if not is_file_name(name):
-            rule = "1 to 100 letters, digits, '_', '-' and '.', the first no '.' or '-'"
             raise ValueError(
-                f"extra_files: expected names of {rule}, got {name!r}. Rename the file."
+                "extra_files: expected names of 1 to 100 letters, digits, '_', '-' and '.', "
+                f"the first no '.' or '-', got {name!r}. Rename the file."
             )
-    lowered = [name.lower() for name in [*files, MANIFEST, TREE, TENSORS]]
-    twice = sorted({name for name in lowered if lowered.count(name) > 1})
-    if twice:
+
+    # Some file systems do not tell capitals from small letters.
+    lowered = [name.lower() for name in [*files, MANIFEST_FILE, TREE_FILE, TENSORS_FILE]]
+    duplicates = sorted({name for name in lowered if lowered.count(name) > 1})
+    if duplicates:
         raise ValueError(
-            f"extra_files: expected each name once, case aside, got {twice} again. Rename the file."
+            f"extra_files: expected each name once, case aside, got {duplicates} again. "
+            "Rename the file."
         )
 
 
 def is_file_name(name: object) -> bool:
-    return isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+    """Whether a checkpoint may contain a file of this name."""
+    return isinstance(name, str) and FILE_NAME.fullmatch(name) is not None
 
 
 def _check_version(path: Path, version: Any) -> None:
     if type(version) is not int or version < 1:
         raise checkpoint_error(path, f"a version of 1 to {VERSION}", repr(version), DAMAGED_ADVICE)
     if version > VERSION:
-        came = f"version {version}, from a newer halfstep"
         raise checkpoint_error(
             path,
             f"format version {VERSION} at most",
-            came,
+            f"version {version}, from a newer halfstep",
             "Upgrade halfstep: pip install -U halfstep.",
         )
 
 
-def _are_files(files: Any) -> bool:
-    if not isinstance(files, dict) or not {TREE, TENSORS} <= set(files) or MANIFEST in files:
+def _is_file_table(files: Any) -> bool:
+    if not isinstance(files, dict):
         return False
-    return all(is_file_name(name) and _is_file(entry) for name, entry in files.items())
-
-
-def _is_file(entry: Any) -> bool:
-    if (
-        not isinstance(entry, dict)
-        or set(entry) != {"size", "sha256"}
-        or not isinstance(entry["sha256"], str)
-    ):
+    if MANIFEST_FILE in files or TREE_FILE not in files or TENSORS_FILE not in files:
         return False
-    return (
-        type(entry["size"]) is int
-        and 0 <= entry["size"] < 1 << 62
-        and bool(_HEX.fullmatch(entry["sha256"]))
-    )
+    return all(is_file_name(name) and _is_file_entry(entry) for name, entry in files.items())
 
 
-def _refuse(constant: str) -> None:
+def _is_file_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+        return False
+    size = entry["size"]
+    sha256 = entry["sha256"]
+    if type(size) is not int or not 0 <= size < MAX_FILE_BYTES:
+        return False
+    return isinstance(sha256, str) and SHA256_HEX.fullmatch(sha256) is not None
+
+
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")

@@ -1,22 +1,26 @@
-"""The checkpoints of a run: folders named by their step under one root."""
+"""The checkpoints of a run: folders in one root folder, named by their step."""
 
 import os
 import re
 import time
 import warnings
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint import disk as atomic
+from halfstep.checkpoint.disk import remove_folder
 from halfstep.checkpoint.store import read_manifest, verify
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
 
-_STIR_S = 0.05  # file systems keep times in ticks of up to 10 ms
-_NAME = re.compile(r"step-([0-9]{9,})")
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})")
+
+# A folder that changed this recently may be changing still. File systems keep times in ticks of up
+# to 10 ms.
+RECENT_CHANGE_S = 0.05
 
 
 def name_of(step: int) -> str:
-    """The name of a step's checkpoint; the names of steps below 10^9 sort as the steps do."""
+    """The folder name of a step's checkpoint. Names of steps below 10^9 sort as the steps do."""
     if type(step) is not int or step < 0:
         raise ValueError(
             f"expected a step of 0 or more, got {step!r}. Count steps from the start of the run."
@@ -25,90 +29,121 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: str | Path) -> int:
-    """The step in a checkpoint's name, a ValueError for any other name."""
+    """The step in a checkpoint's folder name. ValueError for any other name."""
     name = Path(path).name
-    match = _NAME.fullmatch(name)
-    if match is None or name_of(int(match[1])) != name:
+    if not _is_checkpoint_name(name):
         raise ValueError(
             f"expected a name such as {name_of(123)}, got {name!r}. Use name_of(step) to make one."
         )
-    return int(match[1])
+    return int(name.removeprefix("step-"))
 
 
 def listing(root: str | Path) -> list[Path]:
-    """The folders under `root` that are named as checkpoints are, by step, whole or not; none without a root."""
+    """The folders in `root` that have a checkpoint's name, by step, whether complete or not.
+
+    Empty if there is no such root.
+    """
     root = Path(root)
     try:
-        found = [path for path in root.iterdir() if _is_named(path) and path.is_dir()]
+        paths = [path for path in root.iterdir() if _is_checkpoint_name(path.name)]
+        folders = [path for path in paths if path.is_dir()]
     except FileNotFoundError:
         return []
     except OSError as error:
-        came, advice = error.strerror or str(error), "Name the folder of the run."
-        raise checkpoint_error(root, "a folder of checkpoints", came, advice) from error
-    return sorted(found, key=step_of)
+        reason = error.strerror or str(error)
+        advice = "Name the folder of the run."
+        raise checkpoint_error(root, "a folder of checkpoints", reason, advice) from error
+    return sorted(folders, key=step_of)
 
 
 def latest(root: str | Path) -> Path | None:
-    """The newest checkpoint that is whole, checksums included; None without one. Broken ones are passed over, and one
-    Notice names them."""
+    """The newest checkpoint that is complete, checksums included; None if there is none.
+
+    Broken ones are passed over, and one Notice names them.
+    """
+    # If checkpoints were pruned while we looked, or names are changing, newer ones exist by now.
     while True:
-        found, broken, lost = _search(root)
-        if found or not (
-            lost or _is_stirring(root)
-        ):  # pruned meanwhile: newer ones are there by now
+        search = _search_newest(root)
+        if search.newest is not None:
             break
-    if broken:
-        reasons = "\n  ".join(broken)
-        went = f"{found} is used instead" if found else "no whole one is left"
-        warnings.warn(f"{len(broken)} broken, {went}:\n  {reasons}", Notice, stacklevel=2)
-    return found
+        if not search.some_vanished and not _changed_recently(root):
+            break
+
+    if search.broken:
+        outcome = "no whole one is left"
+        if search.newest is not None:
+            outcome = f"{search.newest} is used instead"
+        reasons = "\n  ".join(search.broken)
+        warnings.warn(f"{len(search.broken)} broken, {outcome}:\n  {reasons}", Notice, stacklevel=2)
+    return search.newest
 
 
 def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Removes the checkpoints older than the newest `keep` that are complete by size, the oldest first, except those
-    in `protect`; returns the removed. Broken ones are not counted, so the newest whole one always stays."""
+    """Removes all checkpoints but the newest `keep`, the oldest first. Returns the removed.
+
+    Those in `protect` stay. Broken ones are not counted, so the newest complete one always stays;
+    complete means that every file has its size.
+    """
     if type(keep) is not int or keep < 1:
         raise ValueError(
             f"expected keep of 1 or more, got {keep!r}. The newest checkpoint is never removed."
         )
-    paths, kept = listing(root), 0
-    safe = {os.path.realpath(path) for path in protect}
-    for at in reversed(range(len(paths))):
-        kept += _is_complete(paths[at])
-        if kept == keep:
-            gone = [path for path in paths[:at] if os.path.realpath(path) not in safe]
-            for path in gone:
-                atomic.remove(path)
-            return gone
+    paths = listing(root)
+    protected = {os.path.realpath(path) for path in protect}
+
+    # From the newest back to the one that completes the number to keep; older ones are too many.
+    complete_count = 0
+    for index in reversed(range(len(paths))):
+        if _is_complete(paths[index]):
+            complete_count += 1
+        if complete_count == keep:
+            older = paths[:index]
+            removed = [path for path in older if os.path.realpath(path) not in protected]
+            for path in removed:
+                remove_folder(path)
+            return removed
     return []
 
 
-def _search(root: str | Path) -> tuple[Path | None, list[str], bool]:
-    broken, lost = [], False
+@dataclass
+class _Search:
+    """The newest complete checkpoint, why newer ones are broken, and whether some vanished."""
+
+    newest: Path | None = None
+    broken: list[str] = field(default_factory=list)
+    some_vanished: bool = False
+
+
+def _search_newest(root: str | Path) -> _Search:
+    search = _Search()
     for path in reversed(listing(root)):
         try:
             verify(path)
         except CheckpointError as error:
             if os.path.lexists(path):
-                broken.append(str(error))
+                search.broken.append(str(error))
             else:
-                lost = True
-            continue
-        return path, broken, lost
-    return None, broken, lost
+                search.some_vanished = True
+        else:
+            search.newest = path
+            break
+    return search
 
 
-def _is_stirring(root: str | Path) -> bool:
-    """Whether the folder has just changed: a listing made meanwhile may have seen neither the old name nor the new."""
+def _changed_recently(root: str | Path) -> bool:
+    """Whether names in the folder have just changed.
+
+    A listing made meanwhile may have seen neither the old name nor the new one.
+    """
     try:
-        return abs(time.time() - os.stat(root).st_mtime) < _STIR_S
+        return abs(time.time() - os.stat(root).st_mtime) < RECENT_CHANGE_S
     except OSError:
         return False
 
 
-def _is_named(path: Path) -> bool:
-    match = _NAME.fullmatch(path.name)
-    return match is not None and name_of(int(match[1])) == path.name
+def _is_checkpoint_name(name: str) -> bool:
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return match is not None and name_of(int(match[1])) == name
 
 
 def _is_complete(path: Path) -> bool:

@@ -1,73 +1,97 @@
-"""`halfstep data get | show | check`: fetch a data set, look at it, read all of it."""
+"""`halfstep data get | show | check`: fetch a data set, look at it, read all of it.
+
+The reading stands in data_check.py, which needs torch; help and completion do not.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.cli.options import Command
+from halfstep.cli.options import (
+    DATASETS,
+    Command,
+    DataPathOption,
+    JsonOption,
+    complete_one,
+)
+from halfstep.cli.output import draw_bar, print_json
+from halfstep.utils.text import plural
 
-data = typer.Typer(
+MAX_CLASSES_SHOWN = 40  # with more classes, one line sums them up
+
+DOWNLOADABLE = DATASETS[1:]  # all but the sample, which ships with the package
+
+GET_HELP = """Find a data set, or download it into the cache; every file is checked against its \
+published checksum.
+
+Looked for in --path, $HALFSTEP_DATA, the cache ($HALFSTEP_CACHE, else ~/.cache/halfstep) and
+Debian's packages before the network is asked.
+
+\b
+halfstep data get cifar10
+halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz\
+#md5=c32a1d4ab5d03f1284b67883e8d87530
+HALFSTEP_DATA=/data halfstep data get mnist --json
+"""
+
+DownloadableArgument = Annotated[
+    str,
+    typer.Argument(
+        help="mnist, fashion-mnist, cifar10 or cifar100",
+        autocompletion=complete_one(*DOWNLOADABLE),
+    ),
+]
+DatasetArgument = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(DATASETS)}, or a folder",
+        autocompletion=complete_one(*DATASETS),
+    ),
+]
+
+data_app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Get a data set, look at its samples, check every one of them.",
 )
 
-Known = Annotated[
-    str,
-    typer.Argument(
-        help="mnist, fashion-mnist, cifar10 or cifar100",
-        autocompletion=words.among(*words.DATA[1:]),
-    ),
-]
-Any_ = Annotated[
-    str,
-    typer.Argument(
-        help=f"{', '.join(words.DATA)}, or a folder", autocompletion=words.among(*words.DATA)
-    ),
-]
 
-
-@data.command(cls=Command)
-def get(name: Known, path: words.Where = None, as_json: words.Json = False) -> None:
-    """Find a data set, or download it into the cache; every file is checked against its published checksum.
-
-    Looked for in --path, $HALFSTEP_DATA, the cache ($HALFSTEP_CACHE, else ~/.cache/halfstep) and Debian's packages
-    before the network is asked.
-
-    \b
-    halfstep data get cifar10
-    halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz#md5=c32a1d4ab5d03f1284b67883e8d87530
-    HALFSTEP_DATA=/data halfstep data get mnist --json
-    """
+@data_app.command(help=GET_HELP, cls=Command)
+def get(
+    name: DownloadableArgument, path: DataPathOption = None, as_json: JsonOption = False
+) -> None:
+    """The command; its help is GET_HELP."""
     from halfstep.data.download.find import find
 
     if name == "sample":
         raise ValueError(
-            "data get: sample ships with the package, there is nothing to get; halfstep data show sample"
+            "data get: sample ships with the package, there is nothing to get; "
+            "halfstep data show sample"
         )
-    found = find(name, path, download=True)
-    if as_json:
-        return text.dump(
-            {
-                "name": name,
-                "folder": str(found.folder),
-                "origin": found.origin,
-                "sample": found.sample,
-            }
-        )
-    return typer.echo(f"{name}: {found.folder} ({found.origin})")
+    location = find(name, path, download=True)
+    if not as_json:
+        typer.echo(f"{name}: {location.folder} ({location.origin})")
+        return
+    print_json(
+        {
+            "name": name,
+            "folder": str(location.folder),
+            "origin": location.origin,
+            "sample": location.sample,
+        }
+    )
 
 
-@data.command(cls=Command)
+@data_app.command(cls=Command)
 def show(
-    name: Any_, path: words.Where = None, split: Annotated[Literal["train", "test"], typer.Option()] = "train",
+    name: DatasetArgument,
+    path: DataPathOption = None,
+    split: Annotated[Literal["train", "test"], typer.Option()] = "train",
     samples: Annotated[int, typer.Option(help="images in the sheet")] = 8,
     out: Annotated[Path, typer.Option(help="the sheet")] = Path("sheet.png"),
     view: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Draw a contact sheet of the first samples with their labels, as a PNG.
 
     \b
@@ -76,23 +100,24 @@ def show(
     """
     import webbrowser
 
-    from halfstep.cli.data__reading import dataset
+    from halfstep.cli.data_check import read_dataset
     from halfstep.data import sheet
 
-    sheet(dataset(name, path, split), out, samples=samples, epochs=0)
+    sheet(read_dataset(name, path, split), out, samples=samples, epochs=0)
     typer.echo(f"written: {out}")
     if view and not webbrowser.open(out.resolve().as_uri()):
         typer.echo(f"no browser could be started; open {out} yourself", err=True)
 
 
-@data.command(cls=Command)
-def check(name: Any_, path: words.Where = None, as_json: words.Json = False) -> None:
+@data_app.command(cls=Command)
+def check(name: DatasetArgument, path: DataPathOption = None, as_json: JsonOption = False) -> None:
     """Read every sample and report sizes, classes, pixel statistics and damage.
 
     The mean and deviation per channel, in 0..1, are what hs.data.Normalize takes.
 
-    A folder is read as by halfstep train and compare: train/ and test/ (or val/) with one folder of images per class,
-    or MNIST's or CIFAR-10's own files. Folders of classes alone are checked too; a note says how to split them.
+    A folder is read as by halfstep train and compare: train/ and test/ (or val/) with one folder of
+    images per class, or MNIST's or CIFAR-10's own files. Folders of classes alone are checked too;
+    a note says how to split them.
 
     \b
     halfstep data check sample
@@ -101,52 +126,66 @@ def check(name: Any_, path: words.Where = None, as_json: words.Json = False) -> 
 
     Exit code: 0 whole, 1 damaged or incomplete, 2 not found or a mistake.
     """
-    from halfstep.cli.data__reading import examine
+    from halfstep.cli.data_check import check_dataset
 
-    found = examine(name, path)
+    result = check_dataset(name, path)
     if as_json:
-        text.dump(found)
+        print_json(result)
     else:
-        _tell(found)
-    raise typer.Exit(1 if any(part["damage"] for part in found["parts"]) else 0)
+        _print_check(result)
+    is_damaged = any(part["damage"] for part in result["parts"])
+    raise typer.Exit(1 if is_damaged else 0)
 
 
-def _tell(found: dict[str, Any]) -> None:
-    typer.echo(f"{found['name']}: {found['origin']}")
-    for part in found["parts"]:
-        alone = len(part["sizes"]) == 1
-        sizes = ", ".join(
-            f"{w} × {h} × {c}{'' if alone else f' ({n:,})'}" for (h, w, c), n in part["sizes"]
-        )
-        typer.echo(
-            f"\n{part['name']}: {text.plural(part['samples'], 'sample')}{f' of {sizes}' if sizes else ''}"
-        )
+def _print_check(result: dict[str, Any]) -> None:
+    """Prints the parts and their damage on standard output, the notes on standard error."""
+    typer.echo(f"{result['name']}: {result['origin']}")
+    for part in result["parts"]:
+        samples = plural(part["samples"], "sample")
+        sizes = _format_sizes(part["sizes"])
+        headline = f"\n{part['name']}: {samples}"
+        if sizes:
+            headline += f" of {sizes}"
+        typer.echo(headline)
         if part["mean"]:
-            pairs = zip(part["mean"], part["deviation"], strict=True)
-            typer.echo(
-                "mean ± deviation: "
-                + ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in pairs)
-            )
-        for line in _classes(part["classes"]):
+            channels = zip(part["mean"], part["deviation"], strict=True)
+            statistics = ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in channels)
+            typer.echo(f"mean ± deviation: {statistics}")
+        for line in _class_lines(part["classes"]):
             typer.echo(line)
-        for each in part["damage"]:
-            typer.echo(f"damaged: {each}")
-    damaged = sum(len(part["damage"]) for part in found["parts"])
-    typer.echo(f"\n{damaged} damaged" if damaged else "\nwhole")
-    for each in found["notes"]:
-        typer.echo(f"note: {each}", err=True)
+        for message in part["damage"]:
+            typer.echo(f"damaged: {message}")
+
+    damage_count = sum(len(part["damage"]) for part in result["parts"])
+    typer.echo(f"\n{damage_count} damaged" if damage_count else "\nwhole")
+    for note in result["notes"]:
+        typer.echo(f"note: {note}", err=True)
 
 
-def _classes(counts: dict[str, int]) -> list[str]:
-    if not counts or len(counts) > 40:
-        return (
-            [f"{len(counts)} classes of {min(counts.values())} to {max(counts.values())}"]
-            if counts
-            else []
-        )
+def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]]) -> str:
+    """Width × height × channels of the images; how many there are of each, if sizes differ."""
+    texts = []
+    for (height, width, channels), count in sizes:
+        text = f"{width} × {height} × {channels}"
+        if len(sizes) > 1:
+            text += f" ({count:,})"
+        texts.append(text)
+    return ", ".join(texts)
+
+
+def _class_lines(counts: dict[str, int]) -> list[str]:
+    """A line with a bar for each class, or one line for all of them where they are many."""
+    if not counts:
+        return []
+    fewest = min(counts.values())
     most = max(counts.values())
-    width, wide = max(map(len, counts)), max(len(f"{count:,}") for count in counts.values())
-    return [
-        f"  {name:<{width}}  {count:>{wide},}  {text.bar(count / most) if count else ''}".rstrip()
-        for name, count in counts.items()
-    ]
+    if len(counts) > MAX_CLASSES_SHOWN:
+        return [f"{len(counts)} classes of {fewest} to {most}"]
+
+    name_width = max(map(len, counts))
+    count_width = max(len(f"{count:,}") for count in counts.values())
+    lines = []
+    for name, count in counts.items():
+        bar = draw_bar(count / most) if count else ""
+        lines.append(f"  {name:<{name_width}}  {count:>{count_width},}  {bar}".rstrip())
+    return lines

@@ -1,37 +1,52 @@
 """`halfstep eval`: the scores of a run, a checkpoint or a file of weights."""
 
 import shlex
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.experiment import training_run as runs
+from halfstep.cli.options import (
+    BuildOption,
+    DataPathOption,
+    JsonOption,
+    RunArgument,
+    RunDeviceOption,
+    RunNetOption,
+    RunPrecisionOption,
+    TestSamplesOption,
+    option_flag,
+)
+from halfstep.cli.output import format_scores, print_json
+from halfstep.experiment import training_run
 
-Split = Annotated[Literal["test", "train"], typer.Option(help="which part of the data")]
-OwnNet = Annotated[
-    str | None,
-    typer.Option("--net", help="the network, for weights without a run.json beside them"),
-]
-OwnName = Annotated[
-    str | None, typer.Option("--precision", help="another precision than the run's")
-]
-OwnDevice = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
+if TYPE_CHECKING:
+    from halfstep.experiment.builders import RunParts
+
+# Settings that a comparison and `halfstep train` share, in the order of the advised command.
+SETTINGS_OF_COMPARISON = ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
 
 
 def evaluate(
-    run: words.Run, split: Split = "test", net: OwnNet = None,
-    data: Annotated[str | None, typer.Option(help="other data than the run's")] = None, path: words.Where = None,
-    precision: OwnName = None, batch: Annotated[int | None, typer.Option(help="samples in a batch")] = None,
-    test_samples: words.TestSamples = None, build: words.Build = None, device: OwnDevice = None,
-    as_json: words.Json = False,
-) -> None:  # fmt: skip
+    run: RunArgument,
+    split: Annotated[
+        Literal["test", "train"], typer.Option(help="which part of the data")
+    ] = "test",
+    net: RunNetOption = None,
+    data: Annotated[str | None, typer.Option(help="other data than the run's")] = None,
+    path: DataPathOption = None,
+    precision: RunPrecisionOption = None,
+    batch: Annotated[int | None, typer.Option(help="samples in a batch")] = None,
+    test_samples: TestSamplesOption = None,
+    build: BuildOption = None,
+    device: RunDeviceOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Evaluate a run, a checkpoint or a file of weights.
 
-    Loss and metrics over the test data, each sample counted once; of a run, the newest checkpoint. A run of `halfstep
-    train` knows its network and data; others need --build, or --net for a network by name. With --ema the averaged
-    weights are evaluated, as during training.
+    Loss and metrics over the test data, each sample counted once; of a run, the newest checkpoint.
+    A run of `halfstep train` knows its network and data; others need --build, or --net for a
+    network by name. With --ema the averaged weights are evaluated, as during training.
 
     \b
     halfstep eval runs/first
@@ -40,82 +55,101 @@ def evaluate(
     halfstep eval mlp.safetensors --net mlp --data fashion-mnist
     halfstep eval runs/own --build train:build
     """
-    given = {
+    options = {
         "net": net,
         "data": data,
         "path": path,
         "precision": precision,
         "batch": batch,
         "device": device,
+        "test_samples": test_samples,
     }
-    asked = asked_for(run, build, "eval", {**given, "test_samples": test_samples})
-    made = runs.make(asked)
-    origin = runs.load(made.model, run)
-    scores = made.model.evaluate(made.data if split == "train" else _test(made, asked))
+    settings = settings_of_run("eval", run, build, options)
+    built = training_run.build_run(settings)
+    weights_path = training_run.load_weights(built.model, run)
+
+    dataset = built.data if split == "train" else _validation_data(built, settings)
+    scores = built.model.evaluate(dataset)
     if as_json:
-        text.dump({"weights": origin, "split": split, "scores": scores})
+        print_json({"weights": weights_path, "split": split, "scores": scores})
     else:
-        typer.echo(f"{origin}, {split} data: {text.scores(scores)}")
+        typer.echo(f"{weights_path}, {split} data: {format_scores(scores)}")
 
 
-def asked_for(run: Any, build: str | None, what: str, given: dict[str, Any]) -> runs.Asked:
-    """What the run was told, with what the command says instead; or that alone, where nothing is known of the run."""
-    told = sorted(
-        f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None
-    )
-    asked = runs.Asked(build=build) if build else runs.read(run)
-    if asked is not None and asked.build is not None and told:
-        raise ValueError(
-            f"{what}: {', '.join(told)} beside a builder, which made its model and data. Say it there."
-        )
-    if asked is None:
-        _refuse_comparison(run, what)
-    if asked is None and not run.exists():
-        raise FileNotFoundError(
-            f"{what}: expected a run, a checkpoint or a safetensors file, found nothing at {run}"
-        )
-    if asked is None and given.get("net") is None:
-        raise ValueError(
-            f"{what}: {run} does not say how it was built, for halfstep train did not write it. Name its network and "
-            "data (--net mlp --data sample), or its builder (--build package.module:function)."
-        )
-    return runs.changed(asked or runs.Asked(), **given)
+def settings_of_run(
+    command: str, run: Path, build: str | None, options: dict[str, Any]
+) -> training_run.TrainSettings:
+    """The settings of a run, with the options of the command in their place where they are given.
+
+    For weights that no run.json describes, the options alone. `command` begins every error.
+    """
+    settings = training_run.TrainSettings(build=build) if build else training_run.read_run_file(run)
+
+    # A builder has made its model and data: no option can change them.
+    if settings is not None and settings.build is not None:
+        flags = sorted(option_flag(name) for name, value in options.items() if value is not None)
+        if flags:
+            raise ValueError(
+                f"{command}: {', '.join(flags)} beside a builder, which made its model and data. "
+                "Say it there."
+            )
+
+    if settings is None:
+        _refuse_comparison(command, run)
+        if not run.exists():
+            raise FileNotFoundError(
+                f"{command}: expected a run, a checkpoint or a safetensors file, "
+                f"found nothing at {run}"
+            )
+        if options.get("net") is None:
+            raise ValueError(
+                f"{command}: {run} does not say how it was built, for halfstep train did not write "
+                "it. Name its network and data (--net mlp --data sample), or its builder "
+                "(--build package.module:function)."
+            )
+        settings = training_run.TrainSettings()
+    return training_run.with_overrides(settings, **options)
 
 
-def _refuse_comparison(run: Any, what: str) -> None:
-    """A comparison's runs leave results and no weights: the run to train is named with its settings."""
-    from halfstep.experiment.output_folder import SUMMARY, read_json
+def _refuse_comparison(command: str, run: Path) -> None:
+    """Raises an error if `run` is a comparison, or a run inside one: these keep no weights.
 
-    home = next((place for place in (run, run.parent.parent) if (place / SUMMARY).is_file()), None)
-    found = read_json(home / SUMMARY) if home is not None else None
-    if home is None or not isinstance(found, dict):
+    The error names the command that trains the recommended precision with the same settings.
+    """
+    from halfstep.experiment.output_folder import SUMMARY_FILE
+    from halfstep.utils.files import read_json
+
+    folder = run
+    if not (folder / SUMMARY_FILE).is_file():
+        folder = run.parent.parent
+    if not (folder / SUMMARY_FILE).is_file():
         return
-    spec, best = found.get("spec", {}), found.get("recommendation", {}).get("precision")
-    told = {
-        name: spec.get(name)
-        for name in ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
-    }
-    told["schedule"] = spec.get("schedule") or "constant"
-    options = [
-        word
-        for name, value in told.items()
-        if value is not None
-        for word in (f"--{name}", str(value))
-    ]
-    again = shlex.join(
-        ["halfstep", "train", *options, "--precision", best or spec["precisions"][0]]
-    )
+    summary = read_json(folder / SUMMARY_FILE)
+    if not isinstance(summary, dict):
+        return
+
+    spec = summary.get("spec", {})
+    settings = {name: spec.get(name) for name in SETTINGS_OF_COMPARISON}
+    settings["schedule"] = spec.get("schedule") or "constant"
+    recommended = summary.get("recommendation", {}).get("precision")
+    settings["precision"] = recommended or spec["precisions"][0]
+
+    words = ["halfstep", "train"]
+    for name, value in settings.items():
+        if value is not None:
+            words += [f"--{name}", str(value)]
     raise ValueError(
-        f"{what}: {home} is a comparison, which keeps results and no weights (halfstep report {home}). Train the "
-        f"precision you chose first: {again} --out runs/chosen"
+        f"{command}: {folder} is a comparison, which keeps results and no weights "
+        f"(halfstep report {folder}). Train the precision you chose first: "
+        f"{shlex.join(words)} --out runs/chosen"
     )
 
 
-def _test(made: Any, asked: runs.Asked) -> Any:
-    found = made.arguments.get("valid")
-    if found is None:
+def _validation_data(built: "RunParts", settings: training_run.TrainSettings) -> Any:
+    dataset = built.fit_arguments.get("valid")
+    if dataset is None:
         raise ValueError(
-            f"eval: the builder {asked.build} returns no validation data. Return (model, data, valid) from it, or "
-            "evaluate its training data: --split train"
+            f"eval: the builder {settings.build} returns no validation data. Return (model, data, "
+            "valid) from it, or evaluate its training data: --split train"
         )
-    return found
+    return dataset

@@ -1,80 +1,92 @@
-"""`halfstep info`: the device, what it multiplies natively and how fast, and the precision that follows."""
+"""`halfstep info`: what the device multiplies natively and how fast, and a precision for it.
+
+The measurement stands in info_speed.py, which needs torch; help and completion do not.
+"""
 
 from typing import Annotated, Any
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
+from halfstep.cli.options import DeviceOption, JsonOption
+from halfstep.cli.output import draw_bar, print_json
+
+MAX_SECONDS = 60
 
 
 def info(
-    device: words.Device = "auto",
+    device: DeviceOption = "auto",
     seconds: Annotated[
         float, typer.Option(help="to measure each dtype for; 0 measures nothing")
     ] = 0.2,
-    as_json: words.Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what this device does best, and the precision to begin with.
 
-    Its dtypes, native or not, with the measured speed of their products, and what follows from that.
+    Its dtypes, native or not, with the measured speed of their products, and what follows from
+    that.
 
-    Speeds are those of one large matrix product, the best of several: an upper bound for a network, which
-    `halfstep bench` and `halfstep compare` measure.
+    Speeds are those of one large matrix product, the best of several: an upper bound for a
+    network, which `halfstep bench` and `halfstep compare` measure.
 
     \b
     halfstep info
     halfstep info --device cpu --seconds 1
     halfstep info --json | jq -r .recommendation.precision
     """
-    found = _found(device, seconds)
+    result = _examine_device(device, seconds)
     if as_json:
-        return text.dump(found)
-    for name, value in found["environment"].items():
+        print_json(result)
+        return
+
+    for name, value in result["environment"].items():
         typer.echo(f"{name:9} {'-' if value is None else value}")
     typer.echo("")
-    for line in _lines(found["dtypes"], measured=seconds > 0):
+    for line in _dtype_table(result["dtypes"], measured=seconds > 0):
         typer.echo(line)
-    advice = found["recommendation"]
+    advice = result["recommendation"]
     typer.echo(f"\nbegin with {advice['precision']}: {advice['reason']}")
-    return typer.echo("then measure yours: halfstep compare --net … --data …")
+    typer.echo("then measure yours: halfstep compare --net … --data …")
 
 
-def _found(device: str, seconds: float) -> dict[str, Any]:
-    from halfstep.cli.info__speed import dtypes, recommend
-    from halfstep.compare.comparison import environment
-    from halfstep.experiment.settings import chosen
+def _examine_device(device_name: str, seconds: float) -> dict[str, Any]:
+    """The environment, a row for each dtype, and the recommended precision."""
+    from halfstep.cli.info_speed import measure_dtypes, recommend_precision
+    from halfstep.experiment.machine import describe_environment
+    from halfstep.experiment.settings import resolve_device
 
-    if not 0 <= seconds <= 60:
-        raise ValueError(f"--seconds: expected 0 to 60, got {seconds:g}")
-    place = chosen(device)
-    rows = dtypes(place, seconds)
+    if not 0 <= seconds <= MAX_SECONDS:
+        raise ValueError(f"--seconds: expected 0 to {MAX_SECONDS}, got {seconds:g}")
+    device = resolve_device(device_name)
+    rows = measure_dtypes(device, seconds)
     return {
-        "environment": environment(place),
+        "environment": describe_environment(device),
         "dtypes": rows,
-        "recommendation": recommend(place.type, rows),
+        "recommendation": recommend_precision(device.type, rows),
     }
 
 
-def _lines(rows: list[dict[str, Any]], *, measured: bool) -> list[str]:
-    titles = ("dtype", "native", "by") + (("GFLOP/s", "") if measured else ())
-    most = max((row["gflops"] or 0 for row in rows), default=1)
-    cells = [titles]
+def _dtype_table(rows: list[dict[str, Any]], *, measured: bool) -> list[str]:
+    """The lines of the table; the columns of speed only where it was measured."""
+    header = ["dtype", "native", "by"]
+    if measured:
+        header += ["GFLOP/s", ""]
+    cells = [header]
+    best_gflops = max((row["gflops"] or 0 for row in rows), default=1)
     for row in rows:
-        shown = ("yes" if row["native"] else "no", row["by"])
-        speed = (
-            (f"{row['gflops']:,.0f}", text.bar(row["gflops"] / most))
-            if measured and row["gflops"]
-            else ("-", "")
-        )
-        cells.append((row["dtype"], *shown, *(speed if measured else ())))
+        row_cells = [row["dtype"], "yes" if row["native"] else "no", row["by"]]
+        if measured and row["gflops"]:
+            row_cells += [f"{row['gflops']:,.0f}", draw_bar(row["gflops"] / best_gflops)]
+        elif measured:
+            row_cells += ["-", ""]
+        cells.append(row_cells)
+
+    # All columns are aligned left but the numbers.
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [_line(row, widths) for row in cells]
-
-
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    parts = [
-        cell.rjust(w) if i == 3 else cell.ljust(w)
-        for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-    ]
-    return "  ".join(parts).rstrip()
+    number_column = header.index("GFLOP/s") if measured else None
+    lines = []
+    for row_cells in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row_cells, widths, strict=True)]
+        if number_column is not None:
+            padded[number_column] = row_cells[number_column].rjust(widths[number_column])
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,12 +1,25 @@
-"""Mistakes in the value of an option, told as elsewhere: what was expected, and what came."""
+"""Options that several commands share, and the names a shell completes them with.
 
-from typing import Any
+No torch is imported here: help and shell completion stay fast.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-# by the kinds that typer's own checks tell apart
-_EXPECTED = {
+# The tables that define these names live behind torch's import, so the names are written out.
+# A test compares them with the tables.
+NETS = ("mlp", "ffnn", "lenet5", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+DATASETS = ("sample", "mnist", "fashion-mnist", "cifar10", "cifar100")
+PRECISIONS = ("fp64", "fp32", "tf32", "O1", "O2", "O3", "fp16", "bf16")
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+SCHEDULES = ("constant", "linear", "cosine", "poly", "steps", "one_cycle")
+
+# What a value must be, by the error types of typer's own checks.
+EXPECTED_VALUES = {
     "int_parsing": "a whole number",
     "int_from_float": "a whole number",
     "float_parsing": "a number",
@@ -15,22 +28,155 @@ _EXPECTED = {
 
 
 class Command(TyperCommand):
-    """A command whose parse errors name the value too."""
+    """A command whose parse errors say what was expected and which value came."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            error.message = _said(error)
+            error.message = _parse_error_message(error)
             raise
 
 
-def _said(error: typer.BadParameter) -> str:
-    """typer's own words where it named the value itself, as it did before 0.21 and does for choices."""
-    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
-    if not found:
+def _parse_error_message(error: typer.BadParameter) -> str:
+    """The message of a value that does not parse.
+
+    It stays typer's own where that names the value already: for choices, and before typer 0.21.
+    """
+    details: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if not details:
         return error.message
-    kind, came = found[0].get("type"), found[0].get("input")
-    if kind in _EXPECTED:
-        return f"expected {_EXPECTED[kind]}, got {came!r}"
+    error_type = details[0].get("type")
+    value = details[0].get("input")
+    if error_type in EXPECTED_VALUES:
+        return f"expected {EXPECTED_VALUES[error_type]}, got {value!r}"
     return error.message.removeprefix("Value error, ")
+
+
+def complete_one(*names: str) -> Callable[[str], list[str]]:
+    """A completion for a shell: the names that begin with what is typed."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+def complete_list(*names: str) -> Callable[[str], list[str]]:
+    """A completion for names with commas between: those that are not in the list yet."""
+
+    def complete(incomplete: str) -> list[str]:
+        typed, comma, last_name = incomplete.rpartition(",")
+        typed_names = typed.split(",")
+        return [
+            f"{typed}{comma}{name}"
+            for name in names
+            if name.startswith(last_name) and name not in typed_names
+        ]
+
+    return complete
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """The names of a list with commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def option_flag(parameter: str) -> str:
+    """How a parameter is written on the command line: clip_norm is --clip-norm."""
+    return f"--{parameter.replace('_', '-')}"
+
+
+# What is trained, and on what data.
+NetOption = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(NETS)}; or module:function",
+        autocompletion=complete_one(*NETS),
+    ),
+]
+DataOption = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(DATASETS)}, module:function, or a folder: train/ and test/ with one "
+        "folder of images per class, or MNIST's or CIFAR-10's own files",
+        autocompletion=complete_one(*DATASETS),
+    ),
+]
+DataPathOption = Annotated[
+    str | None,
+    typer.Option("--path", help="where a data set of that name lies: folder, archive or URL"),
+]
+SamplesOption = Annotated[int | None, typer.Option(help="only so many training samples")]
+TestSamplesOption = Annotated[int | None, typer.Option(help="only so many test samples")]
+BuildOption = Annotated[
+    str | None,
+    typer.Option(
+        help="package.module:function that returns (model, data), (model, data, valid) or a dict "
+        "for fit"
+    ),
+]
+
+# How it is trained.
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="fp32, O1, O2, O2+bf16, fp16+kahan …",
+        autocompletion=complete_one(*PRECISIONS),
+    ),
+]
+EpochsOption = Annotated[
+    int, typer.Option(help="number of the last epoch; a builder may say its own")
+]
+BatchOption = Annotated[int, typer.Option(help="samples in a batch")]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help=", ".join(OPTIMIZERS),
+        autocompletion=complete_one(*OPTIMIZERS),
+    ),
+]
+LrOption = Annotated[
+    float | None, typer.Option("--lr", help="learning rate; else the optimizer's usual one")
+]
+ScheduleOption = Annotated[
+    str,
+    typer.Option(
+        "--schedule",
+        help=", ".join(SCHEDULES),
+        autocompletion=complete_one(*SCHEDULES),
+    ),
+]
+AccumulateOption = Annotated[int, typer.Option(help="batches to an update")]
+ClipNormOption = Annotated[
+    float | None, typer.Option("--clip-norm", help="largest norm of all gradients together")
+]
+EmaOption = Annotated[
+    float | None, typer.Option("--ema", help="decay of an average of the weights, as 0.999")
+]
+SeedOption = Annotated[int, typer.Option(help="of the weights and the order")]
+SinkOption = Annotated[
+    int | None, typer.Option(help="steps between two looks of the host; never changes results")
+]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda or cuda:1",
+        autocompletion=complete_one("auto", "cpu", "cuda"),
+    ),
+]
+
+# A run that exists already, and the settings that a command may replace in it.
+RunArgument = Annotated[
+    Path, typer.Argument(help="folder of a run, one checkpoint of it, or a safetensors file")
+]
+RunNetOption = Annotated[
+    str | None,
+    typer.Option("--net", help="the network, for weights without a run.json beside them"),
+]
+RunPrecisionOption = Annotated[
+    str | None, typer.Option("--precision", help="another precision than the run's")
+]
+RunDeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
+
+# What is printed.
+PlainOption = Annotated[bool, typer.Option("--plain", help="lines instead of bars, no colour")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]

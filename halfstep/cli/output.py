@@ -1,7 +1,5 @@
-"""What is printed: columns, bars, JSON; plain text that reads the same in a pipe."""
+"""What the commands print: columns, bars, scores, JSON. Plain text, the same in a pipe."""
 
-import json
-import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,75 +7,77 @@ from typing import Any
 
 import typer
 
-_VALUED = ("--resume",)  # options among those left out of a command that take their value along
+from halfstep.utils.files import to_json
+
+# Options that `command_line` may leave out and that are followed by a value of their own.
+OPTIONS_WITH_VALUE = ("--resume",)
+
+BAR_WIDTH = 24  # characters of a full bar
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
-def columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Lines with the columns below each other: the first `left` of them to the left, the others to the right."""
+def align_columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Rows of cells as lines. The first `left` columns are aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(_padded(row, widths, left)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.ljust(width) if i < left else cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
-def _padded(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    pairs = enumerate(zip(row, widths, strict=True))
-    return [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in pairs]
+def draw_bar(fraction: float) -> str:
+    """A bar of this fraction of the full width, at least one mark long.
+
+    The marks are ASCII where the encoding of standard output has no block character.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "ascii"
+    mark = "█" if "utf" in encoding.lower() else "#"
+    return mark * max(1, round(fraction * BAR_WIDTH))
 
 
-def bar(part: float, *, width: int = 24) -> str:
-    """A bar of `part` of the width, at least one mark; of ASCII where the stream knows no other."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
-    return ("█" if "utf" in encoding else "#") * max(1, round(part * width))
+def format_scores(scores: Mapping[str, Any]) -> str:
+    """The floats among the scores, accuracies as percentages: "loss 0.4321  acc 85.20 %"."""
+    texts = []
+    for name, value in scores.items():
+        if not isinstance(value, float):
+            continue
+        is_accuracy = name.removeprefix("valid_").startswith("acc")
+        number = f"{100 * value:.2f} %" if is_accuracy else f"{value:.4f}"
+        texts.append(f"{name} {number}")
+    return "  ".join(texts)
 
 
-def scores(values: Mapping[str, Any]) -> str:
-    """`loss 0.4321  acc 85.20 %`: what is called accuracy as a percentage."""
-    return "  ".join(
-        f"{name} {number(name, value)}"
-        for name, value in values.items()
-        if isinstance(value, float)
-    )
+def command_line(*, without: Sequence[str] = (), add: str = "") -> str:
+    """The command as it was typed, to be shown or repeated.
 
-
-def number(name: str, value: float) -> str:
-    return (
-        f"{100 * value:.2f} %" if name.removeprefix("valid_").startswith("acc") else f"{value:.4f}"
-    )
-
-
-def plural(n: int, word: str) -> str:
-    return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
-
-
-def command(*, without: Sequence[str] = (), add: str = "") -> str:
-    """The command as it was given, to be shown or repeated: less the options of `without`, with `add` behind it."""
-    kept, skip = [], False
+    `without`: options to leave out, with their values. `add`: a text to put at the end.
+    """
+    words = []
+    is_value_of_left_out = False
     for word in sys.argv[1:]:
-        name, equals, _ = word.partition("=")
-        if not skip and name not in without:
-            kept.append(word)
-        skip = not skip and name in without and name in _VALUED and not equals
-    return " ".join([shlex.join(["halfstep", *kept]), *([add] if add else [])])
+        if is_value_of_left_out:
+            is_value_of_left_out = False
+            continue
+        option, equals, _ = word.partition("=")
+        if option not in without:
+            words.append(word)
+        elif option in OPTIONS_WITH_VALUE and not equals:
+            is_value_of_left_out = True
+    line = shlex.join(["halfstep", *words])
+    return f"{line} {add}" if add else line
 
 
-def code(end: BaseException) -> int:
-    """The exit code of a run that a signal ended: 130, or what SystemExit carries."""
-    if isinstance(end, SystemExit):
-        return end.code if isinstance(end.code, int) else 1
-    return 130
+def exit_code(stop: BaseException) -> int:
+    """The exit code of a run that a signal ended: that of SystemExit, 130 for an interrupt."""
+    if not isinstance(stop, SystemExit):
+        return EXIT_INTERRUPTED
+    return stop.code if isinstance(stop.code, int) else 1
 
 
-def dump(value: Any) -> None:
-    """Strict JSON on standard output: NaN and inf are null."""
-    typer.echo(encoded(value))
-
-
-def encoded(value: Any) -> str:
-    return json.dumps(_strict(value), indent=1, allow_nan=False)
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _strict(each) for name, each in value.items()}
-    return [_strict(each) for each in value] if isinstance(value, list | tuple) else value
+def print_json(value: Any) -> None:
+    """Prints strict JSON on standard output, with null for NaN and infinity."""
+    typer.echo(to_json(value))

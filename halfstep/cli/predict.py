@@ -1,4 +1,4 @@
-"""`halfstep predict`: what a trained network says about images, arrays or a data set."""
+"""`halfstep predict`: the classes that a trained network gives images, arrays or a data set."""
 
 import csv
 import io
@@ -8,35 +8,51 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.cli.evaluate import OwnDevice, OwnName, OwnNet, asked_for
-from halfstep.experiment import training_run as runs
+from halfstep.cli.evaluate import settings_of_run
+from halfstep.cli.options import (
+    BuildOption,
+    JsonOption,
+    RunArgument,
+    RunDeviceOption,
+    RunNetOption,
+    RunPrecisionOption,
+)
+from halfstep.cli.output import print_json
+from halfstep.experiment import training_run
+from halfstep.utils.files import to_json
+from halfstep.utils.text import dtype_name, plural
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from halfstep.experiment.builders import RunParts
 
-COLUMNS = (
-    "input",
-    "label",
-    "class",
-    "probability",
-)  # of every row, in CSV and JSON; class is empty without names
-_KINDS = (".csv", ".json", ".npy")
+# The columns of CSV and JSON. Every row has all of them; class is empty where there are no names.
+COLUMNS = ("input", "label", "class", "probability")
+OUTPUT_SUFFIXES = (".csv", ".json", ".npy")
+PROBABILITY_DIGITS = 6
 
 
 def predict(
-    run: words.Run,
-    source: Annotated[str, typer.Argument(metavar="INPUT", help="image, folder of images, .npy, or a data set's name")],
-    out: Annotated[Path | None, typer.Option(help="file to write: .csv, .json, or .npy for all outputs")] = None,
-    net: OwnNet = None, precision: OwnName = None, build: words.Build = None, device: OwnDevice = None,
-    batch: Annotated[int, typer.Option(help="samples at a time")] = 256, as_json: words.Json = False,
-) -> None:  # fmt: skip
+    run: RunArgument,
+    source: Annotated[
+        str,
+        typer.Argument(metavar="INPUT", help="image, folder of images, .npy, or a data set's name"),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="file to write: .csv, .json, or .npy for all outputs")
+    ] = None,
+    net: RunNetOption = None,
+    precision: RunPrecisionOption = None,
+    build: BuildOption = None,
+    device: RunDeviceOption = None,
+    batch: Annotated[int, typer.Option(help="samples at a time")] = 256,
+    as_json: JsonOption = False,
+) -> None:
     """Predict with a run, a checkpoint or a file of weights.
 
-    Prints a CSV, or writes OUT: input, the number of its likeliest class (label), the name of that where the data has
-    names (class), its probability. Images are brought to the size and channels that the run was trained with; they
-    and an .npy of uint8 are prepared as the training data was, an .npy of floats is taken as it is.
+    Prints a CSV, or writes OUT: input, the number of its likeliest class (label), the name of that
+    where the data has names (class), its probability. Images are brought to the size and channels
+    that the run was trained with; they and an .npy of uint8 are prepared as the training data was,
+    an .npy of floats is taken as it is.
 
     \b
     halfstep predict runs/first shirt.png
@@ -45,81 +61,84 @@ def predict(
     halfstep predict runs/first fashion-mnist --json                the test images of a data set
     halfstep predict runs/own x.npy --build train:build --out y.npy
     """
-    from halfstep.cli import predict_inputs as inputs
+    from halfstep.cli.predict_inputs import read_inputs
 
-    if out is not None and out.suffix.lower() not in _KINDS:
-        raise ValueError(f"--out: expected a name that ends in {', '.join(_KINDS)}, got {out}")
-    asked = asked_for(run, build, "predict", {"net": net, "precision": precision, "device": device})
-    made = runs.make(asked)
-    runs.load(made.model, run)
-    given = inputs.read(source, made, asked)
-    outputs = made.model.predict(given.batches(batch), targets=False)
-    _deliver(outputs, given.names, _classes(made, asked), out, as_json=as_json)
+    suffix = None if out is None else out.suffix.lower()
+    if suffix is not None and suffix not in OUTPUT_SUFFIXES:
+        raise ValueError(
+            f"--out: expected a name that ends in {', '.join(OUTPUT_SUFFIXES)}, got {out}"
+        )
+    options = {"net": net, "precision": precision, "device": device}
+    settings = settings_of_run("predict", run, build, options)
+    built = training_run.build_run(settings)
+    training_run.load_weights(built.model, run)
+    inputs = read_inputs(source, built, settings)
+    outputs = built.model.predict(inputs.batches(batch), targets=False)
+
+    # All outputs as an array, or the likeliest class of each as a table.
+    if out is not None and suffix == ".npy":
+        _write_array(outputs, out)
+        return
+    rows = _prediction_rows(outputs, inputs.names, _class_names(built, settings))
+    if out is not None:
+        out.write_text(to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
+        typer.echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
+    elif as_json:
+        print_json(rows)
+    else:
+        sys.stdout.write(_to_csv(rows))
 
 
-def _classes(made: Any, asked: runs.Asked) -> list[str]:
+def _class_names(built: "RunParts", settings: training_run.TrainSettings) -> list[str]:
+    """The names of the classes by number; empty where the data has none."""
     from halfstep.data.download.catalog import CATALOG
 
-    if asked.build is None and asked.data == "sample":
+    if settings.build is None and settings.data == "sample":
         return list(CATALOG["fashion-mnist"].classes)
-    return list(getattr(made.data, "classes", ()))
+    return list(getattr(built.data, "classes", ()))
 
 
-def _deliver(
-    outputs: Any, names: list[str], classes: list[str], out: Path | None, *, as_json: bool
-) -> None:
+def _write_array(outputs: Any, path: Path) -> None:
+    """Writes the outputs of the network as they are, as numpy.save does."""
+    import numpy as np
     from torch import Tensor
 
-    if out is not None and out.suffix.lower() == ".npy":
-        import numpy as np
-
-        if not isinstance(outputs, Tensor):
-            raise TypeError(
-                f"--out {out}: expected one tensor per batch from the network, got {type(outputs[0]).__name__}"
-            )
-        with out.open("wb") as file:
-            np.save(file, outputs.numpy(), allow_pickle=False)
-        return typer.echo(
-            f"written: {out}, {list(outputs.shape)} {str(outputs.dtype).removeprefix('torch.')}",
-            err=True,
+    if not isinstance(outputs, Tensor):
+        raise TypeError(
+            f"--out {path}: expected one tensor per batch from the network, "
+            f"got {type(outputs[0]).__name__}"
         )
-    rows = _rows(outputs, names, classes)
-    if out is None:
-        text.dump(rows) if as_json else sys.stdout.write(_csv(rows))
-        return None
-    out.write_text(text.encoded(rows) + "\n" if out.suffix.lower() == ".json" else _csv(rows))
-    return typer.echo(f"written: {out}, {text.plural(len(rows), 'prediction')}", err=True)
+    with path.open("wb") as file:
+        np.save(file, outputs.numpy(), allow_pickle=False)
+    typer.echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
 
 
-def _rows(outputs: Any, names: list[str], classes: list[str]) -> list[dict[str, Any]]:
-    """The likeliest class of each and its probability, the softmax in float64. Every row has every column."""
+def _prediction_rows(
+    outputs: Any, input_names: list[str], class_names: list[str]
+) -> list[dict[str, Any]]:
+    """A row for each sample: its likeliest class and the probability of that."""
     from torch import Tensor
 
     if not isinstance(outputs, Tensor) or outputs.dim() != 2 or outputs.shape[1] < 2:
         shape = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(
-            f"predict: expected scores of classes, [samples, classes], got {shape}. Use --out outputs.npy"
+            f"predict: expected scores of classes, [samples, classes], got {shape}. "
+            "Use --out outputs.npy"
         )
-    return [
-        _row(name, each, classes)
-        for name, each in zip(names, outputs.double().softmax(1), strict=True)
-    ]
+    rows = []
+    probabilities = outputs.double().softmax(1)  # float64: six digits are shown
+    for input_name, chances in zip(input_names, probabilities, strict=True):
+        label = int(chances.argmax())
+        class_name = class_names[label] if label < len(class_names) else None
+        probability = round(float(chances[label]), PROBABILITY_DIGITS)
+        values = (input_name, label, class_name, probability)
+        rows.append(dict(zip(COLUMNS, values, strict=True)))
+    return rows
 
 
-def _row(name: str, chances: "Tensor", classes: list[str]) -> dict[str, Any]:
-    label = int(chances.argmax())
-    values = (
-        name,
-        label,
-        classes[label] if label < len(classes) else None,
-        round(float(chances[label]), 6),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
-
-
-def _csv(rows: list[dict[str, Any]]) -> str:
-    page = io.StringIO()
-    writer = csv.DictWriter(page, COLUMNS, lineterminator="\n")
+def _to_csv(rows: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    return page.getvalue()
+    return text.getvalue()

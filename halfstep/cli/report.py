@@ -1,9 +1,11 @@
-"""`halfstep report`: the page, the Markdown and the JSON of a comparison or a run that is there already."""
+"""`halfstep report`: a finished comparison or run as a page, as Markdown, as JSON."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+DEFAULT_FORMATS = ["html", "md"]
 
 
 def report(
@@ -32,30 +34,28 @@ def report(
     """
     import webbrowser
 
-    from halfstep.report import write
+    from halfstep.report import read, render, write
 
-    wanted = formats or ["html", "md"]
-    if show and "html" not in wanted:
+    formats = formats or DEFAULT_FORMATS
+    if show and "html" not in formats:
         raise ValueError(
-            f"--open: expected html among the formats, got {', '.join(wanted)}. Add --format html."
+            f"--open: expected html among the formats, got {', '.join(formats)}. Add --format html."
         )
+
+    # Standard output holds one file and nothing else.
     if out is not None and str(out) == "-":
-        _print(folder, wanted, show=show)
+        if len(formats) != 1 or show:
+            raise ValueError(
+                "--out -: expected one --format and no --open, as one stream holds one file. "
+                "Name a folder."
+            )
+        typer.echo(render(read(folder), formats[0]), nl=False)
         return
-    written = write(folder, out=out, formats=wanted)
+
+    written = write(folder, out=out, formats=formats)
     for path in written:
         typer.echo(str(path))
     if show:
         page = next(path for path in written if path.suffix == ".html")
         if not webbrowser.open(page.resolve().as_uri()):
             typer.echo(f"no browser could be started; open {page} yourself", err=True)
-
-
-def _print(folder: Path, wanted: list[str], *, show: bool) -> None:
-    from halfstep.report import read, render
-
-    if len(wanted) != 1 or show:
-        raise ValueError(
-            "--out -: expected one --format and no --open, as one stream holds one file. Name a folder."
-        )
-    typer.echo(render(read(folder), wanted[0]), nl=False)

@@ -1,28 +1,47 @@
-"""`halfstep diff` and `halfstep replay`: where two runs part, and one step again."""
+"""`halfstep diff` and `halfstep replay`: where two runs part, and one step of a run again."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.experiment.builders import builder_of
+from halfstep.cli.options import BuildOption, JsonOption
+from halfstep.cli.output import align_columns, print_json
+from halfstep.experiment.builders import import_builder
+from halfstep.utils.text import dtype_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from halfstep.reproduce import Difference, Replayed
+
+DIFFERENCE_FIELDS = ("by", "step", "names", "equal_until", "note")
+RECORD_FIELDS = ("loss", "lr", "scale", "skipped", "grad_norm")
+
+
+class TensorRow(NamedTuple):
+    """What the table says about one tensor. The names of the fields are keys of the JSON."""
+
+    tensor: str
+    dtype: str
+    shape: list[int]
+    absmax: float | None  # None where the tensor is empty or holds no floats
+    nonfinite: int | None
 
 
 def diff(
     run_a: Annotated[Path, typer.Argument(help="folder of a run")],
     run_b: Annotated[Path, typer.Argument(help="folder of the other run")],
-    build: words.Build = None,
+    build: BuildOption = None,
     build_b: Annotated[
         str | None, typer.Option("--build-b", help="the other run's builder, if it is another")
     ] = None,
-    as_json: words.Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Name the first step and the tensors in which two runs differ.
 
-    By their logs (fingerprints see every bit: TrainStep's fingerprint_every), by their checkpoints, and with --build by
-    running both again from the last checkpoint that is equal.
+    By their logs (fingerprints see every bit: TrainStep's fingerprint_every), by their checkpoints,
+    and with --build by running both again from the last checkpoint that is equal.
 
     \b
     halfstep diff runs/a runs/b
@@ -31,112 +50,135 @@ def diff(
 
     Exit code: 0 equal, 1 a difference, 2 a mistake or an error.
     """
-    from halfstep.reproduce import diff as compare
+    from halfstep.reproduce import diff as diff_runs
 
     if build_b and not build:
         raise ValueError("--build-b: expected --build too, the builder of the first run, got none")
-    builders = (builder_of(build), builder_of(build_b or build)) if build else None
-    found = compare(run_a, run_b, build=builders)
+    builders = None
+    if build:
+        builders = (import_builder(build), import_builder(build_b or build))
+
+    differences = diff_runs(run_a, run_b, build=builders)
     if as_json:
-        names = ("by", "step", "names", "equal_until", "note")
-        text.dump([{name: getattr(each, name) for name in names} for each in found])
+        print_json([_difference_as_dict(difference) for difference in differences])
     else:
-        for each in found:
-            typer.echo(str(each))
-    raise typer.Exit(1 if any(each.step is not None for each in found) else 0)
+        for difference in differences:
+            typer.echo(str(difference))
+    runs_differ = any(difference.step is not None for difference in differences)
+    raise typer.Exit(1 if runs_differ else 0)
+
+
+def _difference_as_dict(difference: "Difference") -> dict[str, Any]:
+    return {name: getattr(difference, name) for name in DIFFERENCE_FIELDS}
 
 
 def replay(
     run: Annotated[Path, typer.Argument(help="folder of a run")],
     step: Annotated[int, typer.Option("--step", help="global step to repeat, from 1")],
-    build: words.Build = None,
+    build: BuildOption = None,
     save: Annotated[
         Path | None, typer.Option("--save", help="write all tensors to this safetensors file")
     ] = None,
-    as_json: words.Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Run one step of a run again, bit for bit.
 
-    Shows what every module computed and every gradient. Gradients are shown as the backward pass made them: they carry
-    the loss scale.
+    Shows what every module computed and every gradient. Gradients are shown as the backward pass
+    made them: they carry the loss scale.
 
     \b
     halfstep replay runs/first --step 120                        a run of halfstep train
     halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
     """
-    from halfstep.experiment.training_run import built_by
-    from halfstep.reproduce import replay as again
+    from halfstep.experiment.training_run import run_builder
+    from halfstep.reproduce import replay as replay_step
 
-    result = again(built_by(run, build, "replay"), run, step)
-    row = result.row
-    assert row is not None
+    result = replay_step(run_builder(run, build, "replay"), run, step)
+    record = result.row
+    assert record is not None
+    tensor_rows = _tensor_rows(result)
     if as_json:
-        numbers = {
-            name: getattr(row, name) for name in ("loss", "lr", "scale", "skipped", "grad_norm")
-        }
-        titles = ("tensor", "dtype", "shape", "absmax", "nonfinite")
-        tensors = [dict(zip(titles, each, strict=True)) for each in _rows(result)]
-        text.dump({"step": step, "from": result.origin, **numbers, "tensors": tensors})
+        summary: dict[str, Any] = {"step": step, "from": result.origin}
+        for name in RECORD_FIELDS:
+            summary[name] = getattr(record, name)
+        summary["tensors"] = [row._asdict() for row in tensor_rows]
+        print_json(summary)
     else:
         typer.echo(f"step {step}, from {result.origin}")
-        shown = f"lr {row.lr}  scale {row.scale:g}  skipped {row.skipped}  norm {row.grad_norm!r}"
-        typer.echo(f"loss {row.loss!r}  {shown}")
-        _table(_rows(result), row.scale)
+        typer.echo(
+            f"loss {record.loss!r}  lr {record.lr}  scale {record.scale:g}  "
+            f"skipped {record.skipped}  norm {record.grad_norm!r}"
+        )
+        _print_tensors(tensor_rows, record.scale)
     if save is not None:
-        _save(result, save)
+        _save_tensors(result, save)
         typer.echo(f"written: {save}", err=as_json)
 
 
-def _table(rows: list[tuple[str, str, list[int], float | None, int | None]], scale: float) -> None:
+def _tensor_rows(result: "Replayed") -> list[TensorRow]:
+    """A row for the output of every module and for every gradient."""
+    tensors = {}
+    for name, tensor in _flatten(result.outputs).items():
+        tensors[f"out {name or '(network)'}"] = tensor
+    for name, tensor in result.gradients.items():
+        tensors[f"grad {name}"] = tensor
+
+    rows = []
+    for name, tensor in tensors.items():
+        absmax = None
+        nonfinite = None
+        if tensor.is_floating_point() and tensor.numel():
+            absmax = tensor.abs().max().item()
+            nonfinite = int((~tensor.isfinite()).sum())
+        dtype = dtype_name(tensor.dtype)
+        rows.append(TensorRow(name, dtype, list(tensor.shape), absmax, nonfinite))
+    return rows
+
+
+def _print_tensors(rows: list[TensorRow], loss_scale: float) -> None:
     cells = [("tensor", "dtype", "shape", "absmax", "non-finite")]
-    for name, dtype, shape, largest, bad in rows:
-        most = "-" if largest is None else f"{largest:.4g}"
-        cells.append((name, dtype, str(shape), most, "-" if bad is None else str(bad)))
-    for line in text.columns(cells, left=5):
+    for row in rows:
+        absmax = "-" if row.absmax is None else f"{row.absmax:.4g}"
+        nonfinite = "-" if row.nonfinite is None else str(row.nonfinite)
+        cells.append((row.tensor, row.dtype, str(row.shape), absmax, nonfinite))
+    for line in align_columns(cells, left=5):
         typer.echo(line)
-    if scale != 1:
+    if loss_scale != 1:
         typer.echo(
-            f"grad …: times the loss scale, {scale:g}; divide by it for the gradient. norm is without it."
+            f"grad …: times the loss scale, {loss_scale:g}; divide by it for the gradient. "
+            "norm is without it."
         )
 
 
-def _rows(result: Any) -> list[tuple[str, str, list[int], float | None, int | None]]:
-    """Name, dtype, shape, the largest absolute value and how many are inf or NaN, of every tensor."""
-    tensors = {f"out {name or '(network)'}": t for name, t in _flat(result.outputs).items()}
-    tensors |= {f"grad {name}": t for name, t in result.gradients.items()}
-    found: list[tuple[str, str, list[int], float | None, int | None]] = []
-    for name, t in tensors.items():
-        floating = bool(t.is_floating_point() and t.numel())
-        largest = t.abs().max().item() if floating else None
-        bad = int((~t.isfinite()).sum()) if floating else None
-        found.append((name, str(t.dtype).removeprefix("torch."), list(t.shape), largest, bad))
-    return found
-
-
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
+def _flatten(values: dict[str, Any]) -> "dict[str, Tensor]":
+    """The tensors inside the values; where a value holds several, with their number: name[0]."""
     from torch import Tensor
     from torch.utils._pytree import tree_leaves
 
-    found = {}
+    tensors = {}
     for name, value in values.items():
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        for i, leaf in enumerate(leaves):
-            found[name if len(leaves) == 1 else f"{name}[{i}]"] = leaf
-    return found
+        if len(leaves) == 1:
+            tensors[name] = leaves[0]
+        else:
+            for i, leaf in enumerate(leaves):
+                tensors[f"{name}[{i}]"] = leaf
+    return tensors
 
 
-def _save(result: Any, path: Path) -> None:
+def _save_tensors(result: "Replayed", path: Path) -> None:
+    """Writes inputs, outputs and gradients as safetensors: input.NAME, output.NAME, …"""
     from safetensors.torch import save_file
 
-    parts = {
-        "input": _flat(result.inputs),
-        "output": _flat(result.outputs),
+    groups = {
+        "input": _flatten(result.inputs),
+        "output": _flatten(result.outputs),
         "gradient": result.gradients,
     }
-    tensors = {
-        f"{kind}.{name}": t.contiguous().cpu().clone()
-        for kind, each in parts.items()
-        for name, t in each.items()
-    }
+    tensors = {}
+    for kind, group in groups.items():
+        for name, tensor in group.items():
+            tensors[f"{kind}.{name}"] = tensor.contiguous().cpu().clone()
+    assert result.row is not None
     metadata = {"gradient": "times the loss scale", "scale": repr(result.row.scale)}
     save_file(tensors, str(path), metadata=metadata)

@@ -1,195 +1,268 @@
-"""`halfstep train`: one run by flags or by the user's builder, with checkpoints, a log and weights in a folder."""
+"""`halfstep train`: one run, by options or by the user's builder, in a folder of its own."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from halfstep.cli import options__words as words
-from halfstep.cli import output as text
-from halfstep.experiment import training_run as runs
-from halfstep.experiment import training_run__going as going
+from halfstep.cli.options import (
+    AccumulateOption,
+    BatchOption,
+    BuildOption,
+    ClipNormOption,
+    DataOption,
+    DataPathOption,
+    DeviceOption,
+    EmaOption,
+    EpochsOption,
+    JsonOption,
+    LrOption,
+    NetOption,
+    OptimizerOption,
+    PlainOption,
+    PrecisionOption,
+    SamplesOption,
+    ScheduleOption,
+    SeedOption,
+    SinkOption,
+    TestSamplesOption,
+    option_flag,
+)
+from halfstep.cli.output import command_line, exit_code, format_scores, print_json
+from halfstep.experiment import training_run
+from halfstep.experiment.training_run import (
+    FinishedRun,
+    WeightRescue,
+    finished_run,
+    refuse_fewer_epochs,
+    silence_signal_message,
+)
+from halfstep.utils.text import plural
 
 if TYPE_CHECKING:
-    from halfstep.experiment.builders__build import Built
+    from halfstep.engine import Callback, Run
+    from halfstep.experiment.builders import RunParts
 
-_WITH_BUILD = ("build", "epochs", "seed")
+# Settings that may be given beside --build; a builder decides all others.
+SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed"}
+
+MAX_SEED = (1 << 63) - 1  # torch's generators take signed 64-bit seeds
+
+HELP = """Train a network by name, or a model of your own.
+
+Stopped at any moment, it goes on exactly there with --resume auto. OUT gets a checkpoint per epoch
+and at a signal, log.jsonl, and at the end weights.safetensors.
+
+\b
+halfstep train                                            an MLP on the shipped sample, \
+into runs/train
+halfstep train --net resnet18 --data cifar10 --precision O2 --batch 128 --epochs 10 --out runs/r18
+halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 \
+--out runs/photos
+halfstep train --build train:build --epochs 20 --out runs/own --resume auto
+
+Exit code: 0 done, 2 a mistake or an error, 130 and 143 when stopped, with a checkpoint.
+"""
 
 
 def train(
-    ctx: typer.Context, net: words.Net = "mlp", data: words.Data = "sample", path: words.Where = None,
-    precision: words.Name = "fp32", epochs: words.Epochs = 4, batch: words.Batch = 64,
-    optimizer: words.Maker = "momentum", lr: words.Rate = None, schedule: words.Plan = "linear",
-    accumulate: words.Accumulate = 1, clip_norm: words.Clip = None, ema: words.Average = None, seed: words.Seed = 0,
-    samples: words.Samples = None, test_samples: words.TestSamples = None, device: words.Device = "auto",
-    build: words.Build = None, sink: words.Sink = None,
+    ctx: typer.Context,
+    net: NetOption = "mlp",
+    data: DataOption = "sample",
+    path: DataPathOption = None,
+    precision: PrecisionOption = "fp32",
+    epochs: EpochsOption = 4,
+    batch: BatchOption = 64,
+    optimizer: OptimizerOption = "momentum",
+    lr: LrOption = None,
+    schedule: ScheduleOption = "linear",
+    accumulate: AccumulateOption = 1,
+    clip_norm: ClipNormOption = None,
+    ema: EmaOption = None,
+    seed: SeedOption = 0,
+    samples: SamplesOption = None,
+    test_samples: TestSamplesOption = None,
+    device: DeviceOption = "auto",
+    build: BuildOption = None,
+    sink: SinkOption = None,
     out: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/train"),
     resume: Annotated[
-        str | None, typer.Option(help="auto: go on from OUT's newest checkpoint, or begin; or a checkpoint's path")
+        str | None,
+        typer.Option(
+            help="auto: go on from OUT's newest checkpoint, or begin; or a checkpoint's path"
+        ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="throw away what OUT holds of a run")] = False,
-    plain: words.Plain = False, as_json: words.Json = False,
-) -> None:  # fmt: skip
-    """Train a network by name, or a model of your own.
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="throw away what OUT holds of a run")
+    ] = False,
+    plain: PlainOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The command; its help is HELP. Most options are read from `ctx.params`."""
+    from halfstep.experiment.output_folder import lock_output_folder
 
-    Stopped at any moment, it goes on exactly there with --resume auto. OUT gets a checkpoint per epoch and at a
-    signal, log.jsonl, and at the end weights.safetensors.
+    # Settings, model and data come before the folder is touched: most mistakes show here.
+    settings = _read_settings(ctx)
+    built = training_run.build_run(settings, training=True)
+    settings = _with_epochs(settings, built)
+    _warn_useless_verify(built)
 
-    \b
-    halfstep train                                            an MLP on the shipped sample, into runs/train
-    halfstep train --net resnet18 --data cifar10 --precision O2 --batch 128 --epochs 10 --out runs/r18
-    halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 --out runs/photos
-    halfstep train --build train:build --epochs 20 --out runs/own --resume auto
-
-    Exit code: 0 done, 2 a mistake or an error, 130 and 143 when stopped, with a checkpoint.
-    """
-    asked = _asked(ctx, build)
-    summary = _held(asked, out, resume, sink, fresh=fresh, plain=plain, as_json=as_json)
-    if as_json:
-        text.dump(summary)
-
-
-def _asked(ctx: typer.Context, build: str | None) -> runs.Asked:
-    if not 0 <= ctx.params["seed"] < 1 << 63:
-        raise ValueError(f"--seed: expected a whole number of 0 or more, got {ctx.params['seed']}")
-    given = {
-        n
-        for n in ctx.params
-        if (source := ctx.get_parameter_source(n)) and source.name == "COMMANDLINE"
-    }
-    names = {f.name for f in fields(runs.Asked)}
-    if build is None:
-        asked = runs.Asked(**{name: value for name, value in ctx.params.items() if name in names})
-        return replace(asked, lr=asked.settings().lr)
-    unused = sorted(f"--{name.replace('_', '-')}" for name in given & names - set(_WITH_BUILD))
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)}: expected no such option beside --build, whose model and data are already made. "
-            "Say it in the builder."
-        )
-    epochs = ctx.params["epochs"] if "epochs" in given else 0
-    return runs.Asked(build=build, epochs=epochs, seed=ctx.params["seed"])
-
-
-def _held(
-    asked: runs.Asked,
-    out: Path,
-    resume: str | None,
-    sink: int | None,
-    *,
-    fresh: bool,
-    plain: bool,
-    as_json: bool,
-) -> dict[str, Any]:
-    from halfstep.experiment.output_folder import held
-
-    made = runs.make(asked, training=True)  # before the folder is touched: most mistakes show here
-    asked = _with_epochs(asked, made)
-    _note_verify(made.model.graphs)
-    with held(out):
+    # Standard output is left to the JSON.
+    log_file = sys.stderr if as_json else sys.stdout
+    with lock_output_folder(out):
         if fresh:
-            runs.clear(out)
-        _check_folder(out, asked, resume)
-        file = sys.stderr if as_json else sys.stdout
+            training_run.remove_run(out)
+        _check_folder(out, settings, resume)
         if resume not in (None, "auto"):
-            going.refuse_fewer(Path(resume), asked.epochs)
-        over = going.over(out, asked.epochs) if resume == "auto" else None
-        if over is not None:
-            print(_nothing(out, asked.epochs, over), file=file)
-            return over.summary(out)
-        runs.write(out, asked, text.command())
-        return _fit(made, asked, out, resume, sink, plain=plain, file=file)
+            refuse_fewer_epochs(Path(resume), settings.epochs)
+
+        finished = finished_run(out, settings.epochs) if resume == "auto" else None
+        if finished is not None:
+            print(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
+            summary = finished.summary(out)
+        else:
+            training_run.write_run_file(out, settings, command_line())
+            summary = _fit(built, settings, out, resume, sink, plain=plain, log_file=log_file)
+    if as_json:
+        print_json(summary)
 
 
-def _nothing(out: Path, epochs: int, over: going.Over) -> str:
-    has = f"{out} has {text.plural(over.epochs, 'epoch')} already, up to step {over.steps}, and --epochs is {epochs}"
-    return f"{has}: nothing was done. To train further: --epochs {over.epochs + 1}, or more"
+def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
+    """The settings that the options say; with --build, the builder and the few beside it."""
+    options = ctx.params
+    if not 0 <= options["seed"] <= MAX_SEED:
+        raise ValueError(f"--seed: expected a whole number of 0 or more, got {options['seed']}")
+
+    names = {field.name for field in fields(training_run.TrainSettings)}
+    if options["build"] is None:
+        values = {name: value for name, value in options.items() if name in names}
+        settings = training_run.TrainSettings(**values)
+        # The learning rate is written down as the number that None stands for.
+        return replace(settings, lr=settings.comparison_settings().lr)
+
+    typed = {name for name in options if _is_typed(ctx, name)}
+    refused = sorted(option_flag(name) for name in typed & names - SETTINGS_BESIDE_BUILD)
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: expected no such option beside --build, whose model and data "
+            "are already made. Say it in the builder."
+        )
+    epochs = options["epochs"] if "epochs" in typed else 0
+    return training_run.TrainSettings(build=options["build"], epochs=epochs, seed=options["seed"])
 
 
-def _note_verify(graphs: Any) -> None:
-    if graphs.verify and graphs.device.type != "cuda":
-        where = f"on {graphs.device.type}, where no step is replayed from a graph"
-        typer.echo(f"note: verify={graphs.verify}: there is nothing to verify {where}", err=True)
+def _is_typed(ctx: typer.Context, name: str) -> bool:
+    """Whether the option stands on the command line, so that its value is not the default."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
-def _with_epochs(asked: runs.Asked, made: "Built") -> runs.Asked:
-    epochs = asked.epochs or made.arguments.get("epochs")
+def _with_epochs(
+    settings: training_run.TrainSettings, built: "RunParts"
+) -> training_run.TrainSettings:
+    """The settings with a number of epochs: the command's, else the builder's."""
+    epochs = settings.epochs or built.fit_arguments.get("epochs")
     if not epochs:
         raise ValueError(
-            f"epochs: the builder {asked.build} says none, and neither does the command. Add --epochs 10"
+            f"epochs: the builder {settings.build} says none, and neither does the command. "
+            "Add --epochs 10"
         )
-    return replace(asked, epochs=epochs)
+    return replace(settings, epochs=epochs)
 
 
-def _check_folder(out: Path, asked: runs.Asked, resume: str | None) -> None:
+def _warn_useless_verify(built: "RunParts") -> None:
+    graphs = built.model.captures
+    if graphs.verify and graphs.device.type != "cuda":
+        typer.echo(
+            f"note: verify={graphs.verify}: there is nothing to verify on {graphs.device.type}, "
+            "where no step is replayed from a graph",
+            err=True,
+        )
+
+
+def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str | None) -> None:
+    """Raises an error where the folder and --resume do not fit each other."""
     from halfstep import checkpoint
 
-    there = checkpoint.listing(out)
+    checkpoints = checkpoint.listing(out)
     if resume == "auto":
-        runs.check(out, asked)
-        if not there:
+        training_run.check_same_run(out, settings)
+        if not checkpoints:
             typer.echo(
                 f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
             )
-    elif resume is None and there:
+    elif resume is None and checkpoints:
         raise ValueError(
-            f"out: {out} holds a run already, up to {there[-1].name}. Go on with --resume auto, name another folder "
-            "(--out), or start over (--fresh)."
+            f"out: {out} holds a run already, up to {checkpoints[-1].name}. Go on with "
+            "--resume auto, name another folder (--out), or start over (--fresh)."
         )
     elif resume is not None and not Path(resume).exists():
         raise FileNotFoundError(
-            f"resume: expected auto, a checkpoint or the folder of a run, found nothing at {resume}. "
-            "--resume auto goes on where OUT has a checkpoint and begins where it has none."
+            "resume: expected auto, a checkpoint or the folder of a run, found nothing at "
+            f"{resume}. --resume auto goes on where OUT has a checkpoint and begins where it has "
+            "none."
         )
 
 
+def _nothing_to_do_message(out: Path, epochs: int, finished: FinishedRun) -> str:
+    epochs_done = plural(finished.epochs, "epoch")
+    return (
+        f"{out} has {epochs_done} already, up to step {finished.steps}, and --epochs is {epochs}: "
+        f"nothing was done. To train further: --epochs {finished.epochs + 1}, or more"
+    )
+
+
 def _fit(
-    made: "Built",
-    asked: runs.Asked,
+    built: "RunParts",
+    settings: training_run.TrainSettings,
     out: Path,
     resume: str | None,
     sink: int | None,
     *,
     plain: bool,
-    file: Any,
+    log_file: TextIO,
 ) -> dict[str, Any]:
+    """Trains, writes the log and the weights into the folder, and returns the summary."""
     from halfstep.callbacks import Checkpoint, JSONLLog
-    from halfstep.model.validate__plan import checked
+    from halfstep.model.fit_arguments import check_callbacks
 
-    arguments: dict[str, Any] = {
-        **made.arguments,
-        "epochs": asked.epochs,
-        "resume": resume or made.arguments.get("resume"),
-    }
+    arguments = dict(built.fit_arguments)
+    arguments["epochs"] = settings.epochs
+    arguments["resume"] = resume or built.fit_arguments.get("resume")
     if sink is not None:
         arguments["sink"] = sink
-    mine = checked(arguments.pop("callbacks", ()))
-    saver = (
-        []
-        if any(isinstance(each, Checkpoint) and each.folder == out for each in mine)
-        else [Checkpoint(out)]
-    )
-    shown, kept = _progress(plain, file), going.Kept()
-    arguments["callbacks"] = [
-        *mine,
-        JSONLLog(out / runs.LOG, overwrite=True),
-        *shown,
-        _watch(kept.begin),
-        *saver,
+
+    # The builder's callbacks come first. Its own Checkpoint in this folder replaces ours.
+    rescue = WeightRescue()
+    callbacks = check_callbacks(arguments.get("callbacks", ()))
+    saves_here = any(isinstance(c, Checkpoint) and c.folder == out for c in callbacks)
+    callbacks = [
+        *callbacks,
+        JSONLLog(out / training_run.LOG_FILE, overwrite=True),
+        *_progress_callbacks(plain, log_file),
+        _print_callback(on_begin=rescue.begin),
     ]
+    if not saves_here:
+        callbacks.append(Checkpoint(out))
+    arguments["callbacks"] = callbacks
+
+    weights_path = out / training_run.WEIGHTS_FILE
     try:
-        with going.quiet():
-            run = made.model.fit(data=made.data, **arguments)
-    except (KeyboardInterrupt, SystemExit) as end:  # the latter is SIGTERM, after its checkpoint
-        typer.echo(_stopped(out), err=True)
-        raise typer.Exit(text.code(end)) from None
-    except (OSError, ValueError) as error:  # a full disk at the end takes the last checkpoint
-        kept.rescue(made.model, out / runs.WEIGHTS, error)
+        with silence_signal_message():
+            run = built.model.fit(data=built.data, **arguments)
+    except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
+        typer.echo(_stop_message(out), err=True)
+        raise typer.Exit(exit_code(stop)) from None
+    except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
+        rescue.rescue(built.model, weights_path, error)
         raise
-    made.model.save(out / runs.WEIGHTS)
-    print(f"written: {out}/{{{runs.LOG}, {runs.WEIGHTS}}} and checkpoints", file=file)
+    built.model.save(weights_path)
+
+    files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
+    print(f"written: {out}/{files} and checkpoints", file=log_file)
     return {
         "out": str(out),
         "resumed": run.resumed,
@@ -198,45 +271,63 @@ def _fit(
     }
 
 
-def _stopped(out: Path) -> str:
-    """What is kept, and the command that goes on; --fresh would throw it away."""
+def _stop_message(out: Path) -> str:
+    """What a stopped run has saved, and the command that continues it.
+
+    That command is without --fresh, which would throw it away.
+    """
     from halfstep import checkpoint
 
-    kept = checkpoint.latest(out)
-    if kept is None:
+    newest = checkpoint.latest(out)
+    if newest is None:
         return "halfstep: stopped before the first checkpoint; nothing is kept"
-    again = text.command(without=("--fresh", "--resume"), add="--resume auto")
-    return (
-        f"halfstep: stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}"
-    )
+    step = checkpoint.step_of(newest)
+    command = command_line(without=("--fresh", "--resume"), add="--resume auto")
+    return f"halfstep: stopped after step {step}, kept in {newest}. Go on: {command}"
 
 
-def _progress(plain: bool, file: Any) -> list[Any]:
-    """A bar on a terminal; a line per epoch elsewhere; --plain: the lines of seed 000 too."""
+def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
+    """A bar on a terminal, a line for each epoch elsewhere; with --plain, lines within epochs too.
+
+    A resumed run says first where it continues.
+    """
     from halfstep.callbacks import ProgressBar, ProgressLines
 
-    said = _watch(lambda run: run.resumed and print(_from(run), file=file, flush=True))
-    epochs = _watch(epoch_end=lambda run: print(_line(run), file=file, flush=True))
+    def print_resumed(run: "Run") -> None:
+        if run.resumed:
+            epoch = min(run.epoch + run.epoch_over, run.epochs)
+            print(
+                f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
+                f"from {run.resumed}",
+                file=log_file,
+                flush=True,
+            )
+
+    def print_epoch(run: "Run") -> None:
+        scores = format_scores(run.history[-1])
+        print(
+            f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s",
+            file=log_file,
+            flush=True,
+        )
+
+    callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
     if sys.stderr.isatty() and not plain:
-        return [said, ProgressBar()]
-    return [said, *([ProgressLines(file=file)] if plain else []), epochs]
+        callbacks.append(ProgressBar())
+        return callbacks
+    if plain:
+        callbacks.append(ProgressLines(file=log_file))
+    callbacks.append(_print_callback(on_epoch_end=print_epoch))
+    return callbacks
 
 
-def _watch(begin: Any = None, epoch_end: Any = None) -> Any:
+def _print_callback(
+    on_begin: "Callable[[Run], None] | None" = None,
+    on_epoch_end: "Callable[[Run], None] | None" = None,
+) -> "Callback":
+    """A callback that only reports: a resumed run without it gives no notice."""
     from halfstep.callbacks import Lambda
 
-    made = Lambda(begin=begin, epoch_end=epoch_end)
-    made.writes = True  # nothing of it decides a run: no notice when a resumed one has it not
-    return made
-
-
-def _from(run: Any) -> str:
-    epoch = min(run.epoch + run.epoch_over, run.epochs)
-    return (
-        f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, from {run.resumed}"
-    )
-
-
-def _line(run: Any) -> str:
-    entry = {name: value for name, value in run.history[-1].items() if isinstance(value, float)}
-    return f"epoch {run.epoch}/{run.epochs}  {text.scores(entry)}  {run.seconds:.1f} s"
+    callback = Lambda(begin=on_begin, epoch_end=on_epoch_end)
+    callback.writes = True
+    return callback

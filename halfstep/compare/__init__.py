@@ -1,4 +1,4 @@
-"""Which precision should I use? The same network, data, seeds and order in each, and a verdict that is proved."""
+"""Which precision should I use? One network trained in several, and a verdict that is proved."""
 
 from halfstep.compare.comparison import compare
 from halfstep.experiment.settings import Settings

@@ -1,165 +1,319 @@
-"""The comparison itself: check everything, then run by run, the summary rewritten after each."""
+"""A comparison: check everything, then train run by run; the summary is rewritten after each run.
 
-import platform
+A run is one precision with one seed. Its result is a plain dict, ready for JSON.
+"""
+
+import math
+import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from halfstep.compare import summary
-from halfstep.compare.comparison__trial import trial
-from halfstep.compare.progress import Progress, Silent
+from halfstep.callbacks import Checkpoint
+from halfstep.checkpoint import CheckpointError
+from halfstep.compare import summary, verdict
+from halfstep.compare.curves import RunCurves
+from halfstep.compare.progress import Progress, SilentProgress
+from halfstep.engine import Callback
 from halfstep.errors import Notice
-from halfstep.experiment import build as recipe
-from halfstep.experiment import output_folder as folder
-from halfstep.experiment.datasets import Material, material
-from halfstep.experiment.machine import Crowd
+from halfstep.experiment import output_folder
+from halfstep.experiment.build import (
+    build_model,
+    check_one_batch,
+    seed_everything,
+    warn_about_large_batch,
+)
+from halfstep.experiment.datasets import TrainTestData, load_train_test_data
+from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, describe_environment
+from halfstep.experiment.output_folder import run_folder
 from halfstep.experiment.settings import Settings
+from halfstep.model import Model
+from halfstep.utils.files import read_json, write_json
+from halfstep.utils.user_code import failing_sample
+
+RESULT_FILE = "result.json"
+CHECKPOINT_EVERY_S = 60  # within an epoch, which may be long
+
+Result = dict[str, Any]
 
 
 def compare(
-    settings: Settings, out: str | Path, *, progress: Progress | None = None, fresh: bool = False, retry: bool = False,
-    command: str = "halfstep.compare.compare",
-) -> dict[str, Any]:  # fmt: skip
-    """Train every precision with every seed and say which to use: the content of OUT/compare.json.
-
-    Called again with the same settings and folder it goes on: finished runs stay, the interrupted one continues from
-    its checkpoint, bit for bit. More seeds or precisions may be added. `retry` repeats the failed ones, `fresh` all.
-    """
-    show = progress or Silent()
-    with _noted(show):
-        recipe.seeded(
-            0
-        )  # a data function that draws gives the same data to every seed, and when it goes on
-        given = material(settings)
-        recipe.check(settings, given)
-        recipe.note(settings, given)
-    out = Path(out)
-    spec, around = _spec(settings, given), environment(settings.place)
-    with folder.held(out):
-        if fresh:
-            folder.clear(out)
-        folder.check(out, spec, around)
-        head = _head(settings, spec, around, command)
-        return _all(settings, given, out, head, show, retry)
-
-
-def _all(
     settings: Settings,
-    given: Material,
+    out: str | Path,
+    *,
+    progress: Progress | None = None,
+    fresh: bool = False,
+    retry: bool = False,
+    command: str = "halfstep.compare.compare",
+) -> dict[str, Any]:
+    """Trains every precision with every seed and says which to use: the content of compare.json.
+
+    Called again with the same settings and folder it goes on: finished runs stay, the interrupted
+    one continues from its checkpoint, bit for bit. More seeds or precisions may be added. `retry`
+    repeats the failed runs, `fresh` all of them.
+    """
+    out = Path(out)
+    progress = progress or SilentProgress()
+    with _notices_to(progress):
+        # A data function that draws gives the same data for every seed, and when it goes on.
+        seed_everything(0)
+        data = load_train_test_data(settings)
+        check_one_batch(settings, data)
+        warn_about_large_batch(settings, data)
+
+    spec = _build_spec(settings, data)
+    machine = describe_environment(settings.torch_device)
+    with output_folder.lock_output_folder(out):
+        if fresh:
+            output_folder.remove_comparison(out)
+        output_folder.check_same_comparison(out, spec, machine)
+        head = {
+            "halfstep_compare": output_folder.FORMAT_VERSION,
+            "title": f"{settings.net} on {settings.data}",
+            "command": command,
+            "date": time.strftime("%Y-%m-%d"),
+            "environment": machine,
+            "spec": spec,
+        }
+        return _train_all(settings, data, out, head, progress, retry=retry)
+
+
+def _build_spec(settings: Settings, data: TrainTestData) -> dict[str, Any]:
+    """The settings, with the real numbers of samples; a constant rate is saved as no schedule."""
+    spec = settings.to_spec()
+    if settings.schedule == "constant":
+        spec["schedule"] = None
+    spec["samples"] = data.train.size
+    spec["test_samples"] = data.test.size
+    return spec
+
+
+def _train_all(
+    settings: Settings,
+    data: TrainTestData,
     out: Path,
     head: dict[str, Any],
-    show: Progress,
+    progress: Progress,
+    *,
     retry: bool,
 ) -> dict[str, Any]:
-    results = _finished(settings, out, retry)
-    told = _write(out, head, results)
-    show.begin(settings, given, len(results))
-    crowd = Crowd(settings.place, head["command"], show.note)
+    """Trains the runs that have no result yet. Returns the summary."""
+    results = _read_results(settings, out, skip_failed=retry)
+    finished = {(result["precision"], result["seed"]) for result in results}
+    content = _write_summary(out, head, results)
+    progress.begin(settings, data, len(results))
+    busy_warning = BusyMachineWarning(settings.torch_device, head["command"], progress.note)
     try:
-        for name, seed in settings.pairs:
-            if any((r["precision"], r["seed"]) == (name, seed) for r in results):
+        for precision, seed in settings.precision_seed_pairs:
+            if (precision, seed) in finished:
                 continue
-            place = folder.run_folder(out, name, seed)
-            with _noted(show):
-                results.append(
-                    trial(settings, given, name, seed, place, [*show.callbacks(name, seed), crowd])
-                )
-            told = _write(out, head, results)
-            show.done(results[-1])
+            folder = run_folder(out, precision, seed)
+            with _notices_to(progress):
+                callbacks = [*progress.callbacks(precision, seed), busy_warning]
+                result = _train_one(settings, data, precision, seed, folder, callbacks)
+            results.append(result)
+            content = _write_summary(out, head, results)
+            progress.done(result)
     finally:
-        show.end()
-    return told
+        progress.end()
+    return content
 
 
-def _finished(settings: Settings, out: Path, retry: bool) -> list[dict[str, Any]]:
-    found = [
-        folder.read_json(folder.run_folder(out, *pair) / "result.json") for pair in settings.pairs
-    ]
-    return [r for r in found if r is not None and not (retry and r["status"] == "failed")]
+def _read_results(settings: Settings, out: Path, *, skip_failed: bool) -> list[Result]:
+    """Results of the runs that are finished."""
+    results: list[Result] = []
+    for precision, seed in settings.precision_seed_pairs:
+        result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
+        if result is None:
+            continue
+        if skip_failed and result["status"] == "failed":
+            continue
+        results.append(result)
+    return results
 
 
-def _write(out: Path, head: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+def _write_summary(out: Path, head: dict[str, Any], results: list[Result]) -> dict[str, Any]:
+    """Writes compare.json, its runs in the order of precisions, then seeds. Returns its content."""
     spec = head["spec"]
-    order = {
-        pair: i for i, pair in enumerate((p, s) for p in spec["precisions"] for s in spec["seeds"])
-    }
-    runs = sorted(results, key=lambda r: order[r["precision"], r["seed"]])
-    table = summary.rows(spec, runs)
-    told = {
+    pairs = [(precision, seed) for precision in spec["precisions"] for seed in spec["seeds"]]
+    runs = sorted(results, key=lambda run: pairs.index((run["precision"], run["seed"])))
+    rows = summary.build_rows(spec, runs)
+    content = {
         **head,
         "runs": runs,
-        "rows": table,
-        "recommendation": summary.recommend(spec, table, runs),
+        "rows": rows,
+        "recommendation": summary.recommend(spec, rows, runs),
     }
-    folder.write_json(out / folder.SUMMARY, told)
-    return told
-
-
-def _head(
-    settings: Settings, spec: dict[str, Any], around: dict[str, Any], command: str
-) -> dict[str, Any]:
-    return {
-        "halfstep_compare": folder.VERSION,
-        "title": f"{settings.net} on {settings.data}",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": around,
-        "spec": spec,
-    }
-
-
-def _spec(settings: Settings, given: Material) -> dict[str, Any]:
-    schedule = None if settings.schedule == "constant" else settings.schedule
-    counts = {"samples": given.train.size, "test_samples": given.test.size}
-    return {**settings.asked(), "schedule": schedule, **counts}
-
-
-def environment(device: torch.device) -> dict[str, Any]:
-    """Where the numbers come from."""
-    import halfstep
-
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else _processor(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cuda": torch.version.cuda if cuda else None,
-        "threads": torch.get_num_threads(),
-        "halfstep": halfstep.__version__,
-        "platform": platform.platform(),
-    }
-
-
-def _processor() -> str:
-    """The CPU by its own name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return (
-        f"CPU, {named[0]}"
-        if named and named[0]
-        else f"CPU, {platform.processor() or platform.machine()}"
-    )
+    write_json(out / output_folder.SUMMARY_FILE, content)
+    return content
 
 
 @contextmanager
-def _noted(show: Progress) -> Iterator[None]:
-    """Notices go to the progress display, each text once; other warnings stay what they are."""
+def _notices_to(progress: Progress) -> Iterator[None]:
+    """Inside, notices go to the progress display; other warnings stay what they are."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", Notice)
-        before = warnings.showwarning
+        show_as_before = warnings.showwarning
 
-        def tell(message: Any, category: Any, *rest: Any, **more: Any) -> None:
-            show.note(str(message)) if issubclass(category, Notice) else before(
-                message, category, *rest, **more
-            )
+        def show(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+            if issubclass(category, Notice):
+                progress.note(str(message))
+            else:
+                show_as_before(message, category, *args, **kwargs)
 
-        warnings.showwarning = tell
+        warnings.showwarning = show
         yield
+
+
+# One run
+
+
+def _train_one(
+    settings: Settings,
+    data: TrainTestData,
+    precision: str,
+    seed: int,
+    folder: Path,
+    callbacks: Sequence[Callback],
+) -> Result:
+    """Trains one run, or goes on from its checkpoint; writes its result, removes the checkpoints.
+
+    Whatever the network, the precision or the device raise is the run's result, and the comparison
+    goes on. An error of the disk is not: the other runs would have it too.
+    """
+    steps_per_epoch = data.train_batches(seed, settings.batch).size
+    curves = RunCurves(settings.epochs * steps_per_epoch)
+    peak_memory = PeakMemory(settings.torch_device)
+    result: Result = {
+        "precision": precision,
+        "seed": seed,
+        "status": "done",
+        "error": None,
+        "epochs": [],
+        "loss": None,
+        "acc": None,
+        "final_scale": None,
+        "correct": None,
+        "dtypes": [],
+        "choices": {},
+    }
+    try:
+        model = build_model(settings, data, precision, seed)
+        _fit(settings, data, model, seed, [curves, *callbacks, _checkpoints_in(folder)])
+        result |= _final_scores(curves)
+        result |= _inspect_model(model, data, settings)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        result["status"] = "failed"
+        result["error"] = _describe_error(error)
+
+    result |= _counts_and_times(curves, steps_per_epoch, data.train.size)
+    result["peak_memory"] = peak_memory.read()
+    result["memory_kind"] = peak_memory.kind
+    write_json(folder / RESULT_FILE, result)
+    for path in folder.glob("step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    return result
+
+
+def _fit(
+    settings: Settings, data: TrainTestData, model: Model, seed: int, callbacks: list[Callback]
+) -> None:
+    model.fit(
+        settings.epochs,
+        data.train_batches(seed, settings.batch),
+        valid=data.test_batches(settings.batch),
+        callbacks=callbacks,
+        sink=settings.sink,
+        resume="auto",
+    )
+
+
+def _checkpoints_in(folder: Path) -> Checkpoint:
+    return Checkpoint(
+        folder, every_epochs=1, every_seconds=CHECKPOINT_EVERY_S, keep=1, on_error=False
+    )
+
+
+def _final_scores(curves: RunCurves) -> Result:
+    """Test loss and accuracy after the last epoch; without a finite loss the run has failed."""
+    last_epoch = curves.history[-1]
+    loss = last_epoch["valid_loss"]
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the test loss is {loss} after the last epoch")
+    return {"loss": loss, "acc": last_epoch["valid_acc"]}
+
+
+def _inspect_model(model: Model, data: TrainTestData, settings: Settings) -> Result:
+    """Which test samples the model gets right, its dtypes, and the loss scale of the next step."""
+    batches = data.test_batches(settings.batch)
+    outputs = model.predict(batches)
+    batches.seek(0)
+    labels = torch.cat([torch.as_tensor(batch[-1]).cpu() for batch in batches])
+
+    report = model.report()
+    dtypes = [
+        {"module": name or "(network)", **module_dtypes._asdict()}
+        for name, module_dtypes in report.modules.items()
+    ]
+    final_scale = None
+    if model.step.applied.precision.loss_scale.is_active:
+        final_scale = float(model.step.state.scale)
+    return {
+        "correct": verdict.pack_bits(_correct_samples(outputs, labels)),
+        "dtypes": dtypes,
+        "choices": dict(report.choices),
+        "final_scale": final_scale,
+    }
+
+
+def _correct_samples(outputs: Any, labels: Tensor) -> Tensor:
+    """As the accuracy counts: the first of equal scores wins, and a sample with a NaN is wrong."""
+    scores = outputs.flatten(1)
+    is_correct: Tensor = (scores.argmax(1) == labels) & ~scores.isnan().any(1)
+    return is_correct
+
+
+def _counts_and_times(curves: RunCurves, steps_per_epoch: int, samples_per_epoch: int) -> Result:
+    """Curves, counts and times, of a failed run too. `epochs` holds those that were finished."""
+    names = ("epoch", "loss", "valid_loss", "valid_acc")
+    epochs = []
+    for entry, seconds in zip(curves.history, curves.epoch_seconds, strict=False):
+        epochs.append({name: entry[name] for name in names} | {"seconds": seconds})
+
+    ms_per_step = None
+    s_per_epoch = None
+    samples_per_s = None
+    step_seconds = curves.step_seconds
+    if step_seconds:
+        ms_per_step = 1000 * step_seconds
+        s_per_epoch = step_seconds * steps_per_epoch
+        samples_per_s = samples_per_epoch / s_per_epoch
+    return {
+        "epochs": epochs,
+        "curve": curves.curve | {"step": [int(step) for step in curves.curve["step"]]},
+        "skipped_steps": curves.skipped_steps,
+        "steps": curves.steps,
+        "updates": curves.updates,
+        "samples": curves.samples,
+        "skipped": len(curves.skipped_steps),
+        "ms_per_step": ms_per_step,
+        "s_per_epoch": s_per_epoch,
+        "samples_per_s": samples_per_s,
+    }
+
+
+def _describe_error(error: Exception) -> str:
+    """The error, its notes, and the sample of a user's data set that raised it."""
+    lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    sample_note = failing_sample(error)
+    if sample_note is not None:
+        lines.append(sample_note)
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What a run leaves for the report: a thinned curve, its skipped steps, its times without the warm-up."""
+"""What a run leaves for the report: thinned curves, skipped steps, times without the warm-up."""
 
 import math
 import statistics
@@ -8,83 +8,115 @@ import torch
 
 from halfstep.engine import Callback, Row, Run
 
-POINTS = 500
-WARM_UP = 10  # steps of a process that do not count: first calls of kernels, captures
+MAX_POINTS = 500  # of a curve
+WARM_UP_STEPS = 10  # of a process, whose time does not count: first calls of kernels, captures
 
 
-class Trace(Callback):
-    """Keeps every n-th step, n as small as 500 points allow. Goes on over a resume with all it knew."""
+class RunCurves(Callback):
+    """Records every n-th step of a run, n as small as 500 points allow; survives a resume."""
 
-    def __init__(self, steps: int) -> None:
-        self.every = max(1, math.ceil(steps / POINTS))
+    def __init__(self, total_steps: int) -> None:
+        self.every_steps = max(1, math.ceil(total_steps / MAX_POINTS))
         self.curve: dict[str, list[float]] = {"step": [], "loss": [], "scale": [], "lr": []}
-        self.skipped: list[int] = []
+        self.skipped_steps: list[int] = []
         self.history: list[dict[str, Any]] = []
-        self.steps = self.updates = self.samples = 0
-        self.seconds: list[float] = []  # by epoch, training alone
-        self.rates: list[float] = []  # seconds per step of an epoch's steady part
-        self._before = self._spent = (
-            0.0  # this epoch's seconds: in the process that was interrupted, and in all
-        )
-        self._start, self._mark = 0, (0.0, 0)
+        self.steps = 0
+        self.updates = 0
+        self.samples = 0
+        self.epoch_seconds: list[float] = []  # training alone, without evaluation
+        self.steady_step_seconds: list[float] = []  # by epoch, without the warm-up
+
+        # Seconds of the open epoch: in the process that was interrupted, and in all.
+        self._seconds_before_resume = 0.0
+        self._seconds_so_far = 0.0
+
+        # The position in the run where this process began, and the clock and step of the epoch
+        # where the warm-up ended.
+        self._first_position = 0
+        self._warm_seconds = 0.0
+        self._warm_step = 0
 
     def begin(self, run: Run) -> None:
-        self.history = run.history  # the run's own: it grows with it, and is there when it fails
-        self._before, self._start, self._mark = self._spent, run.position, (0.0, run.step)
+        self.history = run.history  # the run's own list: it grows, and is there when a run fails
+        self._seconds_before_resume = self._seconds_so_far
+        self._first_position = run.position
+        self._warm_seconds = 0.0
+        self._warm_step = run.step
 
     def next_stop(self, run: Run) -> int | None:
-        warm = self._start + WARM_UP  # a visit there: the clock is read at visits
-        return warm if run.position < warm else None
+        # The clock is read at visits, so there has to be one at the end of the warm-up.
+        warm_up_end = self._first_position + WARM_UP_STEPS
+        return warm_up_end if run.position < warm_up_end else None
 
     def epoch_begin(self, run: Run) -> None:
-        self._before, self._mark = 0.0, (0.0, 0)
+        self._seconds_before_resume = 0.0
+        self._warm_seconds = 0.0
+        self._warm_step = 0
 
     def step(self, run: Run, row: Row) -> None:
-        self._spent = self._before + run.seconds
-        self.steps, self.updates, self.samples = (
-            self.steps + 1,
-            self.updates + row.updated,
-            self.samples + row.samples,
-        )
+        self._seconds_so_far = self._seconds_before_resume + run.seconds
+        self.steps += 1
+        self.updates += row.updated
+        self.samples += row.samples
         if row.skipped:
-            self.skipped.append(row.global_step)
-        if (row.global_step - 1) % self.every == 0:
-            rate = row.lr[0] if isinstance(row.lr, tuple) else row.lr
-            for name, value in zip(
-                self.curve, (row.global_step, row.loss, row.scale, rate), strict=True
-            ):
-                self.curve[name].append(value)
+            self.skipped_steps.append(row.global_step)
+        if (row.global_step - 1) % self.every_steps == 0:
+            self.curve["step"].append(row.global_step)
+            self.curve["loss"].append(row.loss)
+            self.curve["scale"].append(row.scale)
+            self.curve["lr"].append(row.lr[0] if isinstance(row.lr, tuple) else row.lr)
 
     def visit(self, run: Run) -> None:
-        if run.position <= self._start + WARM_UP:
-            self._mark = (run.seconds, run.step)
+        if run.position <= self._first_position + WARM_UP_STEPS:
+            self._warm_seconds = run.seconds
+            self._warm_step = run.step
 
     def epoch_end(self, run: Run) -> None:
-        seconds, step = self._mark
-        if run.position > self._start + WARM_UP:
-            self.rates.append((run.seconds - seconds) / (run.step - step))
-        self.seconds.append(self._spent)
+        if run.position > self._first_position + WARM_UP_STEPS:
+            seconds = run.seconds - self._warm_seconds
+            steps = run.step - self._warm_step
+            self.steady_step_seconds.append(seconds / steps)
+        self.epoch_seconds.append(self._seconds_so_far)
 
     @property
     def step_seconds(self) -> float | None:
-        """The median over epochs, without the first where there are more: on CUDA the first short batch is captured
-        at its end. Of a run that was all warm-up, the mean of it."""
-        if self.rates:
-            return statistics.median(self.rates[1:] or self.rates)
-        return sum(self.seconds) / self.steps if self.steps and self.seconds else None
+        """The time of a step: the median over epochs; of a run that was all warm-up, the mean.
+
+        Without the first epoch where there are more: on CUDA its short last batch is captured.
+        """
+        if self.steady_step_seconds:
+            later_epochs = self.steady_step_seconds[1:]
+            return statistics.median(later_epochs or self.steady_step_seconds)
+        if self.steps and self.epoch_seconds:
+            return sum(self.epoch_seconds) / self.steps
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         columns = {
             name: torch.tensor(values, dtype=torch.float64) for name, values in self.curve.items()
         }
-        numbers = {name: getattr(self, name) for name in ("steps", "updates", "samples")}
-        lists = {name: list(getattr(self, name)) for name in ("skipped", "seconds", "rates")}
-        return {**columns, **numbers, **lists, "spent": self._spent}
+        return {
+            **columns,
+            "steps": self.steps,
+            "updates": self.updates,
+            "samples": self.samples,
+            "skipped": list(self.skipped_steps),
+            "seconds": list(self.epoch_seconds),
+            "rates": list(self.steady_step_seconds),
+            "spent": self._seconds_so_far,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.curve = {name: state[name].tolist() for name in self.curve}
-        self.steps, self.updates, self.samples = state["steps"], state["updates"], state["samples"]
-        self.skipped, self.seconds, self.rates = (
-            list(state[name]) for name in ("skipped", "seconds", "rates")
-        )
-        self._spent = state["spent"]
+        self.steps = state["steps"]
+        self.updates = state["updates"]
+        self.samples = state["samples"]
+        self.skipped_steps = list(state["skipped"])
+        self.epoch_seconds = list(state["seconds"])
+        self.steady_step_seconds = list(state["rates"])
+        self._seconds_so_far = state["spent"]
+
+
+# A checkpoint keeps the state of a callback under the name of its class. Interrupted comparisons of
+# earlier versions have it as "Trace".
+RunCurves.__name__ = "Trace"

@@ -1,21 +1,26 @@
-"""What is seen while a comparison runs: bars on a terminal, the seeds' lines with --plain, few lines in a pipe."""
+"""The display of a comparison while it runs: bars on a terminal, lines with --plain or a pipe."""
 
 import sys
 from typing import Any, Protocol, TextIO
 
 from halfstep.callbacks import ProgressLines
-from halfstep.compare.summary import short
+from halfstep.compare.summary import shorten_error
 from halfstep.engine import Callback, Row, Run
-from halfstep.experiment.datasets import Material
+from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
+from halfstep.utils.text import plural
+
+BAR_WIDTH = 20  # characters
 
 
 class Progress(Protocol):
-    """Told of every run; `callbacks` are those that watch it."""
+    """A display: `begin` once, then `callbacks` and `done` for each run, `end` in any case."""
 
-    def begin(self, settings: Settings, given: Material, done: int) -> None: ...
+    def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None: ...
 
-    def callbacks(self, name: str, seed: int) -> list[Callback]: ...
+    def callbacks(self, precision: str, seed: int) -> list[Callback]:
+        """Callbacks for the run that starts now."""
+        ...
 
     def done(self, result: dict[str, Any]) -> None: ...
 
@@ -24,12 +29,12 @@ class Progress(Protocol):
     def end(self) -> None: ...
 
 
-class Silent:
-    """Nothing at all."""
+class SilentProgress:
+    """Shows nothing."""
 
-    def begin(self, settings: Settings, given: Material, done: int) -> None: ...
+    def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None: ...
 
-    def callbacks(self, name: str, seed: int) -> list[Callback]:
+    def callbacks(self, precision: str, seed: int) -> list[Callback]:
         return []
 
     def done(self, result: dict[str, Any]) -> None: ...
@@ -39,31 +44,38 @@ class Silent:
     def end(self) -> None: ...
 
 
-class Lines:
-    """A line per finished run; `steps`: the lines of seed 000 too, `loss: 2.303  [   64/11000]`."""
+class LineProgress:
+    """A line for each finished run; with `steps` also lines like `loss: 2.303  [   64/11000]`."""
 
     def __init__(self, *, steps: bool = False, file: TextIO | None = None) -> None:
-        self.steps, self.file = steps, file
-        self._at = self._total = self._samples = self._width = 0
+        self.steps = steps
+        self.file = file
+        self._runs_done = 0
+        self._total_runs = 0
+        self._samples = 0
+        self._name_width = 0
         self._notes: set[str] = set()
 
-    def begin(self, settings: Settings, given: Material, done: int) -> None:
-        self._at, self._total, self._samples = done, len(settings.pairs), given.train.size
-        self._width = max(map(len, settings.precisions))
-        self._print(introduced(settings, given, done))
+    def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None:
+        self._runs_done = runs_done
+        self._total_runs = len(settings.precision_seed_pairs)
+        self._samples = data.train.size
+        self._name_width = max(map(len, settings.precisions))
+        self._print(describe_comparison(settings, data, runs_done))
 
-    def callbacks(self, name: str, seed: int) -> list[Callback]:
+    def callbacks(self, precision: str, seed: int) -> list[Callback]:
         if not self.steps:
             return []
-        self._print(f"\n{name}, seed {seed} (run {self._at + 1} of {self._total})")
+        number = self._runs_done + 1
+        self._print(f"\n{precision}, seed {seed} (run {number} of {self._total_runs})")
         return [ProgressLines(total=self._samples, file=self.file)]
 
     def done(self, result: dict[str, Any]) -> None:
-        self._at += 1
-        place = f"[{self._at:>{len(str(self._total))}}/{self._total}]"
-        self._print(
-            f"{place} {result['precision']:<{self._width}} seed {result['seed']}  {ended(result)}"
-        )
+        self._runs_done += 1
+        number_width = len(str(self._total_runs))
+        position = f"[{self._runs_done:>{number_width}}/{self._total_runs}]"
+        name = f"{result['precision']:<{self._name_width}}"
+        self._print(f"{position} {name} seed {result['seed']}  {describe_result(result)}")
 
     def note(self, text: str) -> None:
         if text not in self._notes:  # once, though every run would say it
@@ -76,49 +88,52 @@ class Lines:
         print(text, file=self.file, flush=True)
 
 
-class Bars:
-    """One line per run on a terminal: epoch, bar, steps and loss while it runs, its scores when it is done."""
+class BarProgress:
+    """A bar for each run on a terminal: epoch, steps and loss; its scores when it is done."""
 
     def __init__(self) -> None:
         self._bars: Any = None
         self._task: Any = None
-        self._epochs = self._steps = 0
+        self._epochs = 0
+        self._total_steps = 0
         self._notes: set[str] = set()
 
-    def begin(self, settings: Settings, given: Material, done: int) -> None:
+    def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+        batches = data.train_batches(settings.seeds[0], settings.batch)
         self._epochs = settings.epochs
-        self._steps = settings.epochs * given.batches(settings.seeds[0], settings.batch).size
+        self._total_steps = settings.epochs * batches.size
+
         console = Console(stderr=True, highlight=False)
-        console.print(introduced(settings, given, done), markup=False)
-        columns = [
-            TextColumn("{task.description}", markup=False),
-            BarColumn(20),
-            MofNCompleteColumn(),
-        ]
+        console.print(describe_comparison(settings, data, runs_done), markup=False)
         self._bars = Progress(
-            *columns, TextColumn("{task.fields[said]}", markup=False), console=console
+            TextColumn("{task.description}", markup=False),
+            BarColumn(BAR_WIDTH),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=console,
         )
-        if done < len(settings.pairs):
+        if runs_done < len(settings.precision_seed_pairs):
             self._bars.start()
-            console.show_cursor(
-                True
-            )  # a process that is killed must not leave a terminal without one
+            # A process that is killed must not leave the terminal without a cursor.
+            console.show_cursor(True)
 
-    def callbacks(self, name: str, seed: int) -> list[Callback]:
-        self._task = self._bars.add_task(f"{name:<8} seed {seed}", total=self._steps, said="")
-        return [_Bar(self)]
-
-    def moved(self, run: Run, row: Row | None) -> None:
-        loss = "" if row is None else f"  loss {row.loss:.4f}"
-        self._bars.update(
-            self._task, completed=run.position, said=f"epoch {run.epoch}/{self._epochs}{loss}"
+    def callbacks(self, precision: str, seed: int) -> list[Callback]:
+        self._task = self._bars.add_task(
+            f"{precision:<8} seed {seed}", total=self._total_steps, status=""
         )
+        return [_BarCallback(self)]
+
+    def update(self, run: Run, row: Row | None) -> None:
+        """Moves the bar of the run that is being trained; `row` is its last step."""
+        loss = "" if row is None else f"  loss {row.loss:.4f}"
+        status = f"epoch {run.epoch}/{self._epochs}{loss}"
+        self._bars.update(self._task, completed=run.position, status=status)
 
     def done(self, result: dict[str, Any]) -> None:
-        self._bars.update(self._task, completed=result["steps"], said=ended(result))
+        self._bars.update(self._task, completed=result["steps"], status=describe_result(result))
 
     def note(self, text: str) -> None:
         if text in self._notes:
@@ -134,42 +149,48 @@ class Bars:
             self._bars.stop()
 
 
-class _Bar(Callback):
-    """Moves the bar of the run at hand, at visits."""
+class _BarCallback(Callback):
+    """Moves the bar at every visit of the host."""
 
     writes = True
 
-    def __init__(self, bars: Bars) -> None:
+    def __init__(self, bars: BarProgress) -> None:
         self._bars = bars
-        self._row: Row | None = None
+        self._last_row: Row | None = None
 
     def step(self, run: Run, row: Row) -> None:
-        self._row = row
+        self._last_row = row
 
     def visit(self, run: Run) -> None:
-        self._bars.moved(run, self._row)
+        self._bars.update(run, self._last_row)
 
 
-def introduced(settings: Settings, given: Material, done: int) -> str:
+def describe_comparison(settings: Settings, data: TrainTestData, runs_done: int) -> str:
     """What is about to happen, in one line."""
-    what = f"{settings.net} on {settings.data}: {given.train.size:,} samples, {given.test.size:,} to test"
-    counts = {
-        "precision": len(settings.precisions),
-        "seed": len(settings.seeds),
-        "epoch": settings.epochs,
-    }
-    runs = " × ".join(plural(n, word) for word, n in counts.items())
-    before = f", {plural(done, 'run')} {'is' if done == 1 else 'are'} done already" if done else ""
-    return f"{what}; {runs}, batch {settings.batch}, on {settings.place}{before}"
+    runs = " × ".join(
+        [
+            plural(len(settings.precisions), "precision"),
+            plural(len(settings.seeds), "seed"),
+            plural(settings.epochs, "epoch"),
+        ]
+    )
+    before = ""
+    if runs_done:
+        verb = "is" if runs_done == 1 else "are"
+        before = f", {plural(runs_done, 'run')} {verb} done already"
+    return (
+        f"{settings.net} on {settings.data}: "
+        f"{data.train.size:,} samples, {data.test.size:,} to test; "
+        f"{runs}, batch {settings.batch}, on {settings.torch_device}{before}"
+    )
 
 
-def plural(n: int, word: str) -> str:
-    return f"{n} {word}" if n == 1 else f"{n} {word}s"
-
-
-def ended(result: dict[str, Any]) -> str:
-    """A run's end in one line."""
+def describe_result(result: dict[str, Any]) -> str:
+    """The end of a run, in one line."""
     if result["status"] == "failed":
-        return f"failed: {short(result['error'])}"
+        return f"failed: {shorten_error(result['error'])}"
     skipped = f"  skipped {result['skipped']}" if result["skipped"] else ""
-    return f"loss {result['loss']:.4f}  accuracy {result['acc']:.2%}  {result['ms_per_step']:.2f} ms/step{skipped}"
+    return (
+        f"loss {result['loss']:.4f}  accuracy {result['acc']:.2%}  "
+        f"{result['ms_per_step']:.2f} ms/step{skipped}"
+    )

@@ -1,107 +1,139 @@
-"""The table at the end: drawn by rich on a terminal, aligned text anywhere else."""
+"""The table at the end of a comparison: drawn by rich on a terminal, aligned text elsewhere."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from halfstep.compare.summary import short
+from halfstep.compare.summary import shorten_error
 
-HEADER = (
-    "precision", "ms/step", "s/epoch", "samples/s", "peak memory", "loss", "accuracy", "difference", "skipped",
-    "final scale", "verdict",
-)  # fmt: skip
-_WIDE = 150  # columns of a terminal that takes the table whole; a narrower one gets it in two
-_COSTS = ("ms/step", "s/epoch", "samples/s", "peak memory", "skipped", "final scale")
-_HALVES = [("precision", *_COSTS), tuple(name for name in HEADER if name not in _COSTS)]
-_STYLES = {"same": "green", "better": "green", "worse": "red", "failed": "red", "unknown": "yellow"}
+COLUMNS = (
+    "precision",
+    "ms/step",
+    "s/epoch",
+    "samples/s",
+    "peak memory",
+    "loss",
+    "accuracy",
+    "difference",
+    "skipped",
+    "final scale",
+    "verdict",
+)
 
+# A narrower terminal gets the table in two: costs first, then scores.
+MIN_TERMINAL_WIDTH = 150  # columns of characters
+COST_COLUMNS = ("ms/step", "s/epoch", "samples/s", "peak memory", "skipped", "final scale")
+SCORE_COLUMNS = tuple(name for name in COLUMNS if name not in COST_COLUMNS)
 
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row as text; a dash where there is no number."""
-    return (
-        row["precision"],
-        _number(row["ms_per_step"], ".2f"),
-        _number(row["s_per_epoch"], ".2f"),
-        _number(row["samples_per_s"], ",.0f"),
-        "-" if row["peak_memory"] is None else f"{row['peak_memory'] / 2**20:,.0f} MiB",
-        _number(row["loss"], ".4f"),
-        _percent(row["acc"], row["acc_interval"]),
-        _points(row["difference"], row["difference_interval"]),
-        _number(row["skipped"], ".3g"),
-        _number(row["final_scale"], "g"),
-        row["verdict"],
-    )
+LEFT_ALIGNED = ("precision", "verdict")
+VERDICT_STYLES = {
+    "same": "green",
+    "better": "green",
+    "worse": "red",
+    "failed": "red",
+    "unknown": "yellow",
+}
 
 
 def text(summary: Mapping[str, Any]) -> str:
-    """Columns of plain characters, one line per precision, then the recommendation."""
-    lines = [HEADER, *(cells(row) for row in summary["rows"])]
+    """The table as plain text: a line for each precision, then errors and the recommendation."""
+    lines = [COLUMNS, *(format_row(row) for row in summary["rows"])]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    made = []
-    for line in lines:
-        first, *numbers, last = line
-        aligned = [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
-        made.append("  ".join([first.ljust(widths[0]), *aligned, last]))
-    return "\n".join([*made, "", *errors(summary), advice(summary)])
+    aligned_lines: list[str] = []
+    for precision, *numbers, verdict in lines:
+        cells = [precision.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(numbers, widths[1:-1], strict=True)]
+        cells.append(verdict)
+        aligned_lines.append("  ".join(cells))
+    return "\n".join([*aligned_lines, "", *list_errors(summary), recommendation_line(summary)])
 
 
-def show(summary: Mapping[str, Any]) -> None:
-    """The same on a terminal, with colours for the verdicts."""
+def print_table(summary: Mapping[str, Any]) -> None:
+    """Prints the same on a terminal, with colours for the verdicts."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    for part in [HEADER] if console.width >= _WIDE else _HALVES:
+    if console.width >= MIN_TERMINAL_WIDTH:
+        tables: list[tuple[str, ...]] = [COLUMNS]
+    else:
+        tables = [("precision", *COST_COLUMNS), SCORE_COLUMNS]
+    for column_names in tables:
         table = Table()
-        for name in part:
-            table.add_column(name, justify="left" if name in ("precision", "verdict") else "right")
+        for name in column_names:
+            table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
         for row in summary["rows"]:
-            style, cell = (
-                _STYLES.get(row["verdict_kind"], ""),
-                dict(zip(HEADER, cells(row), strict=True)),
-            )
-            table.add_row(
-                *(Text(cell[name], style=style if name == "verdict" else "") for name in part)
-            )
+            verdict_style = VERDICT_STYLES.get(row["verdict_kind"], "")
+            cells = dict(zip(COLUMNS, format_row(row), strict=True))
+            styled = [
+                Text(cells[name], style=verdict_style if name == "verdict" else "")
+                for name in column_names
+            ]
+            table.add_row(*styled)
         console.print(table)
-    for line in [*errors(summary), advice(summary)]:
+    for line in [*list_errors(summary), recommendation_line(summary)]:
         console.print(line, markup=False)
 
 
-def errors(summary: Mapping[str, Any]) -> list[str]:
-    """What failed, each error whole and once, where the table's cell has cut it."""
-    found: dict[str, list[str]] = {}
+def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """The cells of a row as text, in the order of COLUMNS; a dash where there is no number."""
+    memory = "-"
+    if row["peak_memory"] is not None:
+        memory = f"{row['peak_memory'] / 2**20:,.0f} MiB"
+    return (
+        row["precision"],
+        _format_number(row["ms_per_step"], ".2f"),
+        _format_number(row["s_per_epoch"], ".2f"),
+        _format_number(row["samples_per_s"], ",.0f"),
+        memory,
+        _format_number(row["loss"], ".4f"),
+        _format_percent(row["acc"], row["acc_interval"]),
+        _format_points(row["difference"], row["difference_interval"]),
+        _format_number(row["skipped"], ".3g"),
+        _format_number(row["final_scale"], "g"),
+        row["verdict"],
+    )
+
+
+def list_errors(summary: Mapping[str, Any]) -> list[str]:
+    """Complete errors of failed runs, each once, where the table's cell has only their start."""
+    runs_of_error: dict[str, list[str]] = {}
     for run in summary["runs"]:
         if run["status"] == "failed":
-            found.setdefault(run["error"], []).append(f"{run['precision']} seed {run['seed']}")
+            name = f"{run['precision']} seed {run['seed']}"
+            runs_of_error.setdefault(run["error"], []).append(name)
     return [
         f"{', '.join(runs)} failed: {error}\n"
-        for error, runs in found.items()
-        if short(error) != error
+        for error, runs in runs_of_error.items()
+        if shorten_error(error) != error
     ]
 
 
-def advice(summary: Mapping[str, Any]) -> str:
-    found = summary["recommendation"]
-    words = (
-        f"Use {found['precision']}: {found['reason']}"
-        if found["precision"]
-        else f"No advice: {found['reason']}"
-    )
-    return words if words.endswith((".", "…")) else f"{words}."
+def recommendation_line(summary: Mapping[str, Any]) -> str:
+    recommendation = summary["recommendation"]
+    reason = recommendation["reason"]
+    if recommendation["precision"]:
+        sentence = f"Use {recommendation['precision']}: {reason}"
+    else:
+        sentence = f"No advice: {reason}"
+    return sentence if sentence.endswith((".", "…")) else f"{sentence}."
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _format_number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)
 
 
-def _percent(share: float | None, half: float | None) -> str:
+def _format_percent(share: float | None, half_width: float | None) -> str:
     if share is None:
         return "-"
-    return f"{100 * share:.2f} %" if half is None else f"{100 * share:.2f} ± {100 * half:.2f} %"
+    if half_width is None:
+        return f"{100 * share:.2f} %"
+    return f"{100 * share:.2f} ± {100 * half_width:.2f} %"
 
 
-def _points(value: float | None, half: float | None) -> str:
-    if value is None:
+def _format_points(difference: float | None, half_width: float | None) -> str:
+    if difference is None:
         return "-"
-    return f"{value:+.2f}" if half is None else f"{value:+.2f} ± {half:.2f}"
+    if half_width is None:
+        return f"{difference:+.2f}"
+    return f"{difference:+.2f} ± {half_width:.2f}"

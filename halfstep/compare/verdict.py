@@ -1,6 +1,7 @@
-"""Is a precision as good as the reference? Differences paired by seed, an interval of 95 %, and what it proves.
+"""Is a precision as good as the reference? Paired by seed, with a 95 % interval.
 
-"Same" is proved, not assumed: the whole interval must lie within ±margin. Everything is in percentage points.
+"Same" is proved, not assumed: the complete interval must lie within ±margin. Everything is in
+percentage points.
 """
 
 import base64
@@ -16,32 +17,21 @@ import numpy.typing as npt
 Kind: TypeAlias = Literal["reference", "same", "worse", "better", "unknown", "failed"]
 Bits: TypeAlias = npt.NDArray[np.bool_]
 
-LEVEL, POWER = 0.95, 0.80
-_Z = 1.959963984540054  # the normal's 97.5 % quantile
-_NONE_SEEN = -math.log(0.025)  # 0 events in N: the rate is below 3.69 / N with 97.5 %
-_MOST_SEEDS = 200
+CONFIDENCE = 0.95  # of all intervals
+UPPER_QUANTILE = (1 + CONFIDENCE) / 2  # 97.5 % lie below the upper end of a two-sided interval
+POWER = 0.80  # probability that the proposed number of seeds settles it
 
+NORMAL_QUANTILE = 1.959963984540054  # 97.5 % of a normal distribution lie below it
 
-@dataclass(frozen=True)
-class Images:
-    """What the test images say by themselves: how many they are, and the standard error they leave in the mean.
+# No event in N trials: with 97.5 % the rate is below 3.69 / N.
+RARE_EVENTS = -math.log(0.025)
 
-    `apart` is the part of the error in which seeds stumble over different images: its square falls as seeds are added,
-    what is left of the error's square does not.
-    """
-
-    count: int
-    error: float
-    apart: float = 0.0
-
-    def with_seeds(self, more: float) -> float:
-        """The error to expect with `more` times the seeds."""
-        return math.sqrt(max(0.0, self.error**2 - self.apart**2 * (1 - 1 / more)))
+MAX_SEEDS = 200  # more are not proposed
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found: the mean difference, the half-width of its 95 % interval, and the sentence for the table."""
+    """The mean difference, the half-width of its interval, and the sentence for the table."""
 
     kind: Kind
     text: str
@@ -49,128 +39,200 @@ class Verdict:
     interval: float | None = None
 
 
-def judge(differences: Sequence[float], *, margin: float, images: Images | None = None) -> Verdict:
+@dataclass(frozen=True)
+class ImageNoise:
+    """The uncertainty that the choice of test images leaves in the mean difference."""
+
+    count: int
+    """Test images."""
+    standard_error: float
+    seed_part: float = 0.0
+    """The part of the standard error in which seeds are wrong on different images. Its square
+    falls as seeds are added; the rest of the squared error does not."""
+
+    def half_width(self) -> float:
+        """The half-width of the interval by the test images alone."""
+        return self._half_width_of(self.standard_error)
+
+    def half_width_with_seeds(self, factor: float) -> float:
+        """The half-width to expect with `factor` times the seeds."""
+        return self._half_width_of(self.error_with_seeds(factor))
+
+    def error_with_seeds(self, factor: float) -> float:
+        """The standard error to expect with `factor` times the seeds."""
+        reduction = self.seed_part**2 * (1 - 1 / factor)
+        return math.sqrt(max(0.0, self.standard_error**2 - reduction))
+
+    def _half_width_of(self, standard_error: float) -> float:
+        # With next to no disagreement the normal approximation claims too much: a rate of which
+        # nothing was seen may still be 3.69 / N.
+        return max(NORMAL_QUANTILE * standard_error, 100 * RARE_EVENTS / self.count)
+
+
+def judge(
+    differences: Sequence[float], *, margin: float, images: ImageNoise | None = None
+) -> Verdict:
     """The verdict on differences from the reference, one per seed.
 
-    The interval is Student's over the seeds, and never narrower than the test images alone allow: each of the two holds
-    the true difference with 95 % under its own assumptions, so the wider one does under either's.
+    The interval is Student's over the seeds, and never narrower than the test images alone allow:
+    each of the two holds the true difference with 95 % under its own assumptions, so the wider one
+    does under either's.
     """
-    n, mean = len(differences), float(np.mean(differences))
-    least = floor(images) if images else 0.0
-    if n == 1:
-        by_images = f" (± {least:.2f} by the test images alone)" if images else ""
-        return Verdict(
-            "unknown",
-            f"cannot tell from one seed: {mean:+.2f} points{by_images}; give 3 or more",
-            mean,
-        )
+    seed_count = len(differences)
+    mean = float(np.mean(differences))
+    image_half_width = images.half_width() if images else 0.0
+
+    # One seed has no spread.
+    if seed_count == 1:
+        by_images = ""
+        if images:
+            by_images = f" (± {image_half_width:.2f} by the test images alone)"
+        text = f"cannot tell from one seed: {mean:+.2f} points{by_images}; give 3 or more"
+        return Verdict("unknown", text, mean)
+
     spread = float(np.std(differences, ddof=1))
-    half = max(student(spread, n), least)
-    if abs(mean) + half <= margin:
-        return Verdict("same", f"same within {margin:g} points", mean, half)
-    if abs(mean) > half:
+    half_width = max(student_half_width(spread, seed_count), image_half_width)
+
+    # The interval lies within ±margin.
+    if abs(mean) + half_width <= margin:
+        return Verdict("same", f"same within {margin:g} points", mean, half_width)
+
+    # The interval excludes 0.
+    if abs(mean) > half_width:
         kind: Kind = "worse" if mean < 0 else "better"
-        return Verdict(kind, f"{kind} by {abs(mean):.1f} ± {half:.1f}", mean, half)
-    target = max(margin - abs(mean), abs(mean))  # at this half-width one of the above is reached
-    return Verdict("unknown", f"cannot tell: {_needs(n, spread, target, images)}", mean, half)
+        return Verdict(kind, f"{kind} by {abs(mean):.1f} ± {half_width:.1f}", mean, half_width)
+
+    # Neither. At the half-width `target`, one of the two would be reached.
+    target = max(margin - abs(mean), abs(mean))
+    text = f"cannot tell: {_what_is_needed(seed_count, spread, target, images)}"
+    return Verdict("unknown", text, mean, half_width)
 
 
-def student(spread: float, n: int) -> float:
-    """The half-width of the 95 % interval of a mean of n values with this standard deviation."""
-    return quantile((1 + LEVEL) / 2, n - 1) * spread / math.sqrt(n)
+def measure_image_noise(reference: Sequence[Bits], other: Sequence[Bits]) -> ImageNoise:
+    """The noise of the test images, from the images that each run got right, seed by seed.
 
-
-def half_width(values: Sequence[float]) -> float | None:
-    """The same from the values themselves; None for fewer than two."""
-    return student(float(np.std(values, ddof=1)), len(values)) if len(values) > 1 else None
-
-
-def floor(images: Images) -> float:
-    """The half-width that the test images alone leave. With next to no disagreement the normal approximation would
-    claim too much: a rate of which nothing was seen may still be 3.69 / N."""
-    return _floor(images.count, images.error)
-
-
-def _floor(count: int, error: float) -> float:
-    return max(_Z * error, 100 * _NONE_SEEN / count)
-
-
-def images_of(reference: Sequence[Bits], other: Sequence[Bits]) -> Images:
-    """From which images each run got right, seed by seed: the standard error of the mean difference over images.
-
-    Taken over the per-image means of all seeds, so it holds too where every seed stumbles over the same images.
+    The standard error is taken over the per-image means of all seeds, so it also holds where every
+    seed is wrong on the same images.
     """
     changes = np.stack([b.astype(np.float64) - a for a, b in zip(reference, other, strict=True)])
-    seeds, count = changes.shape
-    error = 100 * float(np.std(changes.mean(axis=0))) / math.sqrt(count)
-    within = (
-        float(np.mean(np.var(changes, axis=0, ddof=1))) if seeds > 1 else 0.0
-    )  # of one image, seed by seed
-    return Images(count, error, min(error, 100 * math.sqrt(within / seeds / count)))
+    seed_count, image_count = changes.shape
+    standard_error = 100 * float(np.std(changes.mean(axis=0))) / math.sqrt(image_count)
+
+    # The variance of one image over the seeds.
+    seed_variance = 0.0
+    if seed_count > 1:
+        seed_variance = float(np.mean(np.var(changes, axis=0, ddof=1)))
+    seed_part = 100 * math.sqrt(seed_variance / seed_count / image_count)
+    return ImageNoise(image_count, standard_error, min(standard_error, seed_part))
+
+
+def _what_is_needed(
+    seed_count: int, spread: float, target: float, images: ImageNoise | None
+) -> str:
+    """What would settle it: more seeds; more images, where no number of seeds would do; or both."""
+    seeds: int | None = seed_count
+    if student_half_width(spread, seed_count) > target:
+        seeds = seeds_needed(spread, target)
+    if seeds is None:
+        return f"more seeds needed, over {MAX_SEEDS}"
+    if images is None:
+        return f"more seeds needed, about {seeds}"
+
+    # Seeds alone, where they reduce the noise of the images enough.
+    for more_seeds in range(max(seeds, seed_count + 1), MAX_SEEDS + 1):
+        if images.half_width_with_seeds(more_seeds / seed_count) <= target:
+            return f"more seeds needed, about {more_seeds}"
+
+    # More images: 3.69 / N falls with N, a standard error with its root.
+    error = images.error_with_seeds(seeds / seed_count)
+    by_rare_events = 100 * RARE_EVENTS / target
+    by_error = images.count * (NORMAL_QUANTILE * error / target) ** 2
+    images_needed = f"{math.ceil(max(by_rare_events, by_error) / 100) * 100:,}"
+    if seeds == seed_count:
+        return f"{images.count:,} test images are too few, about {images_needed} needed"
+    return (
+        f"{seed_count} seeds and {images.count:,} test images are too few, "
+        f"about {seeds} seeds and {images_needed} images needed"
+    )
 
 
 def seeds_needed(spread: float, target: float) -> int | None:
-    """How many seeds make the half-width smaller than `target` with a probability of 80 %; None: more than 200."""
-    for n in range(2, _MOST_SEEDS + 1):
-        reach = quantile((1 + LEVEL) / 2, n - 1) + quantile(POWER, n - 1)
-        if reach * spread / math.sqrt(n) <= target:
+    """How many seeds make the half-width smaller than `target` with a probability of 80 %.
+
+    None: more than 200.
+    """
+    for n in range(2, MAX_SEEDS + 1):
+        quantiles = student_quantile(UPPER_QUANTILE, n - 1) + student_quantile(POWER, n - 1)
+        if quantiles * spread / math.sqrt(n) <= target:
             return n
     return None
 
 
-def _needs(n: int, spread: float, target: float, images: Images | None) -> str:
-    """What would settle it: more seeds; more test images, where no number of seeds would do; or both."""
-    seeds = seeds_needed(spread, target) if student(spread, n) > target else n
-    if seeds is None or images is None:
-        return (
-            f"more seeds needed, about {seeds}"
-            if seeds
-            else f"more seeds needed, over {_MOST_SEEDS}"
-        )
-    for more in range(max(seeds, n + 1), _MOST_SEEDS + 1):
-        if _floor(images.count, images.with_seeds(more / n)) <= target:
-            return f"more seeds needed, about {more}"
-    error = images.with_seeds(seeds / n)  # 3.69 / N falls with N, a standard error with its root
-    needed = max(100 * _NONE_SEEN / target, images.count * (_Z * error / target) ** 2)
-    wanted = f"{math.ceil(needed / 100) * 100:,}"
-    if seeds == n:
-        return f"{images.count:,} test images are too few, about {wanted} needed"
-    return f"{n} seeds and {images.count:,} test images are too few, about {seeds} seeds and {wanted} images needed"
+# Student's t
+
+
+def student_half_width(spread: float, n: int) -> float:
+    """The half-width of the 95 % interval of a mean of n values with this standard deviation."""
+    return student_quantile(UPPER_QUANTILE, n - 1) * spread / math.sqrt(n)
+
+
+def interval_half_width(values: Sequence[float]) -> float | None:
+    """The half-width of the 95 % interval of the values' mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return student_half_width(float(np.std(values, ddof=1)), len(values))
 
 
 @cache
-def quantile(p: float, dof: int) -> float:
-    """Student's t: the value below which the share p lies, by bisection of the exact distribution; p from 0.5 up."""
+def student_quantile(p: float, dof: int) -> float:
+    """The value below which the share p lies, for p from 0.5 up and `dof` degrees of freedom.
+
+    By bisection of the exact distribution.
+    """
     if not 0.5 <= p < 1 or dof < 1:
         raise ValueError(
             f"quantile: expected p from 0.5 to below 1 and dof of 1 or more, got {p!r} and {dof!r}"
         )
-    low, high = 0.0, 1.0
-    while _below(high, dof) < p:
+    low = 0.0
+    high = 1.0
+    while _student_cdf(high, dof) < p:
         high *= 2
-    for _ in range(80):  # halves to the last bit
+    for _ in range(80):  # more halvings than a float64 has bits
         middle = (low + high) / 2
-        low, high = (middle, high) if _below(middle, dof) < p else (low, middle)
+        if _student_cdf(middle, dof) < p:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 
-def _below(t: float, dof: int) -> float:
-    """P(T ≤ t), t ≥ 0: for whole degrees of freedom a finite sum in the angle atan(t / √dof)."""
+def _student_cdf(t: float, dof: int) -> float:
+    """P(T ≤ t) for t ≥ 0: with whole degrees of freedom a finite sum in atan(t / √dof)."""
     angle = math.atan(t / math.sqrt(dof))
-    cos, odd = math.cos(angle), dof % 2
-    term, total = cos if odd else 1.0, 0.0
-    for k in range(2 + odd, dof + 1, 2):
+    cosine = math.cos(angle)
+    is_odd = dof % 2 == 1
+    first_k = 3 if is_odd else 2
+    term = cosine if is_odd else 1.0
+    total = 0.0
+    for k in range(first_k, dof + 1, 2):
         total += term
-        term *= cos * cos * (k - 1) / k
-    sine = math.sin(angle) * total
-    return 0.5 + (angle + sine) / math.pi if odd else 0.5 + sine / 2
+        term *= cosine * cosine * (k - 1) / k
+    sine_sum = math.sin(angle) * total
+    if is_odd:
+        return 0.5 + (angle + sine_sum) / math.pi
+    return 0.5 + sine_sum / 2
 
 
-def pack(correct: Any) -> str:
-    """One bit per image, as base64."""
-    return base64.b64encode(np.packbits(np.asarray(correct, dtype=bool)).tobytes()).decode()
+# Bits
 
 
-def unpack(text: str, count: int) -> Bits:
-    """The bits that `pack` took, `count` of them."""
-    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=count).astype(bool)
+def pack_bits(is_correct: Any) -> str:
+    """One bit per test image, as base64."""
+    bits = np.packbits(np.asarray(is_correct, dtype=bool))
+    return base64.b64encode(bits.tobytes()).decode()
+
+
+def unpack_bits(text: str, count: int) -> Bits:
+    """The `count` bits that `pack_bits` packed."""
+    packed = np.frombuffer(base64.b64decode(text), np.uint8)
+    return np.unpackbits(packed, count=count).astype(bool)

@@ -1,4 +1,8 @@
-"""Operations that torch's compiler cannot take, or would call as they are, in terms of ones that it can join."""
+"""Operations that torch's compiler cannot take, or would call as they are, in plain operations.
+
+The compiler fuses plain operations into the kernels around them: the step that is compiled as one
+program on a CPU (docs/guide/cpu.md) needs them. `compile=False` uses none of this.
+"""
 
 from typing import Any
 
@@ -6,81 +10,126 @@ import torch
 from torch import Tensor
 
 _aten = torch.ops.aten
-Tensors = list[Tensor]
+TensorList = list[Tensor]
 
 
-def _check_and_unscale(grads: Tensors, found: Tensor, inverse: Tensor) -> None:
-    """The largest magnitude is finite where every element is."""
-    for g in grads:
-        if g.numel():
-            found.copy_(torch.where(torch.isfinite(g.abs().amax()), found, 1.0))
-        g.mul_(inverse)
+def _check_and_unscale(grads: TensorList, found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """GradScaler's kernel: grad ← grad · inverse_scale; found_inf ← 1 if any is non-finite."""
+    for grad in grads:
+        if grad.numel():
+            # The largest magnitude is finite exactly where every element is.
+            is_finite = torch.isfinite(grad.abs().amax())
+            found_inf.copy_(torch.where(is_finite, found_inf, 1.0))
+        grad.mul_(inverse_scale)
 
 
-def _norms(grads: Tensors, ord: Any = 2, dtype: torch.dtype | None = None) -> Tensors:
-    return [torch.linalg.vector_norm(g, ord, dtype=dtype) for g in grads]
+def _norms(grads: TensorList, ord: Any = 2, dtype: torch.dtype | None = None) -> TensorList:
+    return [torch.linalg.vector_norm(grad, ord, dtype=dtype) for grad in grads]
 
 
-def _batch_norm(x: Tensor, w: Any, b: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    """The one that says that it moves the statistics."""
-    if mean is None or var is None:
-        return _aten._native_batch_norm_legit.no_stats(x, w, b, *rest)
-    return _aten._native_batch_norm_legit.default(x, w, b, mean, var, *rest)
+def _batch_norm(
+    x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, *options: Any
+) -> Any:
+    """The batch norm whose schema says that it changes the running statistics."""
+    if running_mean is None or running_var is None:
+        return _aten._native_batch_norm_legit.no_stats(x, weight, bias, *options)
+    return _aten._native_batch_norm_legit.default(
+        x, weight, bias, running_mean, running_var, *options
+    )
 
 
 def _sgd(
-    params: Tensors, grads: Tensors, moments: Tensors, *, weight_decay: float, momentum: float, lr: Any,
-    dampening: float, nesterov: bool, maximize: bool, is_first_step: bool,
-    grad_scale: None = None, found_inf: Tensor | None = None,
-) -> None:  # fmt: skip
-    for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-        g = (-g if maximize else g) + (weight_decay * p if weight_decay else 0)
+    params: TensorList,
+    grads: TensorList,
+    momenta: TensorList,
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """torch's fused SGD; where found_inf is 1, nothing changes."""
+    for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
+        signed_grad = -grad if maximize else grad
+        decay = weight_decay * p if weight_decay else 0
+        update = signed_grad + decay
         if momentum:
-            new = g if is_first_step else momentum * moments[i] + (1 - dampening) * g
-            g = g + momentum * new if nesterov else new
-            _put(moments[i], new, found_inf)
-        _put(p, p - lr * g, found_inf)
+            if is_first_step:
+                new_momentum = update
+            else:
+                new_momentum = momentum * momenta[i] + (1 - dampening) * update
+            update = update + momentum * new_momentum if nesterov else new_momentum
+            _store(momenta[i], new_momentum, found_inf)
+        _store(p, p - lr * update, found_inf)
 
 
 def _adam(
-    params: Tensors, grads: Tensors, firsts: Tensors, seconds: Tensors, largest: Tensors, steps: Tensors, *,
-    lr: Any, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool, maximize: bool,
-    grad_scale: None = None, found_inf: Tensor | None = None, decoupled: bool = False,
-) -> None:  # fmt: skip
-    for i, (p, g, t) in enumerate(zip(params, grads, steps, strict=True)):
-        g, old, t = -g if maximize else g, p, t.double()  # 0.9999 is not a float32
-        if weight_decay:
-            old, g = (p - lr * weight_decay * p, g) if decoupled else (p, g + weight_decay * p)
-        first, second = (
-            torch.lerp(firsts[i], g, 1 - beta1),
-            beta2 * seconds[i] + (1 - beta2) * g * g,
-        )
-        most = torch.maximum(largest[i], second) if amsgrad else second
-        unbiased = (most.sqrt() / torch.sqrt(1 - beta2**t).to(p.dtype)) + eps
-        new = old - (lr / (1 - beta1**t)).to(p.dtype) * (first / unbiased)
-        kept = [
-            (p, new),
-            (firsts[i], first),
-            (seconds[i], second),
-            *([(largest[i], most)] if amsgrad else []),
-        ]
-        for tensor, value in kept:
-            _put(tensor, value, found_inf)
+    params: TensorList,
+    grads: TensorList,
+    averages: TensorList,
+    squares: TensorList,
+    max_squares: TensorList,
+    step_counters: TensorList,
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = False,
+) -> None:
+    """torch's fused Adam, or AdamW if `decoupled`; where found_inf is 1, nothing changes."""
+    for i, (p, grad, counter) in enumerate(zip(params, grads, step_counters, strict=True)):
+        step = counter.double()  # a beta of 0.9999 is not a float32
+        update = -grad if maximize else grad
+        decayed = p
+        if weight_decay and decoupled:
+            decayed = p - lr * weight_decay * p
+        elif weight_decay:
+            update = update + weight_decay * p
+
+        # Moments, and their correction for the zeros that they started from.
+        average = torch.lerp(averages[i], update, 1 - beta1)
+        square = beta2 * squares[i] + (1 - beta2) * update * update
+        max_square = torch.maximum(max_squares[i], square) if amsgrad else square
+        denominator = (max_square.sqrt() / torch.sqrt(1 - beta2**step).to(p.dtype)) + eps
+        step_size = (lr / (1 - beta1**step)).to(p.dtype)
+
+        _store(p, decayed - step_size * (average / denominator), found_inf)
+        _store(averages[i], average, found_inf)
+        _store(squares[i], square, found_inf)
+        if amsgrad:
+            _store(max_squares[i], max_square, found_inf)
 
 
 def _adamw(*args: Any, **kwargs: Any) -> None:
     _adam(*args, **kwargs, decoupled=True)
 
 
-def _put(into: Tensor, value: Tensor, found: Tensor | None) -> None:
-    into.copy_(value if found is None else torch.where(found != 0, into, value))
+def _store(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
+    """Copies a value into its tensor, except where found_inf is set."""
+    if found_inf is not None:
+        value = torch.where(found_inf != 0, target, value)
+    target.copy_(value)
 
 
-PLAIN: dict[Any, Any] = {
+DECOMPOSITIONS: dict[Any, Any] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
     _aten._foreach_norm.Scalar: _norms,
     _aten.native_batch_norm.default: _batch_norm,
-    **dict.fromkeys((_aten._fused_sgd_.default, _aten._fused_sgd_.tensor_lr), _sgd),
-    **dict.fromkeys((_aten._fused_adam_.default, _aten._fused_adam_.tensor_lr), _adam),
-    **dict.fromkeys((_aten._fused_adamw_.default, _aten._fused_adamw_.tensor_lr), _adamw),
+    _aten._fused_sgd_.default: _sgd,
+    _aten._fused_sgd_.tensor_lr: _sgd,
+    _aten._fused_adam_.default: _adam,
+    _aten._fused_adam_.tensor_lr: _adam,
+    _aten._fused_adamw_.default: _adamw,
+    _aten._fused_adamw_.tensor_lr: _adamw,
 }

@@ -1,137 +1,193 @@
-"""Everything a captured graph holds fast: where its tensors are, and every plain value that its code has read."""
+"""Everything a graph bakes in: the addresses of its tensors, and each plain value its code has read.
+
+A graph may be replayed only while all of it is the same as at its capture, so guards are compared
+at each visit of the host. They guard the graphs of capture.py, whose docstring says what these buy
+and how to switch them off.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-SETTINGS = 1000  # entries of a list or dict that may be settings
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Entries of a list or dict. A longer one holds data rather than settings, and takes long to read.
+MAX_CONTAINER_ENTRIES = 1000
+
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None))
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# The object's id and the address of its memory. Both: a tensor that is freed may leave either of
+# them to the next one.
+TensorIdentity: TypeAlias = tuple[int, int]
+
+# What holds a value (a dict or a list), its name or index there, and the value.
+Attribute: TypeAlias = tuple[Any, Any, Any]
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each tensor begins in memory."""
     return [t.data_ptr() for t in tensors]
 
 
 def module_guards(*roots: Any) -> Iterator[Any]:
-    """Each module, its plain values (a dropout's p, settings in lists and dicts), hooks, tensors, what is frozen."""
+    """What a graph bakes in of these modules. A root that is no module guards itself.
+
+    Each module, its plain attributes (the p of a dropout), also in lists and dicts, its tensors,
+    its hooks, and which of its parameters are frozen.
+    """
     for root in roots:
         if not isinstance(root, nn.Module):
             yield root
             continue
         for module in root.modules():
+            attributes = vars(module).items()
             yield module
-            yield tuple([(k, v) for k, v in vars(module).items() if _is_plain(v)])
+            yield tuple([(name, value) for name, value in attributes if _is_plain(value)])
             yield tuple(
                 [
-                    (k, i, v)
-                    for k, held in vars(module).items()
-                    for i, v in _items(held)
-                    if _is_plain(v)
+                    (name, key, entry)
+                    for name, value in attributes
+                    for key, entry in _container_entries(value)
+                    if _is_plain(entry)
                 ]
             )
-            yield tuple([(k, *_place(v)) for k, v in vars(module).items() if isinstance(v, Tensor)])
-            yield tuple([len(getattr(module, name)) for name in _HOOKS])
-            for held in (module._parameters, module._buffers):
-                tensors = [t for t in held.values() if t is not None]
+            yield tuple(
+                [
+                    (name, *_tensor_identity(value))
+                    for name, value in attributes
+                    if isinstance(value, Tensor)
+                ]
+            )
+            yield tuple([len(getattr(module, name)) for name in _HOOK_DICTS])
+            for tensors in (module._parameters, module._buffers):
                 yield tuple(
-                    [(t.data_ptr(), t.requires_grad, len(t._backward_hooks or ())) for t in tensors]
+                    [
+                        (t.data_ptr(), t.requires_grad, len(t._backward_hooks or ()))
+                        for t in tensors.values()
+                        if t is not None
+                    ]
                 )
 
 
+def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
+    """What a graph bakes in of an optimizer: plain settings, addresses of its rates and its state."""
+    for group in optimizer.param_groups:
+        settings: list[Any] = []
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if isinstance(value, Tensor):
+                settings.append(value.data_ptr())
+            elif _is_plain(value):
+                settings.append(value)
+        yield tuple(settings)
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            yield tuple([t.data_ptr() for t in state.values() if isinstance(t, Tensor)])
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run before or after its step. A replay would not run them."""
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
 class ContainerTensors:
-    """Tensors in lists and dicts of modules, which a graph may read. Those that a step itself files there are others
-    after every step, and no graph reads them."""
+    """Tensors stored in list and dict attributes of modules.
+
+    A graph is stale when one that existed before the capture is replaced. Tensors that the step
+    itself stores there are ignored: they are new after every step.
+    """
 
     def __init__(self, *roots: Any) -> None:
-        self._roots, self._held = roots, dict[Any, tuple[int, int]]()
+        self._roots = roots
+        self._identities_at_capture: dict[Any, TensorIdentity] = {}
 
     @contextmanager
     def during_capture(self) -> Iterator[None]:
-        """A capture: what is the same after it was not filed by the step."""
-        before = _filed(self._roots)
+        """Around a capture: remembers the tensors that are the same before and after it."""
+        before = _container_tensors(self._roots)
         yield
-        self._held = {
-            key: place for key, place in _filed(self._roots).items() if before.get(key) == place
+        after = _container_tensors(self._roots)
+        self._identities_at_capture = {
+            key: identity for key, identity in after.items() if before.get(key) == identity
         }
 
     @property
     def were_replaced(self) -> bool:
-        """Whether one is not what it was at the last capture."""
-        now = _filed(self._roots)
-        return any(now.get(key) != place for key, place in self._held.items())
+        """Whether one of them is another tensor now than at the last capture."""
+        now = _container_tensors(self._roots)
+        remembered = self._identities_at_capture.items()
+        return any(now.get(key) != identity for key, identity in remembered)
 
 
-def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
-    """Its plain settings by group, and where its tensors are, rates and state alike."""
-    for group in optimizer.param_groups:
-        settings = [v for k, v in group.items() if k != "params" and _is_plain(v, Tensor)]
-        yield tuple([v.data_ptr() if isinstance(v, Tensor) else v for v in settings])
-        for p in group["params"]:
-            yield tuple(
-                [v.data_ptr() for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-            )
+def module_attributes(*roots: Any) -> list[Attribute]:
+    """Each tensor and plain value of the modules, also in lists and dicts, with its owner and name.
 
-
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether something runs beside its step, which a replay would not run."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
-
-
-def module_attributes(*roots: Any) -> list[tuple[Any, Any, Any]]:
-    """Every tensor and plain value of the modules by its place, to be put back when a capture did not become a step."""
-    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-    places = [
-        (owner, k, v)
-        for m in modules
-        for owner in (m._parameters, m._buffers, vars(m))
-        for k, v in owner.items()
+    A capture runs forward without computing anything. If it fails, `restore_attributes` takes back
+    what forward has stored in its modules.
+    """
+    attributes = [
+        (owner, name, value)
+        for module in _modules(roots)
+        for owner in (module._parameters, module._buffers, vars(module))
+        for name, value in owner.items()
     ]
-    inner = [(v, k, each) for _, _, v in places for k, each in _items(v)]
-    return [place for place in (*places, *inner) if _is_plain(place[2], Tensor)]
+    entries = [
+        (container, key, entry)
+        for _, _, container in attributes
+        for key, entry in _container_entries(container)
+    ]
+    return [
+        (owner, name, value)
+        for owner, name, value in (*attributes, *entries)
+        if isinstance(value, Tensor) or _is_plain(value)
+    ]
 
 
-def restore_attributes(places: list[tuple[Any, Any, Any]]) -> None:
-    for owner, name, value in places:
+def restore_attributes(attributes: list[Attribute]) -> None:
+    """Puts values of `module_attributes` back where they were."""
+    for owner, name, value in attributes:
         with suppress(IndexError):  # a list that is shorter now
             owner[name] = value
 
 
-def _filed(roots: Iterable[Any]) -> dict[Any, tuple[int, int]]:
-    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-    held = [
-        (m, k, v)
-        for m in modules
-        for k, v in vars(m).items()
-        if k not in ("_parameters", "_buffers")
-    ]
+def _modules(roots: Iterable[Any]) -> list[nn.Module]:
+    return [module for root in roots if isinstance(root, nn.Module) for module in root.modules()]
+
+
+def _container_tensors(roots: Iterable[Any]) -> dict[Any, TensorIdentity]:
+    """Which tensors are in lists and dicts of the modules, by module, attribute and index."""
     return {
-        (id(m), k, i): _place(v)
-        for m, k, each in held
-        for i, v in _items(each)
-        if isinstance(v, Tensor)
+        (id(module), name, key): _tensor_identity(entry)
+        for module in _modules(roots)
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers")
+        for key, entry in _container_entries(value)
+        if isinstance(entry, Tensor)
     }
 
 
-def _place(t: Tensor) -> tuple[int, int]:
-    """Which one it is, and where: one that is gone may leave either to the next."""
-    return id(t), t.data_ptr() if t.layout == torch.strided else 0
+def _tensor_identity(t: Tensor) -> TensorIdentity:
+    address = t.data_ptr() if t.layout == torch.strided else 0  # sparse tensors have none
+    return id(t), address
 
 
-def _is_plain(value: Any, *also: type) -> bool:
+def _is_plain(value: Any) -> bool:
+    """Whether it is a number, a string or None, or a tuple of them."""
     if isinstance(value, tuple):
-        return all(isinstance(v, _PLAIN) for v in value)
-    return isinstance(value, (*_PLAIN, *also))
+        return all(isinstance(entry, _PLAIN_TYPES) for entry in value)
+    return isinstance(value, _PLAIN_TYPES)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    """What a list or a dict holds: settings and counters may be kept there. A long one is data: looking takes time."""
-    if not isinstance(value, (list, dict)) or len(value) > SETTINGS:
+def _container_entries(value: Any) -> list[tuple[Any, Any]]:
+    """What a list or dict holds, by index or key: settings and counters may be there."""
+    if not isinstance(value, (list, dict)) or len(value) > MAX_CONTAINER_ENTRIES:
         return []
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value))

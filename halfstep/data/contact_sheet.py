@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.data.pipeline.dataset import Dataset
 from halfstep.data.pipeline.plan import Plan
-from halfstep.data.transforms.axes import Layout, axes, check_layout
+from halfstep.data.transforms.axes import Layout, check_layout, image_axes
 from halfstep.utils.checks import whole_number
 
 if TYPE_CHECKING:
@@ -148,11 +148,11 @@ def _to_pixels(image: Any, layout: Layout | None) -> Tensor:
 
     # The channel's axis: by the shape, or by `layout` where the shape leaves it open.
     try:
-        channel = axes("sheet", pixels[None], None).channel
+        channel = image_axes("sheet", pixels[None], None).channel
     except ValueError:
         if layout is None or pixels.dim() != 3:
             raise
-        channel = axes("sheet", pixels[None], layout).channel
+        channel = image_axes("sheet", pixels[None], layout).channel
     if channel is None:
         pixels = pixels.unsqueeze(-1)
     else:

@@ -5,9 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from halfstep.data.download.catalog import Entry, known
-from halfstep.data.download.find import find, forget
-from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.download.catalog import CatalogEntry, catalog_entry
+from halfstep.data.download.find import SAMPLE, find, forget_download
 from halfstep.data.pipeline.dataset import Dataset
 from halfstep.data.readers.cifar import read_cifar
 from halfstep.data.readers.idx import read_split
@@ -29,19 +28,19 @@ def load(
     """
     if split not in ("train", "test"):
         raise ValueError(f"expected split 'train' or 'test', got {split!r}")
-    entry = known(name)
+    entry = catalog_entry(name)
     location = find(name, path, download=download)
     try:
         images, labels = _read_images(entry, location.folder, train=split == "train")
     except (ValueError, OSError):
         # Files from an address without a checksum may be anything. They leave the cache, so that
         # the next call asks the address again.
-        forget(location)
+        forget_download(location)
         raise
     return Dataset({"image": images, "label": labels}, seed=seed, classes=entry.classes)
 
 
-def _read_images(entry: Entry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
+def _read_images(entry: CatalogEntry, folder: Path, *, train: bool) -> tuple[Tensor, Tensor]:
     """uint8 images [N, H, W, C] and int64 labels [N]."""
     if entry.kind == "cifar":
         return read_cifar(folder, train=train, classes=100 if entry.num_classes == 100 else 10)

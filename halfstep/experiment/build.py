@@ -1,123 +1,172 @@
-"""From settings to a model: the network by name, its options from the data, optimizer, schedule; checked beforehand."""
+"""From settings to a model: network, optimizer and schedule by name; checked with one batch."""
 
 import inspect
-import os
+import math
 import random
-import sys
 import warnings
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from halfstep import nets, schedules
 from halfstep.errors import Notice
-from halfstep.experiment.builders__build import builder
-from halfstep.experiment.datasets import Material
+from halfstep.experiment.builders import import_function
+from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
 from halfstep.metrics import Accuracy
 from halfstep.model import Model
 
-_MAKERS: dict[str, Any] = {
+# Names as in settings.OPTIMIZERS.
+OPTIMIZER_CLASSES: dict[str, Any] = {
     "sgd": SGD,
     "momentum": partial(SGD, momentum=0.9),
     "adam": Adam,
     "adamw": AdamW,
 }
 
+CHECKED_SAMPLES = 4  # samples that check_one_batch sends through the network
 
-def seeded(seed: int) -> None:
-    """Python's generator, numpy's and torch's: two runs that draw from any of them are equal to their last state."""
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators: a run may draw from any of them."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the users' one, which takes 32 bits
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the global one, which takes 32 bits
     torch.manual_seed(seed)
 
 
-def network(settings: Settings, material: Material, seed: int) -> nn.Module:
-    """Drawn on the host, so that a seed means the same weights on every device."""
-    seeded(seed)
-    return nets.load(settings.net, **_options(settings.net, material)).to(settings.place)
+def build_network(settings: Settings, data: TrainTestData, seed: int) -> nn.Module:
+    """A new network. Its weights are drawn on the host: equal on every device for a seed."""
+    seed_everything(seed)
+    net = nets.load(settings.net, **_network_options(settings.net, data))
+    return net.to(settings.torch_device)
 
 
-def model(settings: Settings, material: Material, name: str, seed: int) -> Model:
-    """The same weights for a seed in every precision."""
-    net = network(settings, material, seed)
-    optimizer: Optimizer = _MAKERS[settings.optimizer](net.parameters(), lr=settings.lr)
-    steps = settings.epochs * material.batches(seed, settings.batch).size
+def build_optimizer(settings: Settings, params: Iterable[Tensor]) -> Optimizer:
+    optimizer: Optimizer = OPTIMIZER_CLASSES[settings.optimizer](params, lr=settings.lr)
+    return optimizer
+
+
+def build_schedule(settings: Settings, batches_per_epoch: int, accumulate: int) -> Any:
+    """Learning rates by update number; None for a constant rate."""
+    if settings.schedule == "constant":
+        return None
+    # The micro-batches at the end of an epoch that do not fill a cycle end in an update too.
+    updates_per_epoch = -(-batches_per_epoch // max(accumulate, 1))
+    formula = getattr(schedules, settings.schedule)
+    return formula(settings.lr, settings.epochs * updates_per_epoch)
+
+
+def build_model(
+    settings: Settings,
+    data: TrainTestData,
+    precision: str,
+    seed: int,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    ema: float | None = None,
+) -> Model:
+    """A model that trains by the settings; for a seed, every precision has the same weights."""
+    net = build_network(settings, data, seed)
+    batches_per_epoch = data.train_batches(seed, settings.batch).size
     return Model(
-        net, nn.CrossEntropyLoss(), optimizer, name, metrics={"acc": Accuracy()},
-        schedule=_schedule(settings, steps),
-    )  # fmt: skip
+        net,
+        nn.CrossEntropyLoss(),
+        build_optimizer(settings, net.parameters()),
+        precision,
+        metrics={"acc": Accuracy()},
+        schedule=build_schedule(settings, batches_per_epoch, accumulate),
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        ema=ema,
+    )
 
 
-def check(settings: Settings, material: Material) -> None:
-    """One batch through a new network in the reference precision: what does not fit is told before training."""
+def check_one_batch(settings: Settings, data: TrainTestData) -> None:
+    """Sends a few samples through a new network, so that what does not fit fails before training.
+
+    In the reference precision, with the first seed.
+    """
     with warnings.catch_warnings(action="ignore"):  # the run itself gives the notices
-        made = model(settings, material, settings.precisions[0], settings.seeds[0])
-        batches = material.train.take(min(4, material.train.size)).batch(4)
+        model = build_model(settings, data, settings.precisions[0], settings.seeds[0])
+        sample_count = min(CHECKED_SAMPLES, data.train.size)
+        batches = data.train.take(sample_count).batch(CHECKED_SAMPLES)
+
+        # Reading. It fails for images of several sizes, or a damaged file.
         try:
             next(iter(batches))
-        except (ValueError, OSError) as error:  # images of several sizes, a damaged file
+        except (ValueError, OSError) as error:
             raise ValueError(f"data: {settings.data}: {error}") from error
+
+        # Forward and loss.
         batches.seek(0)
         try:
-            scores = made.evaluate(batches)
+            scores = model.evaluate(batches)
         except Exception as error:
-            shape = " × ".join(map(str, material.shape))
-            fits = f"{settings.net} does not take inputs of {shape} with labels of {settings.data}"
+            shape = " × ".join(map(str, data.shape))
             raise ValueError(
-                f"net: {fits}: {type(error).__name__}: {error}{_advice(settings, material)}"
+                f"net: {settings.net} does not take inputs of {shape} "
+                f"with labels of {settings.data}: "
+                f"{type(error).__name__}: {error}{_channel_advice(settings, data)}"
             ) from error
     assert "acc" in scores
 
 
-def _advice(settings: Settings, material: Material) -> str:
-    """The line to write where images of the user's own have no channels, which only an MLP does without."""
-    if len(material.shape) != 2 or ":" not in settings.data:
+def _channel_advice(settings: Settings, data: TrainTestData) -> str:
+    """What to write where a user's images have no channels; only an MLP does without them."""
+    if len(data.shape) != 2 or ":" not in settings.data:
         return ""
-    shape = ", ".join(map(str, material.shape))
+    shape = ", ".join(map(str, data.shape))
     return f" Give the images of {settings.data} their channel: x[:, None] is [N, 1, {shape}]."
 
 
-def note(settings: Settings, material: Material) -> None:
-    """A batch that no epoch can fill."""
-    size = material.train.size
-    if settings.batch > size:
-        text = f"batch: {settings.batch} is more than the {size} training samples: an epoch is one batch of {size}"
-        warnings.warn(text, Notice, stacklevel=2)
+def warn_about_large_batch(settings: Settings, data: TrainTestData) -> None:
+    """Gives a notice if a batch is larger than the training data."""
+    sample_count = data.train.size
+    if settings.batch > sample_count:
+        message = (
+            f"batch: {settings.batch} is more than the {sample_count} training samples: "
+            f"an epoch is one batch of {sample_count}"
+        )
+        warnings.warn(message, Notice, stacklevel=2)
 
 
-def _options(name: str, material: Material) -> dict[str, Any]:
-    """Those of inputs, channels, classes and outputs that the builder names and the data knows."""
-    size = 1
-    for side in material.shape:
-        size *= side
-    known = {"inputs": size, "classes": material.classes, "outputs": material.classes}
-    known["channels"] = material.shape[0] if len(material.shape) == 3 else None
-    taken = _parameters(name)
+def _network_options(name: str, data: TrainTestData) -> dict[str, Any]:
+    """inputs, channels, classes, outputs: those that the network's builder names as parameters.
+
+    What the data does not know is left to the builder's default.
+    """
+    channels = data.shape[0] if len(data.shape) == 3 else None
+    known = {
+        "inputs": math.prod(data.shape),
+        "classes": data.classes,
+        "outputs": data.classes,
+        "channels": channels,
+    }
+    parameters = _builder_parameters(name)
     return {
-        option: value for option, value in known.items() if option in taken and value is not None
+        option: value
+        for option, value in known.items()
+        if option in parameters and value is not None
     }
 
 
-def _parameters(name: str) -> set[str]:
+def _builder_parameters(name: str) -> set[str]:
+    """Parameter names of a network's builder; none where they cannot be known."""
     if ":" in name:
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())  # a builder beside the user's command
-        found: Any = builder(name, "net")
+        builder: Any = import_function(name, "net")
+    elif name in nets.names():
+        builder = getattr(nets, name, None)
     else:
-        found = getattr(nets, name, None) if name in nets.names() else None
-    try:
-        return set(inspect.signature(found).parameters) if found is not None else set()
-    except ValueError:  # some classes written in C do not tell
+        builder = None
+    if builder is None:
         return set()
-
-
-def _schedule(settings: Settings, updates: int) -> Any:
-    assert settings.lr is not None
-    if settings.schedule == "constant":
-        return None
-    return getattr(schedules, settings.schedule)(settings.lr, updates)
+    try:
+        return set(inspect.signature(builder).parameters)
+    except ValueError:  # some classes written in C have no signature
+        return set()

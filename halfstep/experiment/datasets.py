@@ -1,4 +1,4 @@
-"""The data of a comparison, by name, by folder or by a function of the user's: training and test samples, unbatched."""
+"""Training and test data of a run, by name, by folder or by a function of the user's; unbatched."""
 
 import os
 import warnings
@@ -13,18 +13,19 @@ from torch.utils.data import DataLoader, IterableDataset
 from halfstep import data
 from halfstep.data import Dataset
 from halfstep.data.download.catalog import CATALOG
-from halfstep.data.readers import split_folder as layout
+from halfstep.data.readers import split_folder
 from halfstep.errors import Notice
-from halfstep.experiment.builders__build import builder
+from halfstep.experiment.builders import import_function
 from halfstep.experiment.settings import Settings
-from halfstep.utils.user_code import call
+from halfstep.utils.user_code import call_user_function
 
-PARTS = ("training", "test")
+# Evaluation keeps no activations for a backward pass: larger batches fit, and are faster.
+MIN_TEST_BATCH_SIZE = 500
 
 
 @dataclass(frozen=True)
-class Material:
-    """Samples ready for the network, in the order they were read; the shuffle comes with the seed."""
+class TrainTestData:
+    """Samples ready for the network, in the order they were read. A run's seed shuffles them."""
 
     train: Dataset
     test: Dataset
@@ -33,153 +34,185 @@ class Material:
     shape: tuple[int, ...]
     """Of one input, as the network gets it."""
 
-    def batches(self, seed: int, batch: int) -> Dataset:
-        """One order per seed, whatever the precision."""
-        return self.train.shuffle(seed=seed).batch(batch)
+    def train_batches(self, seed: int, batch_size: int) -> Dataset:
+        """In the seed's order, which is the same for every precision."""
+        return self.train.shuffle(seed=seed).batch(batch_size)
 
-    def check_batches(self, batch: int) -> Dataset:
-        return self.test.batch(max(batch, 500))  # no gradients to keep: larger batches are faster
+    def test_batches(self, batch_size: int) -> Dataset:
+        return self.test.batch(max(batch_size, MIN_TEST_BATCH_SIZE))
 
 
-def material(settings: Settings) -> Material:
-    """Read, cut to the numbers asked for, and prepared: uint8 images become [C, H, W] in 0..1, other data stays."""
-    train, test = _pair(settings.data, settings.path)
+def load_train_test_data(settings: Settings) -> TrainTestData:
+    """Reads both parts, cuts them to the numbers in the settings, and prepares the inputs.
+
+    uint8 images become [C, H, W] floats in 0..1; other inputs stay as they are.
+    """
+    train, test = _read_both_parts(settings.data, settings.path)
     classes = len(train.classes) or None
-    chain = _prepared(train, settings)
-    parts = []
-    for whole, count in ((train, settings.samples), (test, settings.test_samples)):
-        part = whole if count is None else whole.take(count)
-        parts.append(part.map(chain, part.columns[0]) if chain else part)
-    first = next(iter(parts[0].take(1).batch(1)))
-    if len(first) < 2 or not isinstance(first[0], Tensor):
-        own = (
-            ". A data function returns (train, test): (x, y), (x_test, y_test)"
-            if ":" in settings.data
-            else ""
+    transforms = _image_transforms(train, settings)
+
+    prepared: list[Dataset] = []
+    for dataset, sample_count in ((train, settings.samples), (test, settings.test_samples)):
+        if sample_count is not None:
+            dataset = dataset.take(sample_count)
+        if transforms:
+            dataset = dataset.map(transforms, dataset.columns[0])
+        prepared.append(dataset)
+    train, test = prepared
+
+    first_batch = next(iter(train.take(1).batch(1)))
+    if len(first_batch) < 2 or not isinstance(first_batch[0], Tensor):
+        advice = ""
+        if ":" in settings.data:
+            advice = ". A data function returns (train, test): (x, y), (x_test, y_test)"
+        raise ValueError(
+            "data: expected samples of an input and a label, "
+            f"got the columns {list(train.columns)} of {settings.data}{advice}"
         )
-        came = f"the columns {list(parts[0].columns)} of {settings.data}"
-        raise ValueError(f"data: expected samples of an input and a label, got {came}{own}")
-    return Material(parts[0], parts[1], classes, tuple(first[0].shape[1:]))
+    return TrainTestData(train, test, classes, shape=tuple(first_batch[0].shape[1:]))
 
 
-def _pair(name: str, path: str | None) -> tuple[Dataset, Dataset]:
+def _read_both_parts(name: str, path: str | None) -> tuple[Dataset, Dataset]:
+    """Training and test data of a known set, the shipped sample, a function or a folder."""
     if name in CATALOG:
-        train, test = (data.load(name, split, path=path) for split in ("train", "test"))
+        train = data.load(name, "train", path=path)
+        test = data.load(name, "test", path=path)
         return train, test
     if path is not None:
         raise ValueError(
             f"path: expected with a data set of {', '.join(CATALOG)}, got data {name!r}"
         )
     if name == "sample":
-        return _dataset(data.sample(True)), _dataset(data.sample(False))
+        return _sample_dataset(train=True), _sample_dataset(train=False)
     if ":" in name and "://" not in name and not os.path.exists(name):
-        return _own(name)
-    return _folder(name)
+        return _call_data_function(name)
+    return _read_folder(name)
 
 
-def _own(name: str) -> tuple[Dataset, Dataset]:
-    """The user's function: (train, test), each a Dataset without batches, a torch data set, or columns (x, y)."""
-    found = call(builder(name, "data"), "the data function", name)
-    if not isinstance(found, Sequence) or len(found) != 2:
-        kind = type(found).__name__
-        raise TypeError(f"data: expected {name!r} to return (training data, test data), got {kind}")
-    classes = _counted(found)
-    train, test = (
-        _part(each, name, which, classes) for each, which in zip(found, PARTS, strict=True)
-    )
-    return train, test
+def _sample_dataset(*, train: bool) -> Dataset:
+    images, labels = data.sample(train)
+    class_names = [str(i) for i in range(10)]
+    return Dataset({"image": images[..., None], "label": labels}, classes=class_names)
 
 
-def _part(given: Any, name: str, which: str, classes: list[str]) -> Dataset:
-    """One of the two, unbatched: the command batches and shuffles, so that every seed and size is one setting."""
-    came = type(given).__name__
-    if isinstance(given, Dataset):
-        if not given.plan.batch:
-            return given
-        came = "batches; leave .batch() to the command"
-    elif _is_empty(given):
-        raise ValueError(
-            f"data: expected at least one sample as the {which} data of {name!r}, got none"
-        )
-    elif _is_indexed(given):
-        try:
-            return Dataset(given, classes=classes)
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"data: the {which} data of {name!r}: {error}") from error
-    raise TypeError(
-        f"data: expected samples as the {which} data of {name!r}, got {came}. Return (train, test), each of them "
-        "columns (x, y), a data set with __len__ and __getitem__ (of a DataLoader: loader.dataset), or "
-        "hs.data.Dataset(…) without .batch(…)."
-    )
-
-
-def _is_empty(given: Any) -> bool:
-    parts = (
-        given.values()
-        if isinstance(given, Mapping)
-        else given
-        if isinstance(given, tuple)
-        else (given,)
-    )
-    return any(
-        hasattr(each, "__len__") and getattr(each, "shape", None) != () and not len(each)
-        for each in parts
-    )
-
-
-def _is_indexed(given: Any) -> bool:
-    if isinstance(given, DataLoader | IterableDataset):
-        return False
-    return isinstance(given, Mapping) or (
-        hasattr(given, "__len__") and hasattr(given, "__getitem__")
-    )
-
-
-def _counted(found: Sequence[Any]) -> list[str]:
-    """Classes by the labels, where both parts are columns that end with whole numbers; none where that is not known."""
-    try:
-        labels = [
-            torch.as_tensor(each[-1]) for each in found if isinstance(each, tuple) and len(each) > 1
-        ]
-    except (TypeError, ValueError, RuntimeError):  # no numbers: told of the part that has them
-        return []
-    if len(labels) < 2 or any(
-        y.dim() != 1 or y.is_floating_point() or not len(y) or y.min() < 0 for y in labels
-    ):
-        return []
-    return [str(i) for i in range(max(int(y.max()) for y in labels) + 1)]
-
-
-def _folder(name: str) -> tuple[Dataset, Dataset]:
-    folder = layout.found(name)
-    wrong = folder.mismatch()
-    if wrong:
-        raise ValueError(f"data: {wrong}")
+def _read_folder(name: str) -> tuple[Dataset, Dataset]:
+    folder = split_folder.open_split_folder(name)
+    mismatch = folder.class_mismatch()
+    if mismatch:
+        raise ValueError(f"data: {mismatch}")
     train, test = (folder.read(part) for part in folder.parts)
     return train, test
 
 
-def _dataset(pair: tuple[Tensor, Tensor]) -> Dataset:
-    images, labels = pair
-    return Dataset(
-        {"image": images[..., None], "label": labels}, classes=[str(i) for i in range(10)]
+# A function of the user's
+
+
+def _call_data_function(name: str) -> tuple[Dataset, Dataset]:
+    """(train, test), each a Dataset without batches, a torch data set, or columns (x, y)."""
+    function = import_function(name, "data")
+    parts = call_user_function(function, "the data function", name)
+    if not isinstance(parts, Sequence) or len(parts) != 2:
+        kind = type(parts).__name__
+        raise TypeError(f"data: expected {name!r} to return (training data, test data), got {kind}")
+    class_names = _class_names_from_labels(parts)
+    train = _as_dataset(parts[0], name, "training", class_names)
+    test = _as_dataset(parts[1], name, "test", class_names)
+    return train, test
+
+
+def _as_dataset(part: Any, name: str, which: str, class_names: list[str]) -> Dataset:
+    """One part as an unbatched Dataset; batch size and shuffling are settings of the command."""
+    received = type(part).__name__
+    if isinstance(part, Dataset):
+        if not part.plan.batch:
+            return part
+        received = "batches; leave .batch() to the command"
+    elif _is_empty(part):
+        raise ValueError(
+            f"data: expected at least one sample as the {which} data of {name!r}, got none"
+        )
+    elif _can_be_indexed(part):
+        try:
+            return Dataset(part, classes=class_names)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"data: the {which} data of {name!r}: {error}") from error
+    raise TypeError(
+        f"data: expected samples as the {which} data of {name!r}, got {received}. "
+        "Return (train, test), each of them columns (x, y), "
+        "a data set with __len__ and __getitem__ (of a DataLoader: loader.dataset), "
+        "or hs.data.Dataset(…) without .batch(…)."
     )
 
 
-def _prepared(train: Dataset, settings: Settings) -> list[Any]:
-    """What uint8 images need; LeNet-5 takes 32×32 only. [H, W] can only be gray: it gets its channel, and a notice."""
-    first = next(iter(train.take(1).batch(1)))[0]
-    if not isinstance(first, Tensor) or first.dtype != torch.uint8:
+def _is_empty(part: Any) -> bool:
+    """Whether a column, or the data set, has a length of 0. A 0-d tensor has no length."""
+    columns: Any = (part,)
+    if isinstance(part, Mapping):
+        columns = part.values()
+    elif isinstance(part, tuple):
+        columns = part
+    for column in columns:
+        has_length = hasattr(column, "__len__") and getattr(column, "shape", None) != ()
+        if has_length and len(column) == 0:
+            return True
+    return False
+
+
+def _can_be_indexed(part: Any) -> bool:
+    if isinstance(part, DataLoader | IterableDataset):
+        return False
+    if isinstance(part, Mapping):
+        return True
+    return hasattr(part, "__len__") and hasattr(part, "__getitem__")
+
+
+def _class_names_from_labels(parts: Sequence[Any]) -> list[str]:
+    """ "0", "1", … up to the largest label; none where the labels are not known to be classes.
+
+    They are known where both parts are tuples of columns, of which the last has whole numbers.
+    """
+    try:
+        labels = [
+            torch.as_tensor(part[-1]) for part in parts if isinstance(part, tuple) and len(part) > 1
+        ]
+    except (TypeError, ValueError, RuntimeError):  # not numbers: reading that part says so
         return []
-    shape = list(first.shape[1:])
+    if len(labels) < 2:
+        return []
+    for column in labels:
+        if column.dim() != 1 or column.is_floating_point() or not len(column) or column.min() < 0:
+            return []
+    largest = max(int(column.max()) for column in labels)
+    return [str(i) for i in range(largest + 1)]
+
+
+# Images
+
+
+def _image_transforms(train: Dataset, settings: Settings) -> list[Any]:
+    """The transforms that uint8 images need; none for other inputs.
+
+    Images of [H, W] can only be gray: they get a channel, and a notice says so.
+    """
+    first_input = next(iter(train.take(1).batch(1)))[0]
+    if not isinstance(first_input, Tensor) or first_input.dtype != torch.uint8:
+        return []
+    shape = list(first_input.shape[1:])
     if len(shape) not in (2, 3):
         raise ValueError(
-            f"data: expected floats, or uint8 images of [H, W], [H, W, C] or [C, H, W], got uint8 {shape} from "
-            f"{settings.data}. Return x / 255, or the images before they were flattened."
+            "data: expected floats, or uint8 images of [H, W], [H, W, C] or [C, H, W], "
+            f"got uint8 {shape} from {settings.data}. "
+            "Return x / 255, or the images before they were flattened."
         )
     if len(shape) == 2:
         sides = " × ".join(map(str, shape))
-        text = f"data: {settings.data} gives images of {sides} without channels: taken as gray, 1 × {sides}"
-        warnings.warn(text, Notice, stacklevel=2)
-    resize = [data.Resize(32)] if settings.net == "lenet5" and shape[:2] != [32, 32] else []
-    return [*resize, data.ToCHW(), data.Rescale(1 / 255)]
+        message = (
+            f"data: {settings.data} gives images of {sides} without channels: "
+            f"taken as gray, 1 × {sides}"
+        )
+        warnings.warn(message, Notice, stacklevel=2)
+
+    transforms: list[Any] = [data.ToCHW(), data.Rescale(1 / 255)]
+    if settings.net == "lenet5" and shape[:2] != [32, 32]:  # the only size that LeNet-5 takes
+        transforms.insert(0, data.Resize(32))
+    return transforms

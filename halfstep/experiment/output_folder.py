@@ -1,126 +1,127 @@
-"""The folder of a comparison: one process at a time, one spec for ever, every file whole or not there."""
+"""The output folder of a run or comparison: locked by one process at a time.
 
-import contextlib
-import json
-import math
+A comparison's folder belongs to one specification for ever; files in it are complete or absent.
+"""
+
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint import lock
+from halfstep.utils.files import read_json
 
-SUMMARY, LOCK, VERSION = "compare.json", ".lock", 1
-# what may be asked anew of a folder: more runs, another margin, or how often the host looks in
-_FREE = ("seeds", "precisions", "margin", "sink")
-_ENVIRONMENT = ("device", "torch", "threads")
+SUMMARY_FILE = "compare.json"
+RUNS_FOLDER = "runs"
+LOCK_FILE = ".lock"
+REPORT_FILES = ("report.html", "report.md", "report.json")
+FORMAT_VERSION = 1  # of compare.json
 
+# Settings that may differ when a comparison goes on: more runs, another margin, and how often the
+# host visits the device.
+CHANGEABLE_SETTINGS = ("seeds", "precisions", "margin", "sink")
 
-def write_json(path: Path, value: Any) -> None:
-    """Strict JSON, on the disk and whole before it has its name; NaN and inf become null."""
-    text = json.dumps(_strict(value), indent=1, allow_nan=False)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+# Facts of the environment that decide bits or times. Another number of threads adds in another
+# order.
+FIXED_ENVIRONMENT = ("device", "torch", "threads")
+
+MAX_NAMES_SHOWN = 3  # of files that are in the way
 
 
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote; None when there is no such file."""
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: expected JSON, found something else ({error}). Remove it, or name another folder."
-        ) from None
+def lock_output_folder(out: Path) -> AbstractContextManager[None]:
+    """Inside, no other process can use the folder; the lock ends with the block or the process."""
+    request = lock.LockRequest("out", LOCK_FILE, "name another folder: --out")
+    return lock.hold_lock(out, request)
 
 
-def _strict(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(name): _strict(each) for name, each in value.items()}
-    return [_strict(each) for each in value] if isinstance(value, list | tuple) else value
+def run_folder(out: Path, precision: str, seed: int) -> Path:
+    """The folder of one run of a comparison."""
+    return out / RUNS_FOLDER / f"{precision}-s{seed}"
 
 
-def held(out: Path) -> AbstractContextManager[None]:
-    """The folder is this process's until the block ends, or the process does, however it ends."""
-    return lock.held(out, lock.Asks("out", LOCK, "name another folder: --out"))
+def remove_comparison(out: Path) -> None:
+    """Removes the files of a comparison, and nothing else."""
+    if read_json(out / SUMMARY_FILE) is None:
+        return
+    shutil.rmtree(out / RUNS_FOLDER, ignore_errors=True)
+    for name in (SUMMARY_FILE, *REPORT_FILES):
+        (out / name).unlink(missing_ok=True)
 
 
-def check(out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    """Refuses a folder of something else, or of a comparison that asked for something else, naming the difference."""
-    before = read_json(out / SUMMARY)
+def check_same_comparison(
+    out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]
+) -> None:
+    """Refuses a folder of something else, or of a comparison with other settings.
+
+    The error names every difference. An empty folder is fine.
+    """
+    before = read_json(out / SUMMARY_FILE)
     if before is None:
-        others = sorted(path.name for path in out.iterdir() if path.name not in (LOCK, "runs"))
+        others = sorted(
+            path.name for path in out.iterdir() if path.name not in (LOCK_FILE, RUNS_FOLDER)
+        )
         if others:
+            names = ", ".join(others[:MAX_NAMES_SHOWN])
             raise ValueError(
-                f"out: {out} holds other things ({', '.join(others[:3])}). Name a folder of its own: --out"
+                f"out: {out} holds other things ({names}). Name a folder of its own: --out"
             )
         return
-    if not isinstance(before, dict) or before.get("halfstep_compare") != VERSION:
+    if not isinstance(before, dict) or before.get("halfstep_compare") != FORMAT_VERSION:
         raise ValueError(
-            f"out: {out}/{SUMMARY} is not a comparison of this version. Name another folder: --out"
+            f"out: {out}/{SUMMARY_FILE} is not a comparison of this version. "
+            "Name another folder: --out"
         )
-    asked, around = _asked(before["spec"], spec), _around(before["environment"], environment)
-    if asked or around:
-        what = "another comparison" if asked else "this comparison, begun otherwise"
-        ways = _ways(before, environment, asked=bool(asked))
-        raise ValueError(f"out: {out} holds {what}: {'; '.join([*asked, *around])}. {ways}")
+
+    spec_changes = _compare_specs(before["spec"], spec)
+    environment_changes = _list_changes(before["environment"], environment, FIXED_ENVIRONMENT)
+    if not spec_changes and not environment_changes:
+        return
+    what = "another comparison" if spec_changes else "this comparison, begun otherwise"
+    changes = "; ".join([*spec_changes, *environment_changes])
+    advice = _how_to_go_on(before["environment"], environment, same_spec=not spec_changes)
+    raise ValueError(f"out: {out} holds {what}: {changes}. {advice}")
 
 
-def _asked(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    changed = [name for name in new if name not in _FREE and new[name] != old.get(name)]
-    said = [f"{name} was {old.get(name)!r} and is {new[name]!r}" for name in changed]
-    said += _dropped("precisions", old, new) + _dropped("seeds", old, new)
-    if old["precisions"][0] != new["precisions"][0]:
-        said.append(f"the reference was {old['precisions'][0]!r} and is {new['precisions'][0]!r}")
-    return said
+def _compare_specs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Differences that a comparison cannot go on with, one sentence each."""
+    fixed_settings = [name for name in new if name not in CHANGEABLE_SETTINGS]
+    changes = _list_changes(old, new, fixed_settings)
+
+    # More precisions and seeds are welcome. With fewer, finished runs would silently be left out.
+    for name in ("precisions", "seeds"):
+        dropped = [str(value) for value in old[name] if value not in new[name]]
+        if dropped:
+            changes.append(f"{name} had {', '.join(dropped)} too")
+
+    old_reference = old["precisions"][0]
+    new_reference = new["precisions"][0]
+    if old_reference != new_reference:
+        changes.append(f"the reference was {old_reference!r} and is {new_reference!r}")
+    return changes
 
 
-def _around(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Another number of threads adds in another order: other bits, and other times."""
+def _list_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], names: list[str] | tuple[str, ...]
+) -> list[str]:
     return [
-        f"{name} was {then.get(name)!r} and is {now[name]!r}"
-        for name in _ENVIRONMENT
-        if now[name] != then.get(name)
+        f"{name} was {old.get(name)!r} and is {new[name]!r}"
+        for name in names
+        if new[name] != old.get(name)
     ]
 
 
-def _ways(before: Mapping[str, Any], now: Mapping[str, Any], *, asked: bool) -> str:
-    """What to do about it. Threads can be had again, up to the number of cores, where OMP_NUM_THREADS ends."""
-    then = before["environment"].get("threads")
-    first = "Repeat the command as it was" if asked else "Repeat it where it was begun"
-    if then != now["threads"] and isinstance(then, int) and then <= (os.cpu_count() or 1):
-        first = f"{'Repeat the command as it was' if asked else 'Go on'} with OMP_NUM_THREADS={then} in front of it"
-    return f"{first}, name another folder (--out), or start over (--fresh)."
-
-
-def _dropped(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """More of them may be asked for, not fewer: finished runs would be left out without a word."""
-    gone: Sequence[Any] = [value for value in old[name] if value not in new[name]]
-    return [f"{name} had {', '.join(map(str, gone))} too"] if gone else []
-
-
-def clear(out: Path) -> None:
-    """Removes a comparison's own files, and nothing else."""
-    if read_json(out / SUMMARY) is None:
-        return
-    shutil.rmtree(out / "runs", ignore_errors=True)
-    for name in (SUMMARY, "report.html", "report.md", "report.json"):
-        with contextlib.suppress(FileNotFoundError):
-            (out / name).unlink()
-
-
-def run_folder(out: Path, name: str, seed: int) -> Path:
-    return out / "runs" / f"{name}-s{seed}"
+def _how_to_go_on(old: Mapping[str, Any], new: Mapping[str, Any], *, same_spec: bool) -> str:
+    """Advice for a folder that does not fit; `old` and `new` are the environments."""
+    threads = old.get("threads")
+    # OMP_NUM_THREADS gives no more threads than there are cores.
+    can_be_set = isinstance(threads, int) and threads <= (os.cpu_count() or 1)
+    if threads != new["threads"] and can_be_set:
+        repeat = "Go on" if same_spec else "Repeat the command as it was"
+        repeat = f"{repeat} with OMP_NUM_THREADS={threads} in front of it"
+    elif same_spec:
+        repeat = "Repeat it where it was begun"
+    else:
+        repeat = "Repeat the command as it was"
+    return f"{repeat}, name another folder (--out), or start over (--fresh)."

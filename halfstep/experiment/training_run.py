@@ -1,24 +1,40 @@
-"""A run that `halfstep train` made: what it was told, in run.json, from which every other command builds it again."""
+"""A run of `halfstep train`: its settings, its folder, and how far it is.
 
-from collections.abc import Callable
+The settings are saved in run.json, from which every other command builds the same run again.
+
+torch is imported inside functions only: the command line imports this module for its help.
+"""
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfstep.experiment.builders import builder_of
+from halfstep.experiment.builders import RunParts, call_builder, import_builder
+from halfstep.utils.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from halfstep.compare import Settings
-    from halfstep.experiment.builders__build import Built
+    from halfstep.experiment.settings import Settings
 
-RUN, LOG, WEIGHTS, VERSION = "run.json", "log.jsonl", "weights.safetensors", 1
-_FREE = ("epochs", "device")  # may be others when a run goes on
-_WAYS = "Repeat the command as it was, name another folder (--out), or start over (--fresh)"
+# Files in the folder of a run.
+RUN_FILE = "run.json"
+LOG_FILE = "log.jsonl"
+WEIGHTS_FILE = "weights.safetensors"
+REPORT_FILES = ("report.html", "report.md", "report.json")
+FORMAT_VERSION = 1  # of run.json
+
+CHANGEABLE_SETTINGS = ("epochs", "device")  # may differ when a run goes on
+
+
+# Settings, and the run that they describe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Everything that decides a run. With `build` only that, `epochs`, `seed` and `device` count."""
+class TrainSettings:
+    """Everything that decides a run. With `build`, only that, `epochs`, `seed`, `device` count."""
 
     build: str | None = None
     net: str = "mlp"
@@ -38,162 +54,166 @@ class Asked:
     test_samples: int | None = None
     device: str = "auto"
 
-    def settings(self) -> "Settings":
-        """The part that a comparison has too, checked."""
-        from halfstep.compare import Settings
+    def comparison_settings(self) -> "Settings":
+        """The settings that a comparison has too, checked."""
+        from halfstep.experiment.settings import Settings
 
         shared = {f.name: getattr(self, f.name) for f in fields(Settings) if hasattr(self, f.name)}
         return Settings(precisions=(self.precision,), seeds=(self.seed,), **shared)
 
-    def options(self) -> dict[str, Any]:
-        return {"accumulate": self.accumulate, "clip_norm": self.clip_norm, "ema": self.ema}
+
+def build_run(train_settings: TrainSettings, *, training: bool = False) -> RunParts:
+    """Builds the run: a new model, its training data and the other arguments of `fit`.
+
+    `training`: also give the notices that concern training.
+    """
+    from halfstep.experiment.build import seed_everything
+
+    seed_everything(train_settings.seed)
+    if train_settings.build is not None:
+        return call_builder(import_builder(train_settings.build))
+    return _build_from_settings(train_settings, training=training)
 
 
-def make(asked: Asked, *, training: bool = False) -> "Built":
-    """Model, training data and the other arguments of fit, as new; with `training`, and notices about that."""
-    from halfstep.experiment.build import seeded
-    from halfstep.experiment.builders__build import built
+def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> RunParts:
+    from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
+    from halfstep.experiment.datasets import load_train_test_data
 
-    seeded(asked.seed)
-    if asked.build is None:
-        return _by_flags(asked, training)
-    return built(builder_of(asked.build))
-
-
-def _by_flags(asked: Asked, training: bool) -> "Built":
-    from torch import nn
-
-    from halfstep.experiment import build as recipe
-    from halfstep.experiment.builders__build import Built
-    from halfstep.experiment.datasets import material
-    from halfstep.metrics import Accuracy
-    from halfstep.model import Model
-
-    settings = asked.settings()
-    given = material(settings)
-    recipe.check(settings, given)
+    settings = train_settings.comparison_settings()
+    data = load_train_test_data(settings)
+    check_one_batch(settings, data)
     if training:
-        recipe.note(settings, given)
-    net, batches = (
-        recipe.network(settings, given, asked.seed),
-        given.batches(asked.seed, asked.batch),
+        warn_about_large_batch(settings, data)
+    model = build_model(
+        settings,
+        data,
+        train_settings.precision,
+        train_settings.seed,
+        accumulate=train_settings.accumulate,
+        clip_norm=train_settings.clip_norm,
+        ema=train_settings.ema,
     )
-    model = Model(
-        net, nn.CrossEntropyLoss(), _optimizer(settings, net), asked.precision,
-        metrics={"acc": Accuracy()}, schedule=_rates(settings, batches.size, asked.accumulate), **asked.options(),
-    )  # fmt: skip
-    return Built(model, batches, {"valid": given.check_batches(asked.batch)})
+    train_batches = data.train_batches(train_settings.seed, train_settings.batch)
+    return RunParts(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
 
 
-def _optimizer(settings: "Settings", net: Any) -> Any:
-    from torch.optim import SGD, Adam, AdamW
+def run_builder(run: Path, build: str | None, what: str) -> Callable[[], Any]:
+    """A function that builds a run again: by the builder `build`, else by its run.json.
 
-    momentum = {"momentum": 0.9} if settings.optimizer == "momentum" else {}
-    maker: Any = {"adam": Adam, "adamw": AdamW}.get(settings.optimizer, SGD)
-    return maker(net.parameters(), lr=settings.lr, **momentum)
+    `what` is the command that an error message names.
+    """
+    if build:
+        return import_builder(build)
+    train_settings = read_run_file(run)
+    if train_settings is None:
+        raise ValueError(f"{what}: say how the run was built: --build package.module:function")
+
+    def build_again() -> dict[str, Any]:
+        parts = build_run(train_settings)
+        arguments = dict(parts.fit_arguments)
+        arguments.pop("valid", None)
+        arguments.pop("resume", None)
+        return {
+            **arguments,
+            "model": parts.model,
+            "data": parts.data,
+            "epochs": train_settings.epochs,
+        }
+
+    return build_again
 
 
-def _rates(settings: "Settings", batches: int, accumulate: int) -> Any:
-    """By updates: the tail of each pass is one too."""
-    from halfstep import schedules
+def with_overrides(train_settings: TrainSettings, **overrides: Any) -> TrainSettings:
+    """The settings with those of the command line instead; None means not set there."""
+    return replace(
+        train_settings, **{name: value for name, value in overrides.items() if value is not None}
+    )
 
-    if settings.schedule == "constant":
+
+# The folder
+
+
+def write_run_file(folder: Path, train_settings: TrainSettings, command: str) -> None:
+    """Writes run.json."""
+    from halfstep.experiment.machine import describe_environment
+    from halfstep.experiment.settings import resolve_device
+
+    content = {
+        "halfstep_train": FORMAT_VERSION,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment(resolve_device(train_settings.device)),
+        "asked": asdict(train_settings),
+    }
+    write_json(folder / RUN_FILE, content)
+
+
+def read_run_file(run: Path) -> TrainSettings | None:
+    """The settings of a run, by its folder, a checkpoint in it or its weights.
+
+    None for a run that `halfstep train` did not write.
+    """
+    if (run / RUN_FILE).is_file():
+        path = run / RUN_FILE
+    elif (run.parent / RUN_FILE).is_file():
+        path = run.parent / RUN_FILE
+    else:
         return None
-    return getattr(schedules, settings.schedule)(
-        settings.lr, settings.epochs * -(-batches // max(accumulate, 1))
-    )
 
-
-# the folder
-
-
-def write(folder: Path, asked: Asked, command: str) -> None:
-    import time
-
-    from halfstep.compare.comparison import environment
-    from halfstep.experiment.output_folder import write_json
-    from halfstep.experiment.settings import chosen
-
-    around = {"date": time.strftime("%Y-%m-%d"), "environment": environment(chosen(asked.device))}
-    write_json(
-        folder / RUN,
-        {"halfstep_train": VERSION, "command": command, **around, "asked": asdict(asked)},
-    )
-
-
-def read(run: Path) -> Asked | None:
-    """What a run was told, by its folder, a checkpoint in it or its weights; None for a run of another making."""
-    from halfstep.experiment.output_folder import read_json
-
-    home = next((place for place in (run, run.parent) if (place / RUN).is_file()), None)
-    if home is None:
-        return None
-    found = read_json(home / RUN)
-    names = {f.name for f in fields(Asked)}
-    asked = (
-        found.get("asked")
-        if isinstance(found, dict) and found.get("halfstep_train") == VERSION
-        else None
-    )
-    if not isinstance(asked, dict) or not set(asked) <= names:
+    content = read_json(path)
+    is_this_version = isinstance(content, dict) and content.get("halfstep_train") == FORMAT_VERSION
+    saved = content.get("asked") if is_this_version else None
+    known_names = {f.name for f in fields(TrainSettings)}
+    if not isinstance(saved, dict) or not set(saved) <= known_names:
         raise ValueError(
-            f"{home / RUN}: expected what this version of halfstep train writes. Give --build or --net."
+            f"{path}: expected what this version of halfstep train writes. Give --build or --net."
         )
-    return Asked(**asked)
+    return TrainSettings(**saved)
 
 
-def check(folder: Path, asked: Asked) -> None:
-    """A run goes on as what it was; the difference is named otherwise."""
-    before = read(folder)
+def check_same_run(folder: Path, train_settings: TrainSettings) -> None:
+    """Refuses to go on with other settings than the run in the folder has; names the difference."""
+    before = read_run_file(folder)
     if before is None:
         return
-    was, now = asdict(before), asdict(asked)
-    said = {
-        name: f"{name} was {was[name]!r} and is {now[name]!r}"
-        for name in was
-        if was[name] != now[name]
-    }
-    barring = [text for name, text in said.items() if name not in _FREE]
-    allowed = [text for name, text in said.items() if name in _FREE]
-    if barring:
-        other = f" Allowed to differ: {'; '.join(allowed)}." if allowed else ""
-        raise ValueError(
-            f"--resume: {folder} holds another run: {'; '.join(barring)}. {_WAYS}.{other}"
-        )
+    old = asdict(before)
+    new = asdict(train_settings)
+    forbidden: list[str] = []
+    allowed: list[str] = []
+    for name in old:
+        if old[name] == new[name]:
+            continue
+        change = f"{name} was {old[name]!r} and is {new[name]!r}"
+        if name in CHANGEABLE_SETTINGS:
+            allowed.append(change)
+        else:
+            forbidden.append(change)
+    if not forbidden:
+        return
+
+    remark = f" Allowed to differ: {'; '.join(allowed)}." if allowed else ""
+    raise ValueError(
+        f"--resume: {folder} holds another run: {'; '.join(forbidden)}. "
+        "Repeat the command as it was, name another folder (--out), or start over (--fresh)."
+        f"{remark}"
+    )
 
 
-def clear(folder: Path) -> None:
-    """Removes what a run wrote, and nothing else."""
-    import shutil
-
+def remove_run(folder: Path) -> None:
+    """Removes the files of a run, and nothing else."""
     from halfstep import checkpoint
 
     for path in checkpoint.listing(folder):
         shutil.rmtree(path)
-    for name in (RUN, LOG, WEIGHTS, "report.html", "report.md", "report.json"):
+    for name in (RUN_FILE, LOG_FILE, WEIGHTS_FILE, *REPORT_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
-def built_by(run: Path, build: str | None, what: str) -> Callable[[], Any]:
-    """How a run was built: by the builder given, else by its run.json."""
-    asked = Asked(build=build) if build else read(run)
-    if asked is None:
-        raise ValueError(f"{what}: say how the run was built: --build package.module:function")
-    if build:
-        return builder_of(build)
-
-    def again() -> dict[str, Any]:
-        made = make(asked)
-        arguments = {
-            name: value for name, value in made.arguments.items() if name not in ("valid", "resume")
-        }
-        return {**arguments, "model": made.model, "data": made.data, "epochs": asked.epochs}
-
-    return again
+# Weights
 
 
-def load(model: Any, run: Path) -> str:
-    """Put a run's newest weights, one checkpoint's, or a file's into a model; says which."""
+def load_weights(model: Any, run: Path) -> str:
+    """Loads weights into a model: a run's newest, a checkpoint's or a file's. Returns the path."""
     from halfstep import checkpoint
 
     if not run.exists():
@@ -203,28 +223,142 @@ def load(model: Any, run: Path) -> str:
     if run.is_file():
         model.load(run)
         return str(run)
-    found = run if (run / "manifest.json").is_file() else checkpoint.latest(run)
-    if found is not None:
-        state = checkpoint.load(found).tree.get("step", {})
-        model.load(_weights(model, state)) if "net" in state else model.step.load_state_dict(state)
-        return str(found)
-    if not (run / WEIGHTS).is_file():
-        raise FileNotFoundError(f"expected checkpoints step-… or {WEIGHTS}, found neither in {run}")
-    return load(model, run / WEIGHTS)
+
+    path = _checkpoint_in(run)
+    if path is not None:
+        step_state = checkpoint.load(path).tree.get("step", {})
+        if "net" in step_state:
+            model.load(_evaluated_weights(model, step_state))
+        else:
+            model.step.load_state_dict(step_state)  # of a step that the user wrote
+        return str(path)
+
+    if not (run / WEIGHTS_FILE).is_file():
+        raise FileNotFoundError(
+            f"expected checkpoints step-… or {WEIGHTS_FILE}, found neither in {run}"
+        )
+    return load_weights(model, run / WEIGHTS_FILE)
 
 
-def _weights(model: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The weights that the run was evaluated by: with ema=, the averaged ones."""
-    weights, averages = dict(state["net"]), state["state"]["ema"]
-    params = model.step.params if averages else []
+def _checkpoint_in(run: Path) -> Path | None:
+    """The checkpoint itself, if `run` is one, else the newest one in the folder."""
+    from halfstep import checkpoint
+
+    if (run / "manifest.json").is_file():
+        return run
+    return checkpoint.latest(run)
+
+
+def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]:
+    """The weights that the run was evaluated with: with ema=, the averaged ones."""
+    weights = dict(step_state["net"])
+    averages = step_state["state"]["ema"]
+    if not averages:
+        return weights
+    params = model.step.params
     if len(params) != len(averages):
         raise ValueError(
-            f"expected {len(averages)} trained tensors, as the checkpoint averages, got {len(params)}"
+            f"expected {len(averages)} trained tensors, as the checkpoint averages, "
+            f"got {len(params)}"
         )
     names = {id(p): name for name, p in model.net.named_parameters()}
-    return weights | {names[id(p)]: average for p, average in zip(params, averages, strict=True)}
+    for p, average in zip(params, averages, strict=True):
+        weights[names[id(p)]] = average
+    return weights
 
 
-def changed(asked: Asked, **given: Any) -> Asked:
-    """With what was given on the command line instead."""
-    return replace(asked, **{name: value for name, value in given.items() if value is not None})
+# Progress: finished runs, interrupted runs
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has all the epochs that are requested."""
+
+    checkpoint: Path
+    epochs: int
+    steps: int
+    history: list[dict[str, Any]]
+
+    def summary(self, out: Path) -> dict[str, Any]:
+        """What `halfstep train --json` prints for it."""
+        return {
+            "out": str(out),
+            "resumed": str(self.checkpoint),
+            "steps": self.steps,
+            "history": self.history,
+        }
+
+
+def finished_run(folder: Path, epochs: int) -> FinishedRun | None:
+    """The run in the folder, if it has `epochs` or more and its weights are written, else None.
+
+    A run that was stopped inside a later epoch is refused.
+    """
+    newest, loop_state = _newest_checkpoint(folder)
+    if newest is None or loop_state is None:
+        return None
+    epochs_done = loop_state["epoch"]
+    if not loop_state["epoch_over"] or loop_state["pending"]:
+        epochs_done -= 1
+    if epochs_done >= epochs and (folder / WEIGHTS_FILE).is_file():
+        return FinishedRun(newest, epochs_done, loop_state["global_step"], loop_state["history"])
+    refuse_fewer_epochs(folder, epochs)
+    return None
+
+
+def refuse_fewer_epochs(folder: Path, epochs: int) -> None:
+    """Refuses a run that is beyond `epochs`: no step would be made, and its weights are others."""
+    _, loop_state = _newest_checkpoint(folder)
+    if loop_state is not None and loop_state["epoch"] > epochs:
+        epoch = loop_state["epoch"]
+        raise ValueError(
+            f"--epochs: {folder} is in epoch {epoch} already, "
+            f"after step {loop_state['global_step']}, and {epochs} are asked for. "
+            f"Go on with --epochs {epoch} or more."
+        )
+
+
+def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
+    """A run's newest checkpoint, or the one that is named, and the loop's state in it.
+
+    The state is None where the checkpoint has none; `fit` will refuse it.
+    """
+    from halfstep import checkpoint
+
+    newest = _checkpoint_in(folder)
+    if newest is None:
+        return None, None
+    return newest, checkpoint.load(newest).tree.get("loop")
+
+
+@contextlib.contextmanager
+def silence_signal_message() -> Iterator[None]:
+    """Inside, `fit` prints nothing about a signal: the command itself says how to go on."""
+    from halfstep.engine import signals
+
+    before = signals.QUIET
+    signals.QUIET = True
+    try:
+        yield
+    finally:
+        signals.QUIET = before
+
+
+class WeightRescue:
+    """Saves the weights of a finished run whose last checkpoint could not be written."""
+
+    def __init__(self) -> None:
+        self.run: Any = None
+
+    def begin(self, run: Any) -> None:
+        """The event of a callback: remembers the run."""
+        self.run = run
+
+    def rescue(self, model: Any, path: Path, error: Exception) -> None:
+        """Saves the weights if all steps were made and the disk has space; adds a note then."""
+        run = self.run
+        if run is None or run.epoch != run.epochs or not run.epoch_over:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            model.save(path)
+            error.add_note(f"Training is done, and its weights are in {path}.")

@@ -10,7 +10,6 @@ fp32); what it adds alone is not in the tables. To switch it off: `polish=False`
 steps use it: on the host it is slower.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,67 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-# Elements of the shortest piece: a block of 512 threads takes 2,048 at a time.
-MIN_PIECE = 4096
-
-# Elements that torch gives to one block.
-TORCH_BLOCK = 1 << 16
-
-# Elements in all. With more, torch's blocks fill the chip without our help.
-MAX_ELEMENTS = 8 << 20
-
-# How many tensors torch takes in one launch, by how many lists of tensors the kernel has.
-TENSORS_PER_LAUNCH = {2: 64, 3: 48, 4: 36, 5: 30}
-
-
-def piece_length(sizes: Sequence[int], list_count: int) -> int:
-    """The shortest piece, in elements, with which torch needs no more launches than without.
-
-    `sizes` are the elements of each tensor. If there is no such piece, the longest tensor's size.
-    """
-    per_launch = TENSORS_PER_LAUNCH[list_count]
-    launches = -(-len(sizes) // per_launch)
-    for length in range(MIN_PIECE, TORCH_BLOCK, MIN_PIECE):
-        piece_count = sum(-(-size // length) for size in sizes)
-        if piece_count <= per_launch * launches:
-            return length
-    return max(*sizes, TORCH_BLOCK)
-
-
-def split(t: Tensor, length: int) -> tuple[Tensor, ...]:
-    """Pieces of a dense tensor in the order of its memory, detached from autograd."""
-    flat = t.detach().as_strided((t.numel(),), (1,))
-    return torch.split(flat, length)
-
-
-def cut_alike(targets: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Two lists for an elementwise kernel, split into pieces where that is safe and pays.
-
-    Both must lie alike in memory, without gaps, and be small. Otherwise the lists come back as
-    they are.
-    """
-    kinds = {(type(t) in (Tensor, nn.Parameter), t.layout, t.device) for t in (*targets, *sources)}
-    # With several pairs of dtypes, torch copies the tensors one by one anyway.
-    dtypes = {(t.dtype, s.dtype) for t, s in zip(targets, sources, strict=True)}
-    if len(kinds) != 1 or len(dtypes) != 1:
-        return targets, sources
-    is_plain, layout, _ = next(iter(kinds))
-    if not is_plain or layout != torch.strided:
-        return targets, sources
-    for t, s in zip(targets, sources, strict=True):
-        if t.shape != s.shape or t.stride() != s.stride() or not _is_contiguous(t):
-            return targets, sources
-    if sum(t.numel() for t in targets) > MAX_ELEMENTS:
-        return targets, sources
-
-    length = piece_length([t.numel() for t in targets], list_count=2)
-    target_pieces = [piece for t in targets for piece in split(t, length)]
-    source_pieces = [piece for s in sources for piece in split(s, length)]
-    return target_pieces, source_pieces
-
-
-def _is_contiguous(t: Tensor) -> bool:
-    return t.is_contiguous() or t.is_contiguous(memory_format=torch.channels_last)
+from halfstep.utils.tensor_pieces import MAX_ELEMENTS, piece_length, split
 
 
 def is_dense(t: Tensor) -> bool:

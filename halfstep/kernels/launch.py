@@ -1,4 +1,4 @@
-"""Launches of halfstep's own Triton kernels, and the way back to torch's kernels where Triton fails.
+"""Launches of halfstep's Triton kernels, and the way back to torch's kernels if Triton fails.
 
 What each kernel buys is said in its file. Without Triton (torch's builds for CPUs, Windows), or
 where it cannot compile, torch's own kernels do the same work: uninstalling Triton switches all of
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from halfstep.errors import Notice
+from halfstep.utils.device_values import is_capturing
 
 # Integers by their size in bytes: values of any dtype are copied as words of these.
 WORDS = {
@@ -33,12 +34,6 @@ MORE = "Updates take more kernels"
 SAME = "Results are the same."
 MORE_COMPILED_KERNELS = "Compiled steps take more kernels"
 SUMS_MAY_DIFFER = "Sums may differ in their last digits."
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream."""
-    # torch without CUDA raises when it is asked for its stream.
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def usable(device: torch.device) -> bool:

@@ -367,7 +367,7 @@ def _store_results(
     updated,
     CLIP_NORM: tl.constexpr,
 ):
-    """Floats: norm, scale, the optimizer's found_inf, clip factor. Flags: skipped, updated, skip."""
+    """Floats: norm, scale, found_inf, clip factor. Flags: skipped, updated, not updated."""
     tl.store(result_floats, norm)
     tl.store(result_floats + 1, scale_used)
     tl.store(result_floats + 2, tl.where(updated, 0.0, 1.0))

@@ -1,7 +1,7 @@
-"""What a model is measured by: device counters of our own, torchmetrics, or any function."""
+"""What a model is measured by: counters on the device, torchmetrics, or any function."""
 
 from halfstep.metrics.adapt import Metric, as_metric
-from halfstep.metrics.adapt__group import Metrics
 from halfstep.metrics.counters import Accuracy, Average, Loss
+from halfstep.metrics.metric_group import Metrics
 
 __all__ = ["Accuracy", "Average", "Loss", "Metric", "Metrics", "as_metric"]

@@ -1,4 +1,8 @@
-"""What may stand as a metric: ours, torchmetrics', anything with update / compute / reset, or a function."""
+"""Turns what a user gives as a metric into one.
+
+Accepted are the metrics of this package and of torchmetrics, any object with update, compute and
+reset, and functions. torchmetrics is never imported: its metrics are known by their attributes.
+"""
 
 from typing import Any, Protocol, Self
 
@@ -9,15 +13,15 @@ from torch.utils._pytree import tree_map
 from halfstep.metrics.counters import Accuracy, Average, Loss, logits_of
 
 ACCEPTED = (
-    "a metric of halfstep.metrics, one of torchmetrics, any object with update(outputs, labels), compute() and "
-    "reset(), or a function (outputs, labels) -> tensor"
+    "a metric of halfstep.metrics, one of torchmetrics, any object with update(outputs, labels), "
+    "compute() and reset(), or a function (outputs, labels) -> tensor"
 )
 
 
 class Metric(Protocol):
-    """What the library asks of a metric."""
+    """What the library needs of a metric."""
 
-    in_graph: bool
+    in_graph: bool  # whether update() may run inside a captured CUDA graph
 
     def update(self, outputs: Any, labels: Any, /) -> None: ...
     def compute(self) -> Any: ...
@@ -29,26 +33,31 @@ class Metric(Protocol):
 
 
 def as_metric(given: Any) -> Metric:
-    """`given` as a metric; a function becomes the mean of its values, weighted by their count."""
-    if isinstance(given, Accuracy | Loss | Average | Adapted):
+    """`given` as a metric. A function becomes the mean of its values, weighted by their count."""
+    if isinstance(given, Accuracy | Loss | Average | AdaptedMetric):
         return given
     if isinstance(given, type):
         raise TypeError(
-            f"metric: expected an instance, received the class {given.__name__}; write {given.__name__}()"
+            f"metric: expected an instance, received the class {given.__name__}; "
+            f"write {given.__name__}()"
         )
     if isinstance(given, nn.ModuleDict):
         raise TypeError(
-            f"metric: a {type(given).__name__} holds several metrics; give them by name: {{**collection}}"
+            f"metric: a {type(given).__name__} holds several metrics; "
+            "give them by name: {**collection}"
         )
     if all(callable(getattr(given, name, None)) for name in ("update", "compute", "reset")):
-        return Adapted(given)
+        return AdaptedMetric(given)
     if callable(given):
         return Average(given)
     raise TypeError(f"metric: received {type(given).__name__} {given!r}. Accepted: {ACCEPTED}")
 
 
-class Adapted:
-    """A foreign metric under the library's names. It sees outputs without their history, outside any graph."""
+class AdaptedMetric:
+    """A metric of another library, or of the user, with the methods of `Metric`.
+
+    It is updated outside any graph, with outputs that are detached from autograd.
+    """
 
     in_graph = False
 
@@ -57,91 +66,103 @@ class Adapted:
 
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
-        """Passes one batch on; a metric that keeps its inputs must not keep the graph behind them."""
-        scores, truth = tree_map(
-            lambda x: x.detach() if isinstance(x, Tensor) else x, (logits_of(outputs), labels)
-        )
-        self.metric.update(scores, truth)
+        """Passes one batch on, detached: a metric that keeps its inputs must not keep the graph."""
+        scores, labels = tree_map(_detach, (logits_of(outputs), labels))
+        self.metric.update(scores, labels)
 
     def compute(self) -> Any:
         """The metric's own value."""
         return self.metric.compute()
 
     def reset(self) -> None:
-        """The metric's own reset."""
+        """Resets the metric by its own reset()."""
         self.metric.reset()
 
     def to(self, device: torch.device | str) -> Self:
-        """Moves the metric where it can be moved."""
+        """Moves the metric if it can be moved."""
         if callable(getattr(self.metric, "to", None)):
             self.metric.to(device)
         return self
 
     def merge(self, other: Any) -> None:
-        """torchmetrics' merge_state, or the metric's own merge."""
-        mine, its = self.metric, other.metric if isinstance(other, Adapted) else other
-        if type(its) is not type(mine):
-            raise ValueError(f"merge: expected another {type(mine).__name__}, received {its!r}")
+        """Adds what another metric of the same class has seen, by merge_state() or merge()."""
+        metric = self.metric
+        other_metric = other.metric if isinstance(other, AdaptedMetric) else other
+        if type(other_metric) is not type(metric):
+            raise ValueError(
+                f"merge: expected another {type(metric).__name__}, received {other_metric!r}"
+            )
         if self._is_torchmetrics("merged"):
-            mine.merge_state(its)
-            mine._update_count += its._update_count
-            mine._computed = None  # it would return the value from before the merge
-        elif hasattr(mine, "merge"):
-            mine.merge(its)
+            metric.merge_state(other_metric)
+            metric._update_count += other_metric._update_count
+            metric._computed = None  # else compute() returns its value from before the merge
+        elif hasattr(metric, "merge"):
+            metric.merge(other_metric)
         else:
             raise TypeError(
-                f"merge: {type(mine).__name__} has neither merge_state(other) nor merge(other)"
+                f"merge: {type(metric).__name__} has neither merge_state(other) nor merge(other)"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """torchmetrics' states, which its own state_dict() leaves out by default; else the metric's own."""
+        """The metric's state. Of torchmetrics all states, which it leaves out by default."""
         metric = self.metric
         if self._is_torchmetrics("saved"):
-            return {"updates": metric._update_count, **_copy(metric.metric_state)}
+            states = tree_map(_detached_copy, dict(metric.metric_state))
+            return {"updates": metric._update_count, **states}
         if not hasattr(metric, "state_dict"):
             raise TypeError(
-                f"{type(metric).__name__} cannot be saved: give it state_dict() and load_state_dict()"
+                f"{type(metric).__name__} cannot be saved: "
+                "give it state_dict() and load_state_dict()"
             )
-        own: dict[str, Any] = metric.state_dict()
-        return own
+        state: dict[str, Any] = metric.state_dict()
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Puts back what state_dict() gave."""
+        """Restores what state_dict() returned."""
         metric = self.metric
         if not self._is_torchmetrics("loaded"):
             metric.load_state_dict(saved)
             return
+
         expected = sorted(["updates", *metric.metric_state])
         if sorted(saved) != expected:
             raise ValueError(
                 f"{type(metric).__name__}: expected the states {expected}, received {sorted(saved)}"
             )
-        for key, value in _on(_copy(saved), metric.device).items():
-            setattr(metric, "_update_count" if key == "updates" else key, value)
-        metric._computed = None
+
+        def to_device(value: Any) -> Any:
+            return value.to(metric.device) if isinstance(value, Tensor) else value
+
+        states = tree_map(to_device, tree_map(_detached_copy, dict(saved)))
+        metric._update_count = states.pop("updates")
+        for name, state in states.items():
+            setattr(metric, name, state)
+        metric._computed = None  # else compute() returns its value from before
 
     def __repr__(self) -> str:
         return f"Adapted({self.metric!r})"
 
-    def _is_torchmetrics(self, what: str) -> bool:
-        """Whether its states are known. A wrapper around other metrics keeps more than its states, so it is refused."""
-        if not isinstance(self.metric, nn.Module) or not hasattr(self.metric, "metric_state"):
+    def _is_torchmetrics(self, action: str) -> bool:
+        """Whether this is a metric of torchmetrics, whose states are known.
+
+        A wrapper around other metrics keeps more than its states, so it is refused: it cannot be
+        `action`, which completes the message ("saved").
+        """
+        metric = self.metric
+        if not isinstance(metric, nn.Module) or not hasattr(metric, "metric_state"):
             return False
-        if any(
-            hasattr(part, "metric_state")
-            for part in self.metric.modules()
-            if part is not self.metric
-        ):
-            name = type(self.metric).__name__
+        inner_modules = [module for module in metric.modules() if module is not metric]
+        if any(hasattr(module, "metric_state") for module in inner_modules):
             raise TypeError(
-                f"{name} cannot be {what}: it wraps other metrics; give the metric inside it instead"
+                f"{type(metric).__name__} cannot be {action}: it wraps other metrics; "
+                "give the metric inside it instead"
             )
         return True
 
 
-def _copy(state: Any) -> Any:
-    return tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, dict(state))
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
-def _on(value: Any, device: torch.device) -> Any:
-    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+def _detached_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""A user's own one-step cell as the step of a Model."""
+"""A training step of the user's own as the step of a Model."""
 
 from typing import Any
 
@@ -8,11 +8,12 @@ from torch import Tensor
 from halfstep.step import Record
 
 
-class OwnStep:
-    """Calls `step(*batch)`, which returns a Record or its loss; what it does not report is 0 in the record.
+class CustomStep:
+    """Calls `step(*batch)`, which returns a Record or its loss.
 
-    Records are copies: a cell that replays a CUDA graph writes every loss into the same memory.
-    `state_dict` and `load_state_dict` are the cell's own. Without them it trains, and a checkpoint is refused.
+    What it does not report is 0 in the record. Records are copies: a step that replays a CUDA graph
+    writes every loss into the same memory. `state_dict` and `load_state_dict` are the step's own;
+    without them it trains, and a checkpoint is refused.
     """
 
     def __init__(self, step: Any) -> None:
@@ -26,38 +27,40 @@ class OwnStep:
     def __call__(self, *batch: Any) -> Record:
         result = self.step(*batch)
         if isinstance(result, Record):
-            return _copy(result)
+            return _copy_record(result)
         loss = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(loss, Tensor):
             raise TypeError(
-                "step: expected the cell to return its loss, a tuple that starts with it, or a Record; got "
-                f"{type(result).__name__}"
+                "step: expected the cell to return its loss, a tuple that starts with it, "
+                f"or a Record; got {type(result).__name__}"
             )
         loss = loss.detach().sum() if loss.dim() else loss.detach().clone()
         zero = torch.zeros_like(loss)
-        no = torch.zeros_like(loss, dtype=torch.bool)
+        false = torch.zeros_like(loss, dtype=torch.bool)
         return Record(
-            loss,
-            loss,
-            zero,
-            torch.ones_like(loss),
-            no,
-            zero,
-            ~no,
-            torch.zeros_like(loss, dtype=torch.int64),
+            loss=loss,
+            cycle_loss=loss,
+            lr=zero,
+            scale=torch.ones_like(loss),
+            skipped=false,
+            grad_norm=zero,
+            updated=~false,
+            fingerprint=torch.zeros_like(loss, dtype=torch.int64),
         )
 
     def flush(self) -> Record | None:
-        """The tail of a pass, where the cell has a notion of it."""
+        """The tail of a pass, where the step has a notion of it."""
         flush = getattr(self.step, "flush", None)
         result = flush() if flush else None
-        return _copy(result) if isinstance(result, Record) else None
+        return _copy_record(result) if isinstance(result, Record) else None
 
     def state_dict(self) -> dict[str, Any]:
+        """The step's own state; a TypeError where it has none to save."""
         if not self.saves:
             raise TypeError(
-                f"checkpoint: {type(self.step).__name__} has no state_dict and load_state_dict, so a run with it "
-                "cannot go on where it stopped. Give the cell both, or leave the Checkpoint out."
+                f"checkpoint: {type(self.step).__name__} has no state_dict and load_state_dict, "
+                "so a run with it cannot go on where it stopped. "
+                "Give the cell both, or leave the Checkpoint out."
             )
         return {"own": self.step.state_dict()}
 
@@ -65,5 +68,5 @@ class OwnStep:
         self.step.load_state_dict(saved["own"])
 
 
-def _copy(record: Record) -> Record:
+def _copy_record(record: Record) -> Record:
     return Record(*[field.detach().clone() for field in record])

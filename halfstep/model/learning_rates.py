@@ -1,4 +1,7 @@
-"""A model's schedule as the table of one fit. Each fit begins a schedule anew, but one of torch's goes on."""
+"""A model's schedule as the table of learning rates of one fit.
+
+Each fit begins a schedule anew; a scheduler of torch's continues where it stands.
+"""
 
 import warnings
 from collections.abc import Mapping
@@ -10,174 +13,249 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.engine import Feed, Timing
 from halfstep.errors import Notice
-from halfstep.model.learning_rates__doubt import doubt
+from halfstep.model.schedule_warnings import suspicious_schedule
 from halfstep.schedules import Schedule, from_torch, resolve, tables
 from halfstep.schedules.resolve import check_scheduler
-from halfstep.schedules.torch_schedulers import end_of, has_moved, twin
+from halfstep.schedules.torch_schedulers import copy_scheduler, has_moved, last_update
 from halfstep.step import TrainStep
 
 
-class Tables:
-    """The learning rates of every fit of a model. torch's scheduler stands, at update n of the fits with it, where
-    n calls of its step() would have brought it: as in a loop, whatever was stopped early or resumed."""
+class ScheduleTables:
+    """The learning rates of every fit of a model.
+
+    A scheduler of torch's stands, at update n of the fits with it, where n calls of its step() would
+    have brought it: as in a loop, whatever was stopped early or resumed.
+    """
 
     def __init__(self) -> None:
         self._scheduler: LRScheduler | None = None
-        self._start: LRScheduler | None = (
-            None  # as it stood before the first fit moved the optimizer's rates
-        )
-        self._first = 0  # updates that were over then
-        self._asked = (0, 0)  # updates of the newest table, and of the fits before it
-        self._short: ValueError | None = None
+        # The scheduler as it stood before the first fit moved the optimizer's rates, and the
+        # updates that were over then.
+        self._scheduler_start: LRScheduler | None = None
+        self._updates_at_start = 0
+        # Of the newest table: its updates, and those of the fits before it.
+        self._table_updates = 0
+        self._updates_before = 0
+        self._too_short: ValueError | None = None
 
-    def __call__(
-        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, saved: Mapping[str, Any] | None, done: int
-    ) -> Tensor | None:  # fmt: skip
-        """[groups, updates] for a fit that begins after `done` updates, or for the one that `saved` was made in, behind
-        columns for those that are over; None where nothing is to be set."""
+    def for_new_fit(
+        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, updates_before: int
+    ) -> Tensor | None:
+        """The table [groups, updates] of a fit that begins after so many updates.
+
+        Columns for the updates that are over stand before it. None where there is no schedule.
+        """
         if schedule is None:
             return None
-        if saved is not None:
-            return self._again(schedule, step, timing, feed, saved)
-        count = updates(timing, feed.size, step.options.accumulate)
-        if count is None:
+        updates = total_updates(timing, feed.size, step.options.accumulate)
+        if updates is None:
             raise ValueError(
                 "schedule: the data does not say how long it is; give fit(steps_per_epoch=…)"
             )
-        new, text = schedule is not self._scheduler, doubt(schedule, step, timing.epochs, count)
-        table = self._at_most(schedule, step, count, done)
-        if new and text:
-            warnings.warn(f"schedule: {text}", Notice, stacklevel=5)
+        is_new = schedule is not self._scheduler
+        warning = suspicious_schedule(schedule, step, timing.epochs, updates)
+        table = self._as_long_as_possible(schedule, step, updates, updates_before)
+        if is_new and warning:
+            warnings.warn(f"schedule: {warning}", Notice, stacklevel=5)
         return table
 
-    def _at_most(self, schedule: Any, step: TrainStep, count: int, done: int) -> Tensor:
-        """Where a schedule has fewer updates, all it has: `check` refuses it, unless a checkpoint needs no more."""
-        self._asked, self._short = (count, done), None
-        try:
-            return self._table(schedule, step, count, done)
-        except ValueError as error:
-            fewer = self._length(schedule, step, done)
-            if fewer is None or not 0 < fewer < count:
-                raise
-            self._short = error
-            return self._table(schedule, step, fewer, done)
+    def for_resumed_fit(
+        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, saved: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The table of the fit that `saved` was made in; None where the newest one will do."""
+        if schedule is None:
+            return None
+        updates = updates_of_saved_fit(saved, timing, feed, step.options.accumulate)
+        assert updates is not None  # a new fit would have been refused
+        updates_before = saved["config"].get("began", 0)
+        is_same_fit = self._updates_before == updates_before
+        # More updates than are needed do no harm.
+        if self._too_short is None and is_same_fit and self._table_updates >= updates:
+            return None
+        self._table_updates = updates
+        self._updates_before = updates_before
+        self._too_short = None
+        return self._make_table(schedule, step, updates, updates_before)
 
     def check(self) -> None:
         """Refuses a schedule that ends before the fit does."""
-        if self._short is not None:
-            raise self._short
+        if self._too_short is not None:
+            raise self._too_short
 
-    def _again(
-        self, schedule: Any, step: TrainStep, timing: Timing, feed: Feed, saved: Mapping[str, Any]
-    ) -> Tensor | None:  # fmt: skip
-        """None where the newest table will do; more updates than there are do no harm."""
-        count, began = (
-            going_on(saved, timing, feed, step.options.accumulate),
-            saved["config"].get("began", 0),
-        )
-        assert count is not None  # a new fit would have been refused
-        if self._short is None and self._asked[1] == began and self._asked[0] >= count:
-            return None
-        self._asked, self._short = (count, began), None
-        return self._table(schedule, step, count, began)
+    def _as_long_as_possible(
+        self, schedule: Any, step: TrainStep, updates: int, updates_before: int
+    ) -> Tensor:
+        """The table; where a schedule has fewer updates, all it has.
 
-    def _table(self, schedule: Any, step: TrainStep, count: int, done: int) -> Tensor:
+        `check` then refuses it, unless a checkpoint turns out to need no more.
+        """
+        self._table_updates = updates
+        self._updates_before = updates_before
+        self._too_short = None
+        try:
+            return self._make_table(schedule, step, updates, updates_before)
+        except ValueError as error:
+            length = self._schedule_length(schedule, step, updates_before)
+            if length is None or not 0 < length < updates:
+                raise
+            self._too_short = error
+            return self._make_table(schedule, step, length, updates_before)
+
+    def _make_table(
+        self, schedule: Any, step: TrainStep, updates: int, updates_before: int
+    ) -> Tensor:
         if isinstance(schedule, LRScheduler):
-            return self._going_on(schedule, step, count, done)
-        return _behind(resolve(schedule, step.optimizer, count), count, done)
+            return self._continue_scheduler(schedule, step, updates, updates_before)
+        schedules = resolve(schedule, step.optimizer, updates)
+        return with_past_columns(schedules, updates, updates_before)
 
-    def _length(self, schedule: Any, step: TrainStep, done: int) -> int | None:
+    def _schedule_length(self, schedule: Any, step: TrainStep, updates_before: int) -> int | None:
         """How many updates a schedule has rates for; None for one without an end."""
         if not isinstance(schedule, LRScheduler):
-            return min(
-                (s.length for s in resolve(schedule, step.optimizer) if s.length is not None),
-                default=None,
-            )
-        end = end_of(schedule)
-        past = max(done - self._first, 0) if schedule is self._scheduler else 0
-        return None if end is None else end - past
+            schedules = resolve(schedule, step.optimizer)
+            lengths = [one.length for one in schedules if one.length is not None]
+            return min(lengths, default=None)
+        end = last_update(schedule)
+        if end is None:
+            return None
+        if schedule is not self._scheduler:
+            return end
+        return end - max(updates_before - self._updates_at_start, 0)
 
-    def _going_on(self, scheduler: LRScheduler, step: TrainStep, count: int, done: int) -> Tensor:
-        start, first = self._start, self._first
-        if scheduler is not self._scheduler:
-            check_scheduler(scheduler, step.optimizer)
-            start, first = twin(scheduler), done
+    def _continue_scheduler(
+        self, scheduler: LRScheduler, step: TrainStep, updates: int, updates_before: int
+    ) -> Tensor:
+        """The rates of torch's scheduler for this fit, from where the fits before have left it."""
+        if scheduler is self._scheduler:
+            _check_untouched(scheduler, step)
+            start = self._scheduler_start
+            updates_at_start = self._updates_at_start
         else:
-            _check_still(scheduler, step)
+            check_scheduler(scheduler, step.optimizer)
+            start = copy_scheduler(scheduler)
+            updates_at_start = updates_before
         assert start is not None
-        past = max(done - first, 0)
-        _check_end(scheduler, past, count)
-        table = _behind(from_torch(start, past + count), past + count, done - past)
-        self._scheduler, self._start, self._first = scheduler, start, first
+
+        past_updates = max(updates_before - updates_at_start, 0)
+        _check_end(scheduler, past_updates, updates)
+        all_updates = past_updates + updates
+        schedules = from_torch(start, all_updates)
+        table = with_past_columns(schedules, all_updates, updates_before - past_updates)
+
+        self._scheduler = scheduler
+        self._scheduler_start = start
+        self._updates_at_start = updates_at_start
         return table
 
 
-def _behind(schedules: list[Schedule], count: int, done: int) -> Tensor:
-    table = tables(schedules, count)
-    return torch.cat([table[:, :1].expand(-1, done), table], dim=1)
+def with_past_columns(schedules: list[Schedule], updates: int, past_updates: int) -> Tensor:
+    """The table of the schedules, behind columns for updates that are over."""
+    table = tables(schedules, updates)
+    past = table[:, :1].expand(-1, past_updates)
+    return torch.cat([past, table], dim=1)
 
 
-def _check_still(scheduler: LRScheduler, step: TrainStep) -> None:
-    """What a fit left is what the next goes on from: nobody stepped the scheduler or wrote into the rates between."""
+def _check_untouched(scheduler: LRScheduler, step: TrainStep) -> None:
+    """Refuses a scheduler that was stepped, or rates that were changed, between two fits."""
     name = type(scheduler).__name__
     if has_moved(scheduler):
         raise ValueError(
-            f"schedule: {name} was stepped by hand between two fits; fit moves it by itself, once an update. Leave out "
-            f"scheduler.step(), or give the next fit a new one: model.schedule = {name}(optimizer, …)"
+            f"schedule: {name} was stepped by hand between two fits; "
+            "fit moves it by itself, once an update. Leave out scheduler.step(), "
+            f"or give the next fit a new one: model.schedule = {name}(optimizer, …)"
         )
-    found, table = (
-        [float(group["lr"]) for group in step.optimizer.param_groups],
-        step.learning_rates.table,
-    )
+    rates = [float(group["lr"]) for group in step.optimizer.param_groups]
+    table = step.learning_rates.table
     assert table is not None
-    at = min(
-        int(step.state.updates), table.shape[1]
-    )  # a skipped step has the rate of the update to come
-    if found not in (left := table[:, max(at - 1, 0) : at + 1].t().tolist()):
+    # A skipped step has the rate of the update to come.
+    position = min(int(step.state.updates), table.shape[1])
+    expected = table[:, max(position - 1, 0) : position + 1].t().tolist()
+    if rates not in expected:
         raise ValueError(
-            f"schedule: expected the optimizer's rates as the last fit left them, {left[0]}, received {found}; give "
-            f"the next fit a scheduler that begins there: model.schedule = {name}(optimizer, …)"
+            "schedule: expected the optimizer's rates as the last fit left them, "
+            f"{expected[0]}, received {rates}; give the next fit a scheduler that begins there: "
+            f"model.schedule = {name}(optimizer, …)"
         )
 
 
-def _check_end(scheduler: LRScheduler, past: int, count: int) -> None:
-    end, name = end_of(scheduler), type(scheduler).__name__
-    if past and end is not None and past + count > end + 1:
+def _check_end(scheduler: LRScheduler, past_updates: int, updates: int) -> None:
+    """Refuses a scheduler that was built for fewer updates than its fits have together."""
+    end = last_update(scheduler)
+    name = type(scheduler).__name__
+    all_updates = past_updates + updates
+    if past_updates and end is not None and all_updates > end + 1:
         raise ValueError(
-            f"schedule: {name} was built for {end} updates; the fits before made {past} and this one has {count}. "
-            f"Build it with total_steps={past + count} at first, or give this fit one of its own: model.schedule = "
-            f"{name}(optimizer, …, total_steps={count})"
+            f"schedule: {name} was built for {end} updates; the fits before made {past_updates} "
+            f"and this one has {updates}. Build it with total_steps={all_updates} at first, "
+            f"or give this fit one of its own: model.schedule = "
+            f"{name}(optimizer, …, total_steps={updates})"
         )
 
 
-def updates(timing: Timing, size: int | None, accumulate: int) -> int | None:
-    """Updates in the whole run, at most: each pass over the data flushes its tail. None when nobody knows."""
-    each = timing.epoch_steps or size
-    return None if each is None else _spread(timing.epochs * each, size, accumulate)
+def total_updates(timing: Timing, pass_size: int | None, accumulate: int) -> int | None:
+    """Updates in the whole run, at most; None when nobody knows."""
+    epoch_steps = timing.epoch_steps or pass_size
+    if epoch_steps is None:
+        return None
+    return count_updates(timing.epochs * epoch_steps, pass_size, accumulate)
 
 
-def going_on(saved: Mapping[str, Any], timing: Timing, feed: Feed, accumulate: int) -> int | None:
-    """Updates of the fit that a checkpoint was made in: those that it had made, and those to come."""
-    loop, state, each, size = saved["loop"], saved["step"]["state"], timing.epoch_steps, feed.size
-    same, epochs = saved["config"]["data"] == feed.describe(), timing.epochs - loop["epoch"]
-    at = saved["feed"]["step"] if same else 0  # with other data a new pass begins
-    if each is not None:
-        begun = 0 if loop["epoch_over"] else max(each - loop["step"], int(loop["step"] > each))
-        steps = epochs * each + begun
-    elif size is not None:
-        steps = (epochs + (not loop["epoch_over"])) * size - at
+def updates_of_saved_fit(
+    saved: Mapping[str, Any], timing: Timing, feed: Feed, accumulate: int
+) -> int | None:
+    """Updates of the fit that a checkpoint was made in: those made, and those to come."""
+    loop = saved["loop"]
+    state = saved["step"]["state"]
+    epoch_steps = timing.epoch_steps
+    full_epochs_left = timing.epochs - loop["epoch"]
+    # With other data a new pass begins.
+    is_same_data = saved["config"]["data"] == feed.describe()
+    batches_into_pass = saved["feed"]["step"] if is_same_data else 0
+
+    if epoch_steps is not None:
+        if loop["epoch_over"]:
+            steps_left_in_epoch = 0
+        elif loop["step"] > epoch_steps:
+            # steps_per_epoch was made smaller: the epoch ends with its next step.
+            steps_left_in_epoch = 1
+        else:
+            steps_left_in_epoch = epoch_steps - loop["step"]
+        steps_left = full_epochs_left * epoch_steps + steps_left_in_epoch
+    elif feed.size is not None:
+        passes_left = full_epochs_left if loop["epoch_over"] else full_epochs_left + 1
+        steps_left = passes_left * feed.size - batches_into_pass
     else:
         return None
-    made: int = int(state["updates"]) - saved["config"].get("began", 0)
-    return made + _spread(max(steps, 0), size, accumulate, at, state["cycle"]["micro"])
 
-
-def _spread(steps: int, size: int | None, accumulate: int, at: int = 0, micro: int = 0) -> int:
-    """Updates in so many steps from batch `at` of a pass on, `micro` of the first update's being over."""
-    if size is None:
-        return steps
-    first = min(size - at, steps)
-    passes, rest = divmod(steps - first, size)
-    return (
-        -(-(first + micro) // accumulate) + passes * -(-size // accumulate) + -(-rest // accumulate)
+    updates_made: int = int(state["updates"]) - saved["config"].get("began", 0)
+    return updates_made + count_updates(
+        max(steps_left, 0),
+        feed.size,
+        accumulate,
+        batches_into_pass=batches_into_pass,
+        open_micro_batches=state["cycle"]["micro"],
     )
+
+
+def count_updates(
+    steps: int,
+    pass_size: int | None,
+    accumulate: int,
+    *,
+    batches_into_pass: int = 0,
+    open_micro_batches: int = 0,
+) -> int:
+    """Updates in so many steps. Each pass over the data flushes its tail."""
+    if pass_size is None:
+        return steps
+    steps_of_first_pass = min(pass_size - batches_into_pass, steps)
+    full_passes, last_steps = divmod(steps - steps_of_first_pass, pass_size)
+    return (
+        _divide_up(steps_of_first_pass + open_micro_batches, accumulate)
+        + full_passes * _divide_up(pass_size, accumulate)
+        + _divide_up(last_steps, accumulate)
+    )
+
+
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,212 +1,281 @@
 """`Model`: network, loss and optimizer in one precision, with fit, evaluate and predict."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.callbacks.checkpoint import locked
+from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
-from halfstep.engine.captured.cache import ModelCaptures
 from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
-from halfstep.engine.memory import kept
+from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.model import resume, weights
-from halfstep.model import validate as parts
-from halfstep.model import validate__plan as plan
-from halfstep.model.custom_step import OwnStep
-from halfstep.model.learning_rates import Tables
-from halfstep.model.model__outputs import batches, joined
+from halfstep.model import fit_arguments, validate
+from halfstep.model.custom_step import CustomStep
+from halfstep.model.learning_rates import ScheduleTables
+from halfstep.model.no_captures import NoCaptures
+from halfstep.model.resume import check_fits, describe_run, restore_snapshot, take_snapshot
+from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.state_dict import reset_averages
 
 
+class FitInProgress(NamedTuple):
+    """The parts of the fit that is running."""
+
+    loop: Loop
+    feed: Feed
+    callbacks: dict[str, Callback]  # by names that stay over a resume
+
+
+def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> Any:
+    """What a model keeps captured; without the folder engine/captured everything runs eagerly."""
+    try:
+        from halfstep.engine.captured.cache import ModelCaptures
+    except ImportError:
+        return NoCaptures(capture, verify)
+    return ModelCaptures(eval_step, capture, verify)
+
+
 class Model:
     """Training, evaluation and prediction around one step.
 
-    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels` says where a batch
-    keeps its labels when that is not its last item; `step` and `eval_step` replace the built-in cells. `capture`: on
-    CUDA the step is replayed from graphs where it can be ("auto"), must be (True) or is not (False); `verify=K` proves
-    K replays bit for bit before the first fit. Every other option is TrainStep's: accumulate, clip_norm, ema, compile,
-    count, forward, nonfinite, deterministic, …
+    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
+    says where a batch keeps its labels when that is not its last item; `step` and `eval_step`
+    replace the built-in cells. `capture`: on CUDA the step is replayed from graphs where it can be
+    ("auto"), must be (True) or is not (False); `verify=K` proves K replays bit for bit before the
+    first fit. Every other option is TrainStep's: accumulate, clip_norm, ema, compile, count,
+    forward, nonfinite, deterministic, …
     """
 
     def __init__(
-        self, net: nn.Module, loss: Any = None, optimizer: Optimizer | None = None,
-        precision: str | Precision = "fp32", *, metrics: Mapping[str, Any] | None = None, schedule: Any = None,
-        labels: Callable[[Any], Any] | None = None, step: Any = None, eval_step: Any = None,
-        capture: bool | str = "auto", verify: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
-        parts.check(
-            net, loss, optimizer, step, [*options, *(["schedule"] if schedule is not None else [])]
-        )
-        parts.precisions(step, precision)
-        self.net, self.loss, self.optimizer, self.schedule, self._fused = (
-            net,
-            loss,
-            optimizer,
-            schedule,
-            False,
-        )
-        self.metrics, self.labels = Metrics(metrics), labels or find_labels
-        self.step: Any = step if step is None or isinstance(step, TrainStep) else OwnStep(step)
-        if step is None and optimizer is not None:
-            self._fused = parts.fused(net, optimizer, precision, schedule, options)
-            self.step = TrainStep(net, loss, optimizer, precision=precision, **parts.known(options))
-            parts.untrained(net, optimizer)
-        self._cell = self._evaluator(precision, options)
-        self._eval: Any = eval_step or self._cell
-        self._whole = options.get("forward") is not None
-        self._by_name = loss is None and step is None and eval_step is None and not self._whole
-        self._fit: tuple[Loop, Feed, dict[str, Callback]] | None = None
-        self.graphs, self._tables = ModelCaptures(self._cell, capture, verify), Tables()
+        self,
+        net: nn.Module,
+        loss: Any = None,
+        optimizer: Optimizer | None = None,
+        precision: str | Precision = "fp32",
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        labels: Callable[[Any], Any] | None = None,
+        step: Any = None,
+        eval_step: Any = None,
+        capture: bool | str = "auto",
+        verify: int = 0,
+        **options: Any,
+    ) -> None:
+        option_names = list(options)
+        if schedule is not None:
+            option_names.append("schedule")
+        validate.check_parts(net, loss, optimizer, step, option_names)
+        validate.check_precision(step, precision)
+        self.net = net
+        self.loss = loss
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.metrics = Metrics(metrics)
+        self.labels = labels or find_labels
 
-    def _evaluator(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
+        # The training step: the user's own, or ours.
+        self._chose_fused = False
+        self.step: Any = step
+        if step is not None and not isinstance(step, TrainStep):
+            self.step = CustomStep(step)
+        if step is None and optimizer is not None:
+            self._chose_fused = validate.choose_fused(net, optimizer, precision, schedule, options)
+            step_options = validate.check_options(options)
+            self.step = TrainStep(net, loss, optimizer, precision=precision, **step_options)
+            validate.warn_untrained(net, optimizer)
+
+        # The evaluation step: the user's own, or the training step's counterpart.
+        self._built_in_eval = self._build_eval_step(precision, options)
+        self._eval_step: Any = eval_step or self._built_in_eval
+        self._has_own_forward = options.get("forward") is not None
+        has_own_cell = step is not None or eval_step is not None
+        self._takes_dicts = loss is None and not has_own_cell and not self._has_own_forward
+
+        self._fit: FitInProgress | None = None
+        self.captures = choose_captures(self._built_in_eval, capture, verify)
+        self._schedule_tables = ScheduleTables()
+
+    def _build_eval_step(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
         if isinstance(self.step, TrainStep):
             return self.step.evaluator()
-        kept = {k: v for k, v in options.items() if k in ("forward", "count")}
-        return EvalStep(self.net, self.loss, precision=precision, **kept)
+        eval_options = {name: options[name] for name in ("forward", "count") if name in options}
+        return EvalStep(self.net, self.loss, precision=precision, **eval_options)
 
-    # training
+    # Training.
 
     def fit(
-        self, epochs: int, data: Any, *, valid: Any = None, valid_every: int | Iterable[int] = 1,
-        valid_every_steps: int = 0, callbacks: Any = (), sink: int | None = None, steps_per_epoch: int | None = None,
+        self,
+        epochs: int,
+        data: Any,
+        *,
+        valid: Any = None,
+        valid_every: int | Iterable[int] = 1,
+        valid_every_steps: int = 0,
+        callbacks: Any = (),
+        sink: int | None = None,
+        steps_per_epoch: int | None = None,
         resume: str | Path | None = None,
-    ) -> Run:  # fmt: skip
-        """Train up to epoch number `epochs`.
+    ) -> Run:
+        """Trains up to epoch number `epochs`.
 
-        `sink` is how many steps pass between two looks of the host; it never changes results. `steps_per_epoch` makes
-        an epoch that many steps, the data going on where it stopped. `resume="auto"` goes on from the newest checkpoint
-        of the Checkpoint callback, a path from that one.
+        `sink` is how many steps pass between two looks of the host; it never changes results.
+        `steps_per_epoch` makes an epoch that many steps, the data going on where it stopped.
+        `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a path from
+        that one.
         """
         if self._fit is not None:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
         try:
-            loop = self._loop(
+            loop = self._build_loop(
                 epochs,
                 data,
-                valid,
-                valid_every,
-                valid_every_steps,
-                callbacks,
-                sink,
-                steps_per_epoch,
+                valid=valid,
+                valid_every=valid_every,
+                valid_every_steps=valid_every_steps,
+                callbacks=callbacks,
+                sink=sink,
+                steps_per_epoch=steps_per_epoch,
             )
-            with locked(loop.callbacks):
+            with lock_folders(loop.callbacks):
                 self._resume(loop, resume)
-                self._tables.check()
-                with kept() if self._cell.device.type == "cpu" else nullcontext():
-                    loop.run_epochs()
+                self._schedule_tables.check()
+                loop.run_epochs()
         finally:
             self._fit = None
         return loop.run
 
-    def _loop(
-        self, epochs: int, data: Any, valid: Any, valid_every: int | Iterable[int], valid_every_steps: int,
-        callbacks: Any, sink: int | None, steps_per_epoch: int | None,
-    ) -> Loop:  # fmt: skip
+    def _build_loop(
+        self,
+        epochs: int,
+        data: Any,
+        *,
+        valid: Any,
+        valid_every: int | Iterable[int],
+        valid_every_steps: int,
+        callbacks: Any,
+        sink: int | None,
+        steps_per_epoch: int | None,
+    ) -> Loop:
+        # Check everything before anything is changed.
         if self.step is None:
             raise ValueError(
                 "fit: this model has no optimizer; build it with optimizer=…, or step=…"
             )
-        plan.arguments(epochs, data)
-        parts.training(self.net, self.step)
-        feed = self._feed(data)
-        size = steps_per_epoch or feed.size
-        steps = None if size is None else epochs * size
-        given = plan.checked(callbacks)
-        saved = any(isinstance(each, Checkpoint) for each in given)
-        named = plan.named(
-            [
-                *given,
-                *auto_compile_callbacks(
-                    self.step,
-                    steps,
-                    whole_step=bool(self.graphs.wish),
-                    has_checkpoint=saved,
-                ),
-            ]
+        fit_arguments.check_epochs_and_data(epochs, data)
+        validate.set_train_mode(self.net, self.step)
+        feed = self._make_feed(data)
+        epoch_steps = steps_per_epoch or feed.size
+        total_steps = None if epoch_steps is None else epochs * epoch_steps
+
+        # Callbacks: the user's, and the one that decides on compile="auto".
+        user_callbacks = fit_arguments.check_callbacks(callbacks)
+        compile_callbacks = auto_compile_callbacks(
+            self.step,
+            total_steps,
+            whole_step=bool(self.captures.mode),
+            has_checkpoint=any(isinstance(c, Checkpoint) for c in user_callbacks),
         )
-        timing = plan.timing(
-            epochs, feed.size, steps_per_epoch=steps_per_epoch, sink=sink, valid_every=valid_every,
+        named_callbacks = fit_arguments.name_callbacks([*user_callbacks, *compile_callbacks])
+
+        # Times and learning rates.
+        timing = fit_arguments.make_timing(
+            epochs,
+            feed.size,
+            steps_per_epoch=steps_per_epoch,
+            sink=sink,
+            valid_every=valid_every,
             valid_every_steps=valid_every_steps,
-        )  # fmt: skip
+        )
         if valid is None and valid_every_steps:
             raise ValueError(
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
-        self._set_rates(timing, feed)
-        run = Run(self, epochs, size, None if steps_per_epoch else feed.samples)
-        check = self._validation(valid) if valid is not None else None
-        engine = partial(self.graphs.training, self.step, feed, steps)
-        loop = Loop(run, self.step, feed, list(named.values()), timing, check, engine)
-        loop.config = resume.config(self.step, feed, self._done)
-        self._fit = (loop, feed, named)
+        self._set_learning_rates(timing, feed)
+
+        run = Run(
+            model=self,
+            epochs=epochs,
+            epoch_steps=epoch_steps,
+            epoch_samples=None if steps_per_epoch else feed.samples,
+        )
+        loop = Loop(
+            run,
+            self.step,
+            feed,
+            list(named_callbacks.values()),
+            timing,
+            evaluate=None if valid is None else self._make_validation(valid),
+            make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
+        )
+        loop.config = describe_run(self.step, feed, self._updates_made())
+        self._fit = FitInProgress(loop, feed, named_callbacks)
         return loop
 
-    @property
-    def _done(self) -> int:
+    def _updates_made(self) -> int:
         """Updates of earlier fits."""
         return int(self.step.state.updates) if isinstance(self.step, TrainStep) else 0
 
-    def _set_rates(self, timing: Timing, feed: Feed, saved: dict[str, Any] | None = None) -> None:
+    def _set_learning_rates(
+        self, timing: Timing, feed: Feed, saved: dict[str, Any] | None = None
+    ) -> None:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
-        table = self._tables(self.schedule, self.step, timing, feed, saved, self._done)
+        tables = self._schedule_tables
+        if saved is None:
+            table = tables.for_new_fit(self.schedule, self.step, timing, feed, self._updates_made())
+        else:
+            table = tables.for_resumed_fit(self.schedule, self.step, timing, feed, saved)
         if table is not None:
             self.step.set_learning_rates(table)
 
-    def _validation(self, valid: Any) -> Callable[[Callable[[], bool]], dict[str, float] | None]:
-        parts.evaluation(self.net, self._eval is self._cell, self.step)
-        feed = self._feed(valid)
-        return lambda stop: self._scores(feed, stop)
+    def _make_validation(self, valid: Any) -> Evaluate:
+        uses_built_in = self._eval_step is self._built_in_eval
+        validate.check_can_evaluate(self.net, uses_built_in, self.step)
+        feed = self._make_feed(valid)
+        return lambda stop: self._evaluate_feed(feed, stop)
 
-    def _feed(self, data: Any) -> Feed:
-        return self.graphs.feed(data, named=self._by_name)
+    def _make_feed(self, data: Any) -> Feed:
+        feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
+        return feed
 
     def _resume(self, loop: Loop, source: str | Path | None) -> None:
         assert self._fit is not None
         if source is None:
-            return plan.close_cycle(self.step)
+            fit_arguments.close_cycle(self.step)
+            return
         if not isinstance(source, str | Path):
             raise TypeError(
-                f"resume: expected 'auto', the path of a checkpoint or of a run, or None, got {source!r}"
+                "resume: expected 'auto', the path of a checkpoint or of a run, or None, "
+                f"got {source!r}"
             )
         loop.run.resume = str(source)
-        folders = [Path(source)]
-        if source == "auto":
-            folders = [c.folder for c in loop.callbacks if isinstance(c, Checkpoint)]
-            if not folders:
-                raise ValueError(
-                    "resume='auto': expected a Checkpoint among the callbacks, to know where to look"
-                )
-        each = [f if (f / "manifest.json").is_file() else checkpoint.latest(f) for f in folders]
-        found = max(
-            (path for path in each if path is not None), key=lambda path: path.name, default=None
-        )
-        if found is None:
-            if source != "auto":
-                raise FileNotFoundError(f"resume: no checkpoint in {source}")
-            return plan.close_cycle(self.step)
-        _, feed, named = self._fit
-        saved = checkpoint.load(found).tree
-        resume.check(saved, self.step, found)
-        self._set_rates(loop.timing, feed, saved)
+        path = _newest_checkpoint(source, loop.callbacks)
+        if path is None:
+            fit_arguments.close_cycle(self.step)
+            return
+        saved = checkpoint.load(path).tree
+        check_fits(saved, self.step, path)
+        self._set_learning_rates(loop.timing, self._fit.feed, saved)
         loop.config["began"] = saved["config"].get("began", 0)
-        resume.restore(saved, self.step, loop, feed, named)
-        loop.run.resumed = str(found)
+        restore_snapshot(saved, self.step, loop, self._fit.feed, self._fit.callbacks)
+        loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
         """Inside `fit`: everything that decides the next step, as a tree for halfstep.checkpoint."""
@@ -214,94 +283,155 @@ class Model:
             raise RuntimeError(
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
             )
-        loop, feed, named = self._fit
-        return resume.snapshot(self.step, loop, feed, named)
+        return take_snapshot(self.step, self._fit.loop, self._fit.feed, self._fit.callbacks)
 
-    # evaluation and prediction
+    # Evaluation and prediction.
 
     def evaluate(self, data: Any) -> dict[str, float]:
-        """Mean loss and metrics over one pass, every sample counted once; with ema=, by the averaged weights."""
-        scores = self._scores(self._feed(data), lambda: False)
+        """Mean loss and metrics over one pass, every sample counted once.
+
+        With ema=, by the averaged weights.
+        """
+        scores = self._evaluate_feed(self._make_feed(data), lambda: False)
         assert scores is not None
         return scores
 
-    def _scores(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
-        with self._averaged():
-            scores = self.graphs.scores(self._eval, self.metrics, self.labels)
-            if scores is not None:
-                return scores(feed, stop)
-            return evaluate(self._eval, feed, self.metrics, self.labels, stop, net=self.net)
+    def _evaluate_feed(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
+        with self._averaged_weights():
+            runner = self.captures.eval_runner(self._eval_step, self.metrics, self.labels)
+            if runner is not None:
+                scores: dict[str, float] | None = runner(feed, stop)
+                return scores
+            return evaluate(self._eval_step, feed, self.metrics, self.labels, stop, net=self.net)
 
-    @property
-    def _kept_average(self) -> bool:
+    def _has_averages(self) -> bool:
         return isinstance(self.step, TrainStep) and bool(self.step.state.ema)
 
-    def _averaged(self) -> Any:
-        return self.step.averaged() if self._kept_average else nullcontext()
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """Inside, the network holds its averaged weights, where the step keeps some."""
+        if not self._has_averages():
+            return nullcontext()
+        averaged: AbstractContextManager[None] = self.step.averaged()
+        return averaged
 
     def predict(
         self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
     ) -> Any:
-        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host; one tensor (or one tuple or
-        dict of them, as the network returns), or with `stream` an iterator of batches. `targets`: batches end with
-        one, which is left out (None: where there is a loss)."""
-        found = self._predictions(
-            data, batch, self.loss is not None if targets is None else targets, stream
-        )
-        return found if stream else joined(list(found))
+        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
 
-    def _predictions(self, data: Any, batch: int, targets: bool, stream: bool) -> Iterator[Any]:
-        feed = self._feed(batches(data, batch))
-        outputs = self.graphs.outputs()
-        if (
-            outputs is not None and not self._kept_average and not stream
-        ):  # there one may train on between two
-            yield from outputs(
-                feed, lambda args: self._output(args, targets), self._cell.applied, targets
-            )
+        One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
+        iterator of batches. `targets`: batches end with one, which is left out (None: where there is
+        a loss).
+        """
+        has_targets = self.loss is not None if targets is None else targets
+        outputs = self._predict_batches(data, batch, has_targets, stream)
+        return outputs if stream else join_outputs(list(outputs))
+
+    def _predict_batches(
+        self, data: Any, batch: int, has_targets: bool, stream: bool
+    ) -> Iterator[Any]:
+        feed = self._make_feed(split_batches(data, batch))
+        runner = self.captures.predict_runner()
+        # Not from graphs where somebody may train between two batches of a stream.
+        if runner is not None and not self._has_averages() and not stream:
+            predict_one = partial(self._predict_batch, has_targets=has_targets)
+            yield from runner(feed, predict_one, self._built_in_eval.applied, has_targets)
             return
         feed.go_to_pass(0)
-        for number, args in enumerate(feed.start(), 1):
+        for batch_number, args in enumerate(feed.start(), 1):
             try:
-                with self._averaged():
-                    out = self._output(args, targets)
+                with self._averaged_weights():
+                    out = self._predict_batch(args, has_targets)
             except Exception as error:
-                explain_batch_error(
-                    error, f"prediction, batch {number}", args, feed.names, self.net
-                )
+                where = f"prediction, batch {batch_number}"
+                explain_batch_error(error, where, args, feed.names, self.net)
                 raise
             yield to_host(out)
 
-    def _output(self, args: tuple[Any, ...], targets: bool) -> Any:
-        named = targets and not isinstance(args[0], Tensor)
-        if self._whole and (
-            len(args) > 1 or named
-        ):  # a forward of the user's own takes the batch as it is
-            return logits_of(self._cell(*args).outputs)
-        return logits_of(self._cell.predict(*without_target(args, targets=targets)))
+    def _predict_batch(self, args: tuple[Any, ...], has_targets: bool) -> Any:
+        # A forward of the user's own takes the batch as it is.
+        is_dict_with_target = has_targets and not isinstance(args[0], Tensor)
+        if self._has_own_forward and (len(args) > 1 or is_dict_with_target):
+            return logits_of(self._built_in_eval(*args).outputs)
+        inputs = without_target(args, targets=has_targets)
+        return logits_of(self._built_in_eval.predict(*inputs))
 
-    # looking, saving
+    # Looking, saving.
 
     def report(self) -> Any:
-        """The dtypes really used, module by module, and every choice made for the user; print it."""
+        """The dtypes really used, module by module, and every choice made for the user."""
         if not isinstance(self.step, TrainStep):
             raise ValueError("report: expected a model with an optimizer and the built-in step")
-        chosen = (
-            {"fused": "chosen, as neither fused= nor foreach= was given"} if self._fused else {}
-        )
-        return self.step.report().adding(engine=self.graphs.describe(self.step), **chosen)
+        choices = {}
+        if self._chose_fused:
+            choices["fused"] = "chosen, as neither fused= nor foreach= was given"
+        return self.step.report().adding(engine=self.captures.describe(self.step), **choices)
 
     def save(self, path: str | Path) -> None:
-        """The weights as one safetensors file; with ema=, the averaged ones."""
-        with self._averaged():
-            weights.save(self.net, path)
+        """Writes the weights as one safetensors file; with ema=, the averaged ones."""
+        with self._averaged_weights():
+            save_weights(self.net, path)
 
-    def load(
-        self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True
-    ) -> weights.Account:
-        """Start from weights: a safetensors file, a checkpoint, a run's folder (its newest) or a state_dict.
-        `strict=False` takes what fits, and says what."""
-        account = weights.load(self.net, source, strict=strict)
+    def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> Account:
+        """Starts from weights: a safetensors file, a checkpoint, a run's folder or a state_dict.
+
+        Of a run's folder the newest checkpoint. `strict=False` takes what fits, and says what.
+        """
+        account = load_weights(self.net, source, strict=strict)
         if isinstance(self.step, TrainStep):
             reset_averages(self.step)
         return account
+
+
+def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Path | None:
+    """The checkpoint that resume= means; None where "auto" finds none."""
+    folders = [Path(source)]
+    if source == "auto":
+        folders = [callback.folder for callback in callbacks if isinstance(callback, Checkpoint)]
+        if not folders:
+            raise ValueError(
+                "resume='auto': expected a Checkpoint among the callbacks, to know where to look"
+            )
+    paths = []
+    for folder in folders:
+        path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+        if path is not None:
+            paths.append(path)
+    if not paths and source != "auto":
+        raise FileNotFoundError(f"resume: no checkpoint in {source}")
+    return max(paths, key=lambda path: path.name, default=None)
+
+
+def split_batches(data: Any, batch: int) -> Any:
+    """A tensor or an array in batches; anything else as it is."""
+    if isinstance(data, Tensor | np.ndarray):
+        return [(part,) for part in torch.as_tensor(data).split(batch)]
+    return data
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """The outputs of batches as one tensor, or one tuple or dict of whole tensors.
+
+    As a list of batches where they hold anything but tensors.
+    """
+    flat = [tree_flatten(output) for output in outputs]
+    if not flat:
+        return list(outputs)
+    structure = flat[0][1]
+    leaves = [leaf for batch_leaves, _ in flat for leaf in batch_leaves]
+    have_one_structure = all(spec == structure for _, spec in flat)
+    are_tensors = all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves)
+    if not have_one_structure or not are_tensors:
+        return list(outputs)
+
+    columns = list(zip(*(batch_leaves for batch_leaves, _ in flat), strict=True))
+    for column in columns:
+        sample_shapes = sorted({tuple(leaf.shape[1:]) for leaf in column})
+        if len(sample_shapes) > 1:
+            first, second = (list(shape) for shape in sample_shapes[:2])
+            raise ValueError(
+                "predict: expected outputs of one shape, to make one tensor of them, "
+                f"got samples of {first} and of {second}; "
+                "predict(…, stream=True) gives them batch by batch"
+            )
+    return tree_unflatten([torch.cat(column) for column in columns], structure)

@@ -1,4 +1,4 @@
-"""The parts of a model, checked: what they must be, what they would silently do, and what is chosen for them."""
+"""Checks of a model: what its parts must be, what they would silently do, what is chosen for them."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,133 +14,150 @@ from halfstep.precision import Precision
 from halfstep.step import TrainStep
 from halfstep.step.optimizer import classify_optimizer, prefer_fused
 from halfstep.step.options import StepOptions
+from halfstep.utils.text import list_some
 
-_OWN = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
-_ELSEWHERE = {
+MODEL_OPTIONS = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
+
+# Options as other libraries call them.
+FOREIGN_OPTIONS = {
     "gradient_clip_val": "clip_norm",
     "max_grad_norm": "clip_norm",
     "accumulate_grad_batches": "accumulate",
 }
 
 
-def check(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]) -> None:
-    """Refuses what cannot be a model: classes instead of objects, training options with nothing to train by."""
-    for name, given in (("net", net), ("loss", loss), ("optimizer", optimizer)):
-        if isinstance(given, type):
+def check_parts(net: Any, loss: Any, optimizer: Any, step: Any, options: Sequence[str]) -> None:
+    """Refuses classes in place of objects, and options that nothing would use."""
+    for name, part in (("net", net), ("loss", loss), ("optimizer", optimizer)):
+        if isinstance(part, type):
+            class_name = part.__name__
             raise TypeError(
-                f"{name}: expected an object, got the class {given.__name__}. Write {given.__name__}(…)"
+                f"{name}: expected an object, got the class {class_name}. Write {class_name}(…)"
             )
     if not isinstance(net, nn.Module):
         raise TypeError(f"net: expected an nn.Module, got {type(net).__name__}")
     if optimizer is None and step is None and options:
-        given = ", ".join(options)
         raise ValueError(
-            f"{given}: these are about training, and no optimizer was given. Add optimizer=…"
+            f"{', '.join(options)}: these are about training, and no optimizer was given. "
+            "Add optimizer=…"
         )
-    unused = (
-        [name for name in options if name not in ("forward", "count")] if step is not None else []
-    )
+    if step is None:
+        return
+    unused = [name for name in options if name not in ("forward", "count")]
     if unused:
         raise ValueError(
-            f"{', '.join(unused)}: the step was given whole, and these would do nothing. Put them into it."
+            f"{', '.join(unused)}: the step was given whole, and these would do nothing. "
+            "Put them into it."
         )
 
 
-def precisions(step: Any, precision: str | Precision) -> None:
-    """A step that was given whole has its own."""
-    if isinstance(step, TrainStep) and Precision.parse(precision) not in (
-        Precision.parse("fp32"),
-        step.precision,
-    ):
-        raise ValueError(
-            f"precision: the step was given whole, in {step.precision.name!r}; leave precision= to it"
-        )
-    if (
-        step is not None
-        and not isinstance(step, TrainStep)
-        and Precision.parse(precision).name != "fp32"
-    ):
-        text = f"precision: {precision!r} holds for evaluate and predict. The step is your own and decides for itself"
-        warnings.warn(
-            f"{text}; inside it, `with hs.amp.autocast():` is mixed precision", Notice, stacklevel=3
-        )
-
-
-def known(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a TrainStep; a name that neither it nor Model has is told here, with the one that was meant."""
-    taken = [*_OWN, *(field.name for field in fields(StepOptions))]
-    for name in options:
-        if name not in taken:
-            close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, taken, 1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise TypeError(
-                f"Model: unknown option {name!r}; {hint}options are: {', '.join(taken)}"
+def check_precision(step: Any, precision: str | Precision) -> None:
+    """Refuses a precision that the step's own contradicts."""
+    if step is None:
+        return
+    requested = Precision.parse(precision)
+    if isinstance(step, TrainStep):
+        if requested not in (Precision.parse("fp32"), step.precision):
+            raise ValueError(
+                f"precision: the step was given whole, in {step.precision.name!r}; "
+                "leave precision= to it"
             )
-    return options
-
-
-def untrained(net: nn.Module, optimizer: Optimizer) -> None:
-    """Parameters that gradients are computed for and nobody moves."""
-    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left = [name for name, p in net.named_parameters() if p.requires_grad and id(p) not in given]
-    if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        text = (
-            f"optimizer: {', '.join(left[:3])}{more} are in none of its groups and stay as they are"
-        )
+    elif requested.name != "fp32":
         warnings.warn(
-            f"{text}; add them, or say so with requires_grad_(False), which is faster",
+            f"precision: {precision!r} holds for evaluate and predict. "
+            "The step is your own and decides for itself; "
+            "inside it, `with hs.amp.autocast():` is mixed precision",
             Notice,
             stacklevel=3,
         )
 
 
-def training(net: nn.Module, step: Any) -> None:
-    """Puts a network that is all in eval mode, as a pretrained one comes, into train mode, and says so."""
-    modules = list(net.modules())
-    if isinstance(step, TrainStep) and not any(module.training for module in modules):
-        net.train()
-        if any(_differs(module) for module in modules):
-            text = "fit: the network came in eval mode, and is trained in train mode (dropout, batch statistics)"
-            stay = "modules that shall stay in eval mode: net.train() first, then .eval() on those"
-            warnings.warn(f"{text}; {stay}", Notice, stacklevel=4)
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a TrainStep. A name that neither it nor Model has is a TypeError."""
+    known = [*MODEL_OPTIONS, *(field.name for field in fields(StepOptions))]
+    for name in options:
+        if name in known:
+            continue
+        if name in FOREIGN_OPTIONS:
+            close = [FOREIGN_OPTIONS[name]]
+        else:
+            close = get_close_matches(name, known, 1)
+        suggestion = f"did you mean {close[0]!r}? " if close else ""
+        raise TypeError(
+            f"Model: unknown option {name!r}; {suggestion}options are: {', '.join(known)}"
+        )
+    return options
 
 
-def _differs(module: nn.Module) -> bool:
-    """Whether train mode is another computation, as far as one can tell from outside."""
-    draws = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    return draws or (
-        isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-    )
-
-
-def evaluation(net: nn.Module, built_in: bool, step: Any) -> None:
-    """A step of the user's own over modules without a forward has nothing to evaluate by."""
-    unused = getattr(net.forward, "__name__", "") == "_forward_unimplemented"
-    if built_in and unused and not isinstance(step, TrainStep):
-        name = type(net).__name__
-        raise ValueError(
-            f"valid: {name} has no forward to evaluate by; give eval_step=, a function of a batch"
+def warn_untrained(net: nn.Module, optimizer: Optimizer) -> None:
+    """Warns of parameters that gradients are computed for and no optimizer moves."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    untrained = [
+        name for name, p in net.named_parameters() if p.requires_grad and id(p) not in trained
+    ]
+    if untrained:
+        warnings.warn(
+            f"optimizer: {list_some(untrained, 3)} are in none of its groups and stay as they are; "
+            "add them, or say so with requires_grad_(False), which is faster",
+            Notice,
+            stacklevel=3,
         )
 
 
-def fused(
+def set_train_mode(net: nn.Module, step: Any) -> None:
+    """Puts a network that is all in eval mode, as a pretrained one comes, into train mode."""
+    modules = list(net.modules())
+    if not isinstance(step, TrainStep) or any(module.training for module in modules):
+        return
+    net.train()
+    if any(_differs_in_train_mode(module) for module in modules):
+        warnings.warn(
+            "fit: the network came in eval mode, and is trained in train mode "
+            "(dropout, batch statistics); modules that shall stay in eval mode: "
+            "net.train() first, then .eval() on those",
+            Notice,
+            stacklevel=4,
+        )
+
+
+def _differs_in_train_mode(module: nn.Module) -> bool:
+    """Whether train mode is another computation, as far as one can tell from outside."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return module.track_running_stats
+    return False
+
+
+def check_can_evaluate(net: nn.Module, uses_built_in: bool, step: Any) -> None:
+    """Refuses to evaluate modules without a forward, as a step of the user's own may have."""
+    has_forward = getattr(net.forward, "__name__", "") != "_forward_unimplemented"
+    if uses_built_in and not has_forward and not isinstance(step, TrainStep):
+        raise ValueError(
+            f"valid: {type(net).__name__} has no forward to evaluate by; "
+            "give eval_step=, a function of a batch"
+        )
+
+
+def choose_fused(
     net: nn.Module,
     optimizer: Any,
     precision: str | Precision,
     schedule: Any,
     options: Mapping[str, Any],
 ) -> bool:
-    """Whether torch's fused kernels were chosen: on CUDA, and on a CPU for a compiled step whose optimizer would
-    otherwise read on the host. There they leave half parameters alone, and take no sparse gradients."""
+    """Turns on torch's fused kernels where the user left that open; returns whether it did.
+
+    On CUDA always; on a CPU for a compiled step whose optimizer would otherwise read on the host.
+    There the kernels leave half parameters alone and take no sparse gradients.
+    """
     if not isinstance(optimizer, Optimizer):
         return False
-    sparse = any(getattr(module, "sparse", False) is True for module in net.modules())
-    wide = Precision.parse(precision).params.itemsize >= 4 and not sparse
-    table = schedule is not None or options.get("lr") is not None
-    reads = (
-        wide
-        and options.get("compile") is True
-        and classify_optimizer(optimizer, tensor_lr=table) == "host"
-    )
-    return prefer_fused(optimizer, on_cpu=reads)
+    on_cpu = False
+    if options.get("compile") is True:
+        is_sparse = any(getattr(module, "sparse", False) is True for module in net.modules())
+        is_wide = Precision.parse(precision).params.itemsize >= 4
+        if is_wide and not is_sparse:
+            has_table = schedule is not None or options.get("lr") is not None
+            on_cpu = classify_optimizer(optimizer, tensor_lr=has_table) == "host"
+    return prefer_fused(optimizer, on_cpu=on_cpu)

@@ -1,6 +1,6 @@
 """Weights in a safetensors file, and an account of what a file had and the network wanted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import checkpoint
+from halfstep.utils.text import list_some
+
+MAX_NAMES = 4  # tensors of each kind that a message names
 
 
 @dataclass(frozen=True)
@@ -31,95 +34,100 @@ class Account:
     def __str__(self) -> str:
         averaged = f", {len(self.averaged)} of them averages (ema=)" if self.averaged else ""
         lines = [f"{len(self.matched)} tensors loaded{averaged}"]
-        lines += [f"  {n}: not in the file, left as it was" for n in self.missing]
-        lines += [f"  {n}: not in the network, ignored" for n in self.unexpected]
-        lines += [
-            f"  {n}: {list(a)} in the file, {list(b)} here, left as it was"
-            for n, (a, b) in self.reshaped.items()
-        ]
+        lines += [f"  {name}: not in the file, left as it was" for name in self.missing]
+        lines += [f"  {name}: not in the network, ignored" for name in self.unexpected]
+        for name, (file_shape, net_shape) in self.reshaped.items():
+            shapes = f"{list(file_shape)} in the file, {list(net_shape)} here"
+            lines.append(f"  {name}: {shapes}, left as it was")
         return "\n".join(lines)
 
-    def differences(self, most: int = 4) -> str:
-        """What does not fit, in one line: of each kind the first few, and how many more there are."""
-        shapes = [f"{n} ({list(a)} there, {list(b)} here)" for n, (a, b) in self.reshaped.items()]
-        kinds = (
-            ("missing there", self.missing),
-            ("unknown to this network", self.unexpected),
-            ("of another shape", shapes),
-        )
-        return "; ".join(f"{kind}: {_few(names, most)}" for kind, names in kinds if names)
+    def differences(self) -> str:
+        """What does not fit, in one line: of each kind the first few, and how many more."""
+        shapes = []
+        for name, (file_shape, net_shape) in self.reshaped.items():
+            shapes.append(f"{name} ({list(file_shape)} there, {list(net_shape)} here)")
+        kinds = {
+            "missing there": list(self.missing),
+            "unknown to this network": list(self.unexpected),
+            "of another shape": shapes,
+        }
+        parts = [f"{kind}: {list_some(names, MAX_NAMES)}" for kind, names in kinds.items() if names]
+        return "; ".join(parts)
 
 
-def _few(names: Sequence[str], most: int) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-def compare(mine: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> Account:
-    """By name and shape."""
-    both = [n for n in mine if n in given]
-    reshaped = {
-        n: (tuple(given[n].shape), tuple(mine[n].shape))
-        for n in both
-        if given[n].shape != mine[n].shape
-    }
+def compare_tensors(in_net: Mapping[str, Tensor], in_file: Mapping[str, Tensor]) -> Account:
+    """The account of two sets of tensors, by name and shape."""
+    in_both = [name for name in in_net if name in in_file]
+    reshaped = {}
+    for name in in_both:
+        if in_file[name].shape != in_net[name].shape:
+            reshaped[name] = (tuple(in_file[name].shape), tuple(in_net[name].shape))
     return Account(
-        tuple(n for n in both if n not in reshaped),
-        tuple(n for n in mine if n not in given),
-        tuple(n for n in given if n not in mine),
-        reshaped,
+        matched=tuple(name for name in in_both if name not in reshaped),
+        missing=tuple(name for name in in_net if name not in in_file),
+        unexpected=tuple(name for name in in_file if name not in in_net),
+        reshaped=reshaped,
     )
 
 
-def tensors_of(tree: Mapping[str, object]) -> dict[str, Tensor]:
-    """A state_dict without what is no tensor."""
+def only_tensors(tree: Mapping[str, object]) -> dict[str, Tensor]:
+    """A state_dict without the values that are no tensors."""
     return {name: value for name, value in tree.items() if isinstance(value, Tensor)}
 
 
-def save(net: nn.Module, path: str | Path) -> None:
-    """Every tensor of the state_dict; tied ones are written once per name, contiguous."""
-    from safetensors import torch as st
+def save_weights(net: nn.Module, path: str | Path) -> None:
+    """Writes every tensor of the state_dict; tied ones once for each name, contiguous."""
+    from safetensors import torch as safetensors_torch
 
-    tensors = {
-        n: t.detach().contiguous().clone().cpu() for n, t in tensors_of(net.state_dict()).items()
-    }
+    tensors = {}
+    for name, tensor in only_tensors(net.state_dict()).items():
+        tensors[name] = tensor.detach().contiguous().clone().cpu()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(st.save(tensors, metadata={"format": "pt"}))
+    Path(path).write_bytes(safetensors_torch.save(tensors, metadata={"format": "pt"}))
 
 
-def load(net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: bool) -> Account:
-    """Copies what fits by name and shape; with `strict`, anything else is a ValueError before a weight is touched."""
-    given, averages = (dict(source), {}) if isinstance(source, Mapping) else _read(Path(source))
-    mine = tensors_of(net.state_dict(keep_vars=True))
-    account = compare(mine, given)
+def load_weights(
+    net: nn.Module, source: str | Path | Mapping[str, Tensor], *, strict: bool
+) -> Account:
+    """Copies what fits by name and shape.
+
+    With `strict`, anything else is a ValueError before a weight is touched.
+    """
+    averages: dict[str, Tensor] = {}
+    if isinstance(source, Mapping):
+        in_file = dict(source)
+    else:
+        in_file, averages = _read_weights(Path(source))
+    in_net = only_tensors(net.state_dict(keep_vars=True))
+    account = compare_tensors(in_net, in_file)
     if strict and not account.complete:
         where = "load" if isinstance(source, Mapping) else str(source)
         raise ValueError(
-            f"{where}: the weights do not fit the network: {account.differences()}. Nothing was loaded; "
-            "load(..., strict=False) takes what fits."
+            f"{where}: the weights do not fit the network: {account.differences()}. "
+            "Nothing was loaded; load(..., strict=False) takes what fits."
         )
     if not account.matched:
         raise ValueError(
-            f"none of the file's {len(given)} tensors has a name and shape of the network's:\n{account}"
+            f"none of the file's {len(in_file)} tensors has a name and shape of the network's:\n"
+            f"{account}"
         )
     averaged = tuple(name for name in account.matched if name in averages)
     with torch.no_grad():
         for name in account.matched:
-            mine[name].copy_(given[name])
-        for (
-            name
-        ) in averaged:  # after all others: another name of a tied weight holds its last value
-            mine[name].copy_(averages[name])
+            in_net[name].copy_(in_file[name])
+        # Last: another name of a tied weight holds its value before averaging.
+        for name in averaged:
+            in_net[name].copy_(averages[name])
     return replace(account, averaged=averaged)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights, and those of them that a run has averaged."""
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights, and the averages of those that a run has averaged."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if path.is_dir():
-        return _of_checkpoint(path)
+        return _read_checkpoint(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"expected a safetensors file or a checkpoint, found nothing at {path}"
@@ -128,23 +136,25 @@ def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return load_file(str(path)), {}
     except SafetensorError as error:
         raise ValueError(
-            f"{path}: expected a safetensors file, found something else ({error}). A torch.save file is a pickle, "
-            "which is not loaded here: read it where you trust it and hand over its state_dict."
+            f"{path}: expected a safetensors file, found something else ({error}). "
+            "A torch.save file is a pickle, which is not loaded here: "
+            "read it where you trust it and hand over its state_dict."
         ) from error
 
 
-def _of_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights in a checkpoint, or in the newest one of a run."""
-    found = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
-    if found is None:
+    path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+    if path is None:
         raise FileNotFoundError(
             f"expected a checkpoint or a folder of them, found none in {folder}"
         )
-    tree = checkpoint.load(found).tree
+    tree = checkpoint.load(path).tree
     step = tree.get("step", {})
     if "net" not in step:
         raise ValueError(
-            f"{found}: expected the weights of a built-in step, found the state of a cell of its own"
+            f"{path}: expected the weights of a built-in step, found the state of a cell of its own"
         )
     names = tree["config"].get("names", ())
-    return tensors_of(step["net"]), dict(zip(names, step["state"]["ema"], strict=False))
+    averages = dict(zip(names, step["state"]["ema"], strict=False))
+    return only_tensors(step["net"]), averages

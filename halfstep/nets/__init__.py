@@ -5,6 +5,17 @@ from halfstep.nets.resnet import ResNet, resnet18, resnet34, resnet50, resnet101
 from halfstep.nets.small import LeNet5, ffnn, lenet5, mlp
 
 __all__ = [
-    "LeNet5", "ResNet", "ffnn", "lenet5", "load", "mlp", "names", "register", "resnet18", "resnet34", "resnet50",
-    "resnet101", "resnet152",
-]  # fmt: skip
+    "LeNet5",
+    "ResNet",
+    "ffnn",
+    "lenet5",
+    "load",
+    "mlp",
+    "names",
+    "register",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+]

@@ -1,4 +1,7 @@
-"""Networks by name: one table, the user's own entries included, and builders named as "package.module:function"."""
+"""Networks by name: one table, with the user's own entries, and builders by their import path.
+
+An import path is written "package.module:function".
+"""
 
 import inspect
 from collections.abc import Callable
@@ -14,31 +17,42 @@ from halfstep.utils.checks import did_you_mean
 Builder: TypeAlias = Callable[..., nn.Module]
 B = TypeVar("B", bound=Builder)
 
-_TABLE: dict[str, Builder] = {
-    "mlp": mlp, "ffnn": ffnn, "lenet5": lenet5, "resnet18": resnet18, "resnet34": resnet34, "resnet50": resnet50,
-    "resnet101": resnet101, "resnet152": resnet152,
-}  # fmt: skip
+_BUILDERS: dict[str, Builder] = {
+    "mlp": mlp,
+    "ffnn": ffnn,
+    "lenet5": lenet5,
+    "resnet18": resnet18,
+    "resnet34": resnet34,
+    "resnet50": resnet50,
+    "resnet101": resnet101,
+    "resnet152": resnet152,
+}
 
 
 def names() -> list[str]:
-    """What `load` knows, in the order of registration."""
-    return list(_TABLE)
+    """The names that `load` knows, in the order of registration."""
+    return list(_BUILDERS)
 
 
 def load(name: str, /, **options: Any) -> nn.Module:
-    """A new network, its weights drawn from torch's current seed, on torch's current default device.
+    """A new network, its weights drawn from torch's current seed, on torch's default device.
 
     >>> load("resnet18", classes=10).fc.out_features
     10
     """
     if not isinstance(name, str):
         raise TypeError(
-            f"nets.load: expected a name, received {type(name).__name__}; names:\n{_table()}"
+            f"nets.load: expected a name, received {type(name).__name__}; "
+            f"names:\n{_describe_builders()}"
         )
-    own = ":" in name
-    builder = _import(name) if own else _find(name)
-    _check_options(name, builder, options)
-    net = _call(name, builder, options) if own else builder(**options)
+    if ":" in name:
+        builder = _import_builder(name)
+        _check_options(name, builder, options)
+        net = _call_imported(name, builder, options)
+    else:
+        builder = _find_builder(name)
+        _check_options(name, builder, options)
+        net = builder(**options)
     if not isinstance(net, nn.Module):
         raise TypeError(
             f"nets.load: expected {name!r} to return a torch.nn.Module, received {_describe(net)}"
@@ -51,61 +65,67 @@ def register(name: str, *, replace: bool = False) -> Callable[[B], B]: ...
 @overload
 def register(name: str, builder: B, *, replace: bool = False) -> B: ...
 def register(name: str, builder: Any = ..., *, replace: bool = False) -> Any:
-    """Enter a function or class that makes a network, which comes back unchanged: `@register("tiny")` or a call."""
+    """Enters a function or class that makes a network, and returns it unchanged.
+
+    It can be called, `register("tiny", tiny)`, or stand as a decorator, `@register("tiny")`.
+    """
     if not isinstance(name, str):
         raise TypeError(
-            f"nets.register: expected a name first, received {name!r}. Write @nets.register('name')."
+            f"nets.register: expected a name first, received {name!r}. "
+            "Write @nets.register('name')."
         )
     if not name or ":" in name:
         raise ValueError(
-            f"nets.register: expected a name without ':', which marks a module's path, received {name!r}"
+            "nets.register: expected a name without ':', which marks a module's path, "
+            f"received {name!r}"
         )
-    if name in _TABLE and not replace:
+    if name in _BUILDERS and not replace:
         raise ValueError(
             f"nets.register: {name!r} is taken. Choose another name, or pass replace=True."
         )
     if builder is ...:
-        return lambda given: register(name, given, replace=replace)
-    if not _makes(builder):
-        expected = f"a function or class that makes {name!r}"
+        return lambda decorated: register(name, decorated, replace=replace)
+    if not _is_builder(builder):
         raise TypeError(
-            f"nets.register: expected {expected}, received {_describe(builder)}. Pass it, do not call it."
+            f"nets.register: expected a function or class that makes {name!r}, "
+            f"received {_describe(builder)}. Pass it, do not call it."
         )
-    _TABLE[name] = builder
+    _BUILDERS[name] = builder
     return builder
 
 
-def _makes(value: object) -> bool:
-    """A network can be called too, but what it returns is no network."""
+def _is_builder(value: object) -> bool:
+    """Whether this may make a network. A network can be called too, but does not return one."""
     return callable(value) and not isinstance(value, nn.Module)
 
 
-def _find(name: str) -> Builder:
-    if name not in _TABLE:
-        own = "or a function of your own as 'package.module:function'"
+def _find_builder(name: str) -> Builder:
+    if name not in _BUILDERS:
         raise ValueError(
-            f"nets.load: received {name!r}{did_you_mean(name, _TABLE)}\nExpected one of\n{_table()}\n{own}"
+            f"nets.load: received {name!r}{did_you_mean(name, _BUILDERS)}\n"
+            f"Expected one of\n{_describe_builders()}\n"
+            "or a function of your own as 'package.module:function'"
         )
-    return _TABLE[name]
+    return _BUILDERS[name]
 
 
-def _table() -> str:
-    return "\n".join(f"  {name:9} {_accepted(builder)}" for name, builder in _TABLE.items())
+def _describe_builders() -> str:
+    """One line for each name, with the options of its builder."""
+    lines = [f"  {name:9} {_describe_options(builder)}" for name, builder in _BUILDERS.items()]
+    return "\n".join(lines)
 
 
-def _accepted(builder: Builder) -> str:
-    """The builder's arguments with their defaults, as a call would write them."""
+def _describe_options(builder: Builder) -> str:
+    """The builder's parameters with their defaults, as a call would write them."""
     signature = _signature(builder)
     if signature is None:
         return "..."
-    return (
-        ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
-        or "no options"
-    )
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return ", ".join(map(str, parameters)) or "no options"
 
 
 def _signature(builder: Builder) -> inspect.Signature | None:
-    """None where Python cannot tell, as for some classes written in C: what they accept shows in the call."""
+    """None where Python does not know it, as for some classes written in C."""
     try:
         return inspect.signature(builder)
     except ValueError:
@@ -119,30 +139,33 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
     try:
         signature.bind(**options)
     except TypeError as error:
-        unknown = next((o for o in options if o not in signature.parameters), "")
-        close = did_you_mean(unknown, signature.parameters) if unknown else ""
+        unknown = [option for option in options if option not in signature.parameters]
+        suggestion = did_you_mean(unknown[0], signature.parameters) if unknown else ""
         raise TypeError(
-            f"nets.load: {name!r} {error}{close}\nIt accepts: {_accepted(builder)}"
+            f"nets.load: {name!r} {error}{suggestion}\nIt accepts: {_describe_options(builder)}"
         ) from None
 
 
-def _import(path: str) -> Builder:
-    """The function that "package.module:function" names; importing the module runs it, as any import does."""
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+def _import_builder(path: str) -> Builder:
+    """The function at "package.module:function". The module is run, as by any import."""
+    module_name, _, attribute_path = path.partition(":")
+    attributes = attribute_path.split(".")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attributes]):
         raise ValueError(f"nets.load: expected 'package.module:function', received {path!r}")
-    found = _import_module(module_name)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
+
+    value = _import_module(module_name)
+    for attribute in attributes:
+        if not hasattr(value, attribute):
+            suggestion = did_you_mean(attribute, dir(value))
             raise ValueError(
-                f"nets.load: {path!r}: found no {part!r} in {_describe(found)}{did_you_mean(part, dir(found))}"
+                f"nets.load: {path!r}: found no {attribute!r} in {_describe(value)}{suggestion}"
             )
-        found = getattr(found, part)
-    if not _makes(found):
+        value = getattr(value, attribute)
+    if not _is_builder(value):
         raise TypeError(
-            f"nets.load: expected {path!r} to be a function or class, received {_describe(found)}"
+            f"nets.load: expected {path!r} to be a function or class, received {_describe(value)}"
         )
-    builder: Builder = found
+    builder: Builder = value
     return builder
 
 
@@ -150,32 +173,35 @@ def _import_module(name: str) -> Any:
     try:
         return import_module(name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-        advice = (
-            "Put its folder on PYTHONPATH"
-            if missing
-            else f"`python -c 'import {name}'` must work first"
-        )
-        reason = f"{type(error).__name__}: {error}"
+        advice = f"`python -c 'import {name}'` must work first"
+        # This module itself, or a package above it, may be missing, and not one that it imports.
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            advice = "Put its folder on PYTHONPATH"
         raise ValueError(
-            f"nets.load: expected a module {name!r}, importing it raised {reason}. {advice}."
+            f"nets.load: expected a module {name!r}, importing it raised "
+            f"{type(error).__name__}: {error}. {advice}."
         ) from error
 
 
-def _call(path: str, builder: Builder, options: dict[str, Any]) -> nn.Module:
-    """A path may come from a command line, far from the code it names: the error says which builder failed, and how."""
+def _call_imported(path: str, builder: Builder, options: dict[str, Any]) -> nn.Module:
+    """Calls the user's builder. An error names it: the path may come from a command line."""
     try:
         return builder(**options)
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
-        reason = f"{type(error).__name__}: {error}"
+        arguments = [f"{name}={value!r}" for name, value in options.items()]
         raise ValueError(
-            f"nets.load: {path!r} raised {reason}; it was called with {given}"
+            f"nets.load: {path!r} raised {type(error).__name__}: {error}; "
+            f"it was called with {', '.join(arguments) or 'no options'}"
         ) from error
 
 
 def _describe(value: object) -> str:
-    kind, name = type(value).__name__, getattr(value, "__name__", None)
-    if value is None or name is None:
-        return "None" if value is None else f"a value of type {kind}"
-    return f"the {'class' if isinstance(value, type) else kind} {name}"
+    """What a value is, for an error: "the class ResNet", "a value of type int"."""
+    if value is None:
+        return "None"
+    type_name = type(value).__name__
+    name = getattr(value, "__name__", None)
+    if name is None:
+        return f"a value of type {type_name}"
+    kind = "class" if isinstance(value, type) else type_name
+    return f"the {kind} {name}"

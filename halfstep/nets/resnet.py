@@ -1,4 +1,7 @@
-"""ResNet-18 to -152 under torchvision's parameter names, in two variants that differ in padding, norms and start."""
+"""ResNet-18 to -152 under torchvision's parameter names, in two variants.
+
+The variants differ in padding, normalisation and initial weights.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,47 +10,57 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from halfstep.nets.small__same import SameConv2d, SameMaxPool2d
+from halfstep.nets.padding import SameConv2d, SameMaxPool2d
 from halfstep.utils.checks import expect, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What differs between the common ResNet and MindSpore 1.0's; in both a bottleneck's stride sits in its 3×3."""
+    """What differs between the common ResNet and that of MindSpore 1.0.
 
-    same: bool
-    """pad_mode="same", lopsided where the stride is 2, instead of kernel // 2 on every side."""
-    eps: float
-    """Of the norms; their momentum is 0.1 (MindSpore writes 0.9)."""
-    zero_last: bool
-    """The last gamma of each block starts at 0, so that the block starts as its shortcut."""
-    std: float | None
-    """Of every weight at the start; None: Kaiming over fan-out for convolutions, torch's own for the classifier."""
+    In both, the stride of a bottleneck is in its 3×3 convolution.
+    """
+
+    same_padding: bool
+    """pad_mode="same", uneven where the stride is 2, instead of kernel // 2 on every side."""
+    norm_eps: float
+    """Of the batch norms. Their momentum is 0.1 in both variants (MindSpore writes 0.9)."""
+    zero_init_residual: bool
+    """The last norm of each block starts with weight 0: the block starts as its shortcut."""
+    init_std: float | None
+    """Of all initial weights. None: Kaiming over fan-out for convolutions, torch's own for fc."""
 
 
 VARIANTS = {
     # as in torchvision
-    "common": Variant(same=False, eps=1e-5, zero_last=False, std=None),
+    "common": Variant(same_padding=False, norm_eps=1e-5, zero_init_residual=False, init_std=None),
     # as MindSpore 1.0's ResNet-50 and -101 start; 18, 34 and 152 follow them
-    "seed": Variant(same=True, eps=1e-4, zero_last=True, std=0.01),
+    "seed": Variant(same_padding=True, norm_eps=1e-4, zero_init_residual=True, init_std=0.01),
 }
 
 
-def _conv(before: int, after: int, kernel: int, stride: int, variant: Variant) -> nn.Conv2d:
-    """No bias: a norm follows. For stride 1 and for 1×1, "same" is kernel // 2 on every side, which costs no copy."""
-    if variant.same and stride > 1 and kernel > 1:
-        return SameConv2d(before, after, kernel, stride, bias=False)
-    return nn.Conv2d(before, after, kernel, stride, padding=kernel // 2, bias=False)
+def _conv(
+    in_channels: int, out_channels: int, kernel: int, stride: int, variant: Variant
+) -> nn.Conv2d:
+    """A convolution without bias: a norm follows."""
+    # For stride 1 and for 1×1 kernels, "same" is kernel // 2 on every side, which costs no copy.
+    if variant.same_padding and stride > 1 and kernel > 1:
+        return SameConv2d(in_channels, out_channels, kernel, stride, bias=False)
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
 
 
 def _norm(channels: int, variant: Variant) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=variant.eps, momentum=0.1)
+    return nn.BatchNorm2d(channels, eps=variant.norm_eps, momentum=0.1)
 
 
-def _shortcut(before: int, after: int, stride: int, variant: Variant) -> nn.Sequential | None:
-    if stride == 1 and before == after:
+def _shortcut(
+    in_channels: int, out_channels: int, stride: int, variant: Variant
+) -> nn.Sequential | None:
+    """A 1×1 convolution where a block changes size or channels; None where it changes neither."""
+    if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(_conv(before, after, 1, stride, variant), _norm(after, variant))
+    conv = _conv(in_channels, out_channels, 1, stride, variant)
+    return nn.Sequential(conv, _norm(out_channels, variant))
 
 
 class BasicBlock(nn.Module):
@@ -55,17 +68,16 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, before: int, width: int, stride: int, variant: Variant) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, variant: Variant) -> None:
         super().__init__()
-        down = _shortcut(
-            before, width, stride, variant
-        )  # drawn first and named last, as in torchvision
-        self.conv1 = _conv(before, width, 3, stride, variant)
+        # Its weights are drawn first and its name comes last, as in torchvision.
+        shortcut = _shortcut(in_channels, width, stride, variant)
+        self.conv1 = _conv(in_channels, width, 3, stride, variant)
         self.bn1 = _norm(width, variant)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _conv(width, width, 3, 1, variant)
         self.bn2 = _norm(width, variant)
-        self.downsample = down
+        self.downsample = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.relu(self.bn1(self.conv1(x)))
@@ -74,7 +86,7 @@ class BasicBlock(nn.Module):
         out = self.relu(out)
         return out
 
-    def last(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> nn.BatchNorm2d:
         return self.bn2
 
 
@@ -83,18 +95,19 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, before: int, width: int, stride: int, variant: Variant) -> None:
+    def __init__(self, in_channels: int, width: int, stride: int, variant: Variant) -> None:
         super().__init__()
-        after = width * self.expansion
-        down = _shortcut(before, after, stride, variant)
-        self.conv1 = _conv(before, width, 1, 1, variant)
+        out_channels = width * self.expansion
+        # Its weights are drawn first and its name comes last, as in torchvision.
+        shortcut = _shortcut(in_channels, out_channels, stride, variant)
+        self.conv1 = _conv(in_channels, width, 1, 1, variant)
         self.bn1 = _norm(width, variant)
         self.conv2 = _conv(width, width, 3, stride, variant)
         self.bn2 = _norm(width, variant)
-        self.conv3 = _conv(width, after, 1, 1, variant)
-        self.bn3 = _norm(after, variant)
+        self.conv3 = _conv(width, out_channels, 1, 1, variant)
+        self.bn3 = _norm(out_channels, variant)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = down
+        self.downsample = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.relu(self.bn1(self.conv1(x)))
@@ -104,7 +117,7 @@ class Bottleneck(nn.Module):
         out = self.relu(out)
         return out
 
-    def last(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> nn.BatchNorm2d:
         return self.bn3
 
 
@@ -112,7 +125,10 @@ Block: TypeAlias = type[BasicBlock] | type[Bottleneck]
 
 
 class ResNet(nn.Module):
-    """7×7, pool, four stages, mean, classifier. The same seed gives the common variant torchvision's weights."""
+    """A 7×7 convolution, max pooling, four stages of blocks, the mean, a classifier.
+
+    With the same seed, the common variant has torchvision's initial weights.
+    """
 
     def __init__(
         self, block: Block, depths: Sequence[int], variant: Variant, *, classes: int, channels: int
@@ -121,14 +137,17 @@ class ResNet(nn.Module):
         self.conv1 = _conv(channels, 64, 7, 2, variant)
         self.bn1 = _norm(64, variant)
         self.relu = nn.ReLU(inplace=True)
-        self.maxpool = SameMaxPool2d(3, 2) if variant.same else nn.MaxPool2d(3, 2, padding=1)
-        wide = block.expansion
+        if variant.same_padding:
+            self.maxpool: nn.MaxPool2d = SameMaxPool2d(3, 2)
+        else:
+            self.maxpool = nn.MaxPool2d(3, 2, padding=1)
+        expansion = block.expansion
         self.layer1 = _stage(block, 64, 64, depths[0], 1, variant)
-        self.layer2 = _stage(block, 64 * wide, 128, depths[1], 2, variant)
-        self.layer3 = _stage(block, 128 * wide, 256, depths[2], 2, variant)
-        self.layer4 = _stage(block, 256 * wide, 512, depths[3], 2, variant)
+        self.layer2 = _stage(block, 64 * expansion, 128, depths[1], 2, variant)
+        self.layer3 = _stage(block, 128 * expansion, 256, depths[2], 2, variant)
+        self.layer4 = _stage(block, 256 * expansion, 512, depths[3], 2, variant)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * wide, classes)
+        self.fc = nn.Linear(512 * expansion, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
@@ -138,15 +157,20 @@ class ResNet(nn.Module):
 
 
 def _stage(
-    block: Block, before: int, width: int, depth: int, stride: int, variant: Variant
+    block: Block, in_channels: int, width: int, depth: int, stride: int, variant: Variant
 ) -> nn.Sequential:
-    first = block(before, width, stride, variant)
-    rest = (block(width * block.expansion, width, 1, variant) for _ in range(depth - 1))
-    return nn.Sequential(first, *rest)
+    """`depth` blocks; the first has the stride, and changes the channels."""
+    blocks = [block(in_channels, width, stride, variant)]
+    for _ in range(depth - 1):
+        blocks.append(block(width * block.expansion, width, 1, variant))
+    return nn.Sequential(*blocks)
 
 
-def _draw(net: ResNet, std: float | None) -> None:
-    """The weights of the start, over what the layers drew when they were made; gammas are 1 and betas 0 already."""
+def _init_weights(net: ResNet, std: float | None) -> None:
+    """Replaces the weights that the layers drew when they were made.
+
+    The norms need nothing: their weights are 1 and their biases 0 already.
+    """
     for module in net.modules():
         if isinstance(module, nn.Conv2d) and std is None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -165,24 +189,26 @@ def resnet(
     variant: str = "common",
     zero_init_residual: bool | None = None,
 ) -> ResNet:
-    """`channels` is the input's. `zero_init_residual=None` follows the variant: False in "common", True in "seed"."""
+    """A ResNet of `depths` blocks per stage for images of `channels` channels.
+
+    `zero_init_residual=None` follows the variant: False in "common", True in "seed".
+    """
     whole_number("classes", classes, minimum=1)
     whole_number("channels", channels, minimum=1)
-    known = isinstance(variant, str) and variant in VARIANTS
-    expect(known, "variant", " or ".join(map(repr, VARIANTS)), variant, VARIANTS)
-    expect(
-        zero_init_residual in (None, True, False),
-        "zero_init_residual",
-        "True, False or None",
-        zero_init_residual,
-    )
-    form = VARIANTS[variant]
-    net = ResNet(block, depths, form, classes=classes, channels=channels)
-    _draw(net, form.std)
-    if form.zero_last if zero_init_residual is None else zero_init_residual:
+    is_known = isinstance(variant, str) and variant in VARIANTS
+    expect(is_known, "variant", " or ".join(map(repr, VARIANTS)), variant, VARIANTS)
+    is_choice = zero_init_residual in (None, True, False)
+    expect(is_choice, "zero_init_residual", "True, False or None", zero_init_residual)
+
+    settings = VARIANTS[variant]
+    if zero_init_residual is None:
+        zero_init_residual = settings.zero_init_residual
+    net = ResNet(block, depths, settings, classes=classes, channels=channels)
+    _init_weights(net, settings.init_std)
+    if zero_init_residual:
         for module in net.modules():
             if isinstance(module, (BasicBlock, Bottleneck)):
-                nn.init.zeros_(module.last().weight)
+                nn.init.zeros_(module.last_norm().weight)
     return net
 
 

@@ -8,17 +8,26 @@ from torch import Tensor, nn
 from halfstep.utils.checks import expect, whole_number
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "elu": nn.ELU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
-}  # fmt: skip
+}
 
 
 def mlp(
     *, inputs: int = 784, hidden: Sequence[int] = (512, 512), classes: int = 10
 ) -> nn.Sequential:
-    """Flatten, then Linear and ReLU by turns; torch's own initialisation. By default the 784-512-512-10 classifier."""
+    """Flatten, then Linear and ReLU by turns, with torch's own initialisation.
+
+    By default the 784-512-512-10 classifier.
+    """
     whole_number("classes", classes, minimum=1)
-    return nn.Sequential(nn.Flatten(), *_dense(inputs, hidden, classes, nn.ReLU, None))
+    layers = _dense_layers(inputs, hidden, classes, activation=nn.ReLU, dropout=None)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 def ffnn(
@@ -29,48 +38,67 @@ def ffnn(
     dropout: float | None = None,
     activation: str | Callable[[], nn.Module] = "relu",
 ) -> nn.Sequential:
-    """Acts on the last dimension: Linear, activation and dropout per hidden layer, then Linear alone.
+    """Acts on the last dimension: Linear, activation and dropout per hidden layer, then Linear.
 
-    `hidden=()` is one Linear. `dropout=None` adds no Dropout layers, so the keys of its state dict are other ones
-    than those of `dropout=0.0`. `activation` is a name of the table or anything that makes a module.
+    `hidden=()` is a single Linear. `dropout=None` adds no Dropout layers, so the keys of its state
+    dict differ from those of `dropout=0.0`. `activation` is a name of ACTIVATIONS or anything that
+    makes a module.
     """
     whole_number("outputs", outputs, minimum=1)
-    between = dropout is None or (isinstance(dropout, (int, float)) and 0 <= dropout < 1)
-    expect(between, "dropout", "None or a probability from 0 to below 1", dropout)
-    return nn.Sequential(*_dense(inputs, hidden, outputs, _activation(activation), dropout))
+    is_probability = isinstance(dropout, (int, float)) and 0 <= dropout < 1
+    expect(
+        dropout is None or is_probability,
+        "dropout",
+        "None or a probability from 0 to below 1",
+        dropout,
+    )
+    layers = _dense_layers(
+        inputs, hidden, outputs, activation=_activation_class(activation), dropout=dropout
+    )
+    return nn.Sequential(*layers)
 
 
-def _dense(
+def _dense_layers(
     inputs: int,
     hidden: Sequence[int],
     outputs: int,
+    *,
     activation: Callable[[], nn.Module],
     dropout: float | None,
 ) -> list[nn.Module]:
     whole_number("inputs", inputs, minimum=1)
-    listed = isinstance(hidden, Sequence) and not isinstance(hidden, str)
-    expect(listed, "hidden", "a sequence of layer widths, for instance (512, 512)", hidden)
+    is_sequence = isinstance(hidden, Sequence) and not isinstance(hidden, str)
+    expect(is_sequence, "hidden", "a sequence of layer widths, for instance (512, 512)", hidden)
+
     layers: list[nn.Module] = []
-    width = inputs
-    for i, after in enumerate(hidden):
-        whole_number(f"hidden[{i}]", after, minimum=1)
-        layers += [nn.Linear(width, after), activation()]
-        layers += [] if dropout is None else [nn.Dropout(dropout)]
-        width = after
-    return [*layers, nn.Linear(width, outputs)]
+    input_width = inputs
+    for i, width in enumerate(hidden):
+        whole_number(f"hidden[{i}]", width, minimum=1)
+        layers.append(nn.Linear(input_width, width))
+        layers.append(activation())
+        if dropout is not None:
+            layers.append(nn.Dropout(dropout))
+        input_width = width
+    layers.append(nn.Linear(input_width, outputs))
+    return layers
 
 
-def _activation(value: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    named = isinstance(value, str)
-    # a class, not a module: one instance would be shared by all layers
-    good = value in ACTIVATIONS if named else callable(value) and not isinstance(value, nn.Module)
+def _activation_class(activation: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    if isinstance(activation, str):
+        is_valid = activation in ACTIVATIONS
+    else:
+        # A class, not a module: one module would be shared by all layers.
+        is_valid = callable(activation) and not isinstance(activation, nn.Module)
     expected = f"one of {', '.join(ACTIVATIONS)}, or a class such as torch.nn.Mish"
-    expect(good, "activation", expected, value, ACTIVATIONS)
-    return ACTIVATIONS[value] if isinstance(value, str) else value
+    expect(is_valid, "activation", expected, activation, ACTIVATIONS)
+    return ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
 
 class LeNet5(nn.Module):
-    """Convolutions without bias, max pooling, ReLU; every weight and bias starts as normal(0, 0.02) cut at ±0.04."""
+    """Convolutions without bias, max pooling, ReLU.
+
+    Every weight and bias starts as normal(0, 0.02), cut off at ±0.04.
+    """
 
     def __init__(self, *, classes: int = 10, channels: int = 1) -> None:
         super().__init__()
@@ -88,7 +116,8 @@ class LeNet5(nn.Module):
         if x.shape[-2:] != (32, 32):
             size = "×".join(map(str, x.shape[-2:]))
             raise ValueError(
-                f"lenet5: expected images of 32×32, received {size}. Resize them, or pad 28×28 ones by 2."
+                f"lenet5: expected images of 32×32, received {size}. "
+                "Resize them, or pad 28×28 ones by 2."
             )
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
@@ -99,5 +128,5 @@ class LeNet5(nn.Module):
 
 
 def lenet5(*, classes: int = 10, channels: int = 1) -> LeNet5:
-    """LeNet-5 for 32×32 images: 6 and 16 channels, 120, 84, `classes`."""
+    """LeNet-5 for 32×32 images: 6 and 16 channels, then layers of 120, 84 and `classes`."""
     return LeNet5(classes=classes, channels=channels)

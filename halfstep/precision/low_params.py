@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.precision.policy import BF16, F16
-from halfstep.precision.split import split_alike
+from halfstep.utils.tensor_pieces import split_alike
 
 
 class LowCopies:

@@ -1,121 +1,139 @@
-"""Which curves a report has: training loss, accuracy (or validation loss), loss scale."""
+"""Which line charts a report has: training loss, accuracy or validation loss, loss scale."""
 
-from halfstep.report import text as numbers
-from halfstep.report.charts__curves import Chart
-from halfstep.report.load__values import Report
-from halfstep.report.series import Curves, by_change, by_epoch, by_step
-from halfstep.report.series__axes import Axis, around
+from halfstep.report import number_format as fmt
+from halfstep.report.axis import Axis, linear_axis, log_axis
+from halfstep.report.line_chart import LineChart
+from halfstep.report.report_data import Report
+from halfstep.report.series import Curves, curves_by_change, curves_by_epoch, curves_by_step
+from halfstep.utils.text import plural
 
-_WIDE = 30.0  # highest ÷ lowest from which a loss is drawn by powers
-_BEYOND = 1.5  # × the reference's highest loss: what lies above is cut, so that one diverged run does not flatten all
+# A loss whose highest value is more than this many times its lowest gets a logarithmic axis.
+LOG_AXIS_RATIO = 30.0
+
+# What lies above the reference's highest loss times this is cut off, so that one run that has
+# diverged does not flatten all the others.
+CUT_OFF_RATIO = 1.5
+
+AFTER_EACH_EPOCH = "On the test data, after each epoch."
 
 
-def training(report: Report) -> list[Chart]:
-    """The training loss by step, and the accuracy or else the validation loss by epoch."""
-    found = []
-    if loss := by_step(report, "loss"):
-        axis, beyond = _loss_axis(loss)
-        note = " ".join(part for part in (_averaged(loss), _band(loss), beyond) if part)
-        found.append(
-            Chart("chart-loss", "Training loss", note, loss, "step", axis, "number", numbers.short)
-        )
-    if accuracy := by_epoch(report, "valid_acc"):
-        axis = _share_axis([v for line in accuracy.lines for v in line.values()])
-        note = "On the test data, after each epoch. " + _band(accuracy)
-        args = (
-            "Accuracy",
-            note.strip(),
-            accuracy,
-            "epoch",
-            axis,
-            "percent",
-            numbers.percent,
-            _percent,
-        )
-        found.append(Chart("chart-accuracy", *args))
-    elif loss := by_epoch(report, "valid_loss"):
-        axis, beyond = _loss_axis(loss)
-        note = " ".join(
-            part for part in ("On the test data, after each epoch.", _band(loss), beyond) if part
-        )
-        found.append(
-            Chart(
-                "chart-validation",
-                "Validation loss",
-                note,
-                loss,
-                "epoch",
-                axis,
-                "number",
-                numbers.short,
+def training_charts(report: Report) -> list[LineChart]:
+    """The training loss by step, and by epoch the accuracy or else the validation loss."""
+    charts = []
+    loss = curves_by_step(report, "loss")
+    if loss:
+        charts.append(_loss_chart("chart-loss", "Training loss", loss, "step", _bin_note(loss)))
+
+    accuracy = curves_by_epoch(report, "valid_acc")
+    validation_loss = curves_by_epoch(report, "valid_loss")
+    if accuracy:
+        charts.append(_accuracy_chart(accuracy))
+    elif validation_loss:
+        charts.append(
+            _loss_chart(
+                "chart-validation", "Validation loss", validation_loss, "epoch", AFTER_EACH_EPOCH
             )
         )
-    return found
+    return charts
 
 
-def scaled(report: Report) -> Curves:
-    """The loss scale by step, of the precisions that have one; a scale that is 1 throughout is none."""
-    every = by_change(report, "scale")
-    return Curves(every.x, [line for line in every.lines if any(v != 1 for v in line.values())])
+def loss_scale_curves(report: Report) -> Curves:
+    """The loss scale by step, of the precisions that have one: a scale that is always 1 is none."""
+    curves = curves_by_change(report, "scale")
+    lines = [line for line in curves.lines if any(v != 1 for v in line.known_values())]
+    return Curves(curves.x, lines)
 
 
-def scaling(report: Report) -> Chart | None:
-    """The loss scale where it moved; one that never did is said in a word."""
-    curves = scaled(report)
-    lines = curves.lines
-    if all(len(set(line.values())) == 1 for line in lines):
+def loss_scale_chart(curves: Curves) -> LineChart | None:
+    """The loss scale where it moved; None if it never did, which a sentence says as well."""
+    if all(len(set(line.known_values())) == 1 for line in curves.lines):
         return None
-    axis = around([v for line in lines for v in line.values()], log=True)
-    note = f"What the loss was multiplied by, at each step. {_band(curves)}".strip()
-    return Chart(
-        "chart-scale",
-        "Loss scale",
-        note,
-        curves,
-        "step",
-        axis,
-        "scale",
-        numbers.scale,
-        numbers.scale,
+    return LineChart(
+        id="chart-scale",
+        title="Loss scale",
+        note=_join("What the loss was multiplied by, at each step.", _band_note(curves)),
+        curves=curves,
+        x_name="step",
+        y_axis=log_axis(curves.known_values()),
+        kind="scale",
+        format_value=fmt.format_loss_scale,
+        format_tick=fmt.format_loss_scale,
         stairs=True,
     )
 
 
-def _loss_axis(curves: Curves) -> tuple[Axis, str]:
-    """An axis that shows the reference whole, and a word on who leaves it."""
-    top = max(curves.lines[0].values())
-    limit = top * _BEYOND if top > 0 else top + 1
-    shown = [v for line in curves.lines for v in line.values() if v <= limit]
-    gone = {line.name: max(line.values()) for line in curves.lines if max(line.values()) > limit}
-    log = min(shown) > 0 and max(shown) / min(shown) > _WIDE
-    said = ", ".join(f"{name} up to {numbers.short(value)}" for name, value in gone.items())
-    return around(
-        shown, log=log, floor=0.0 if min(shown) >= 0 else None
-    ), f"Beyond the chart: {said}." if said else ""
+def _accuracy_chart(curves: Curves) -> LineChart:
+    return LineChart(
+        id="chart-accuracy",
+        title="Accuracy",
+        note=_join(AFTER_EACH_EPOCH, _band_note(curves)),
+        curves=curves,
+        x_name="epoch",
+        y_axis=_share_axis(curves.known_values()),
+        kind="percent",
+        format_value=fmt.format_percent,
+        format_tick=fmt.format_percent_tick,
+    )
+
+
+def _loss_chart(id: str, title: str, curves: Curves, x_name: str, about: str) -> LineChart:
+    """A chart of losses whose axis shows the reference (the first line) in full."""
+    reference_high = max(curves.lines[0].known_values())
+    if reference_high > 0:
+        limit = reference_high * CUT_OFF_RATIO
+    else:
+        limit = reference_high + 1
+
+    # A logarithmic axis where the values span a wide range; a linear one does not go below 0.
+    visible = [value for value in curves.known_values() if value <= limit]
+    if min(visible) > 0 and max(visible) / min(visible) > LOG_AXIS_RATIO:
+        axis = log_axis(visible)
+    else:
+        axis = linear_axis(visible, floor=0.0 if min(visible) >= 0 else None)
+
+    return LineChart(
+        id=id,
+        title=title,
+        note=_join(about, _band_note(curves), _cut_off_note(curves, limit)),
+        curves=curves,
+        x_name=x_name,
+        y_axis=axis,
+        kind="number",
+        format_value=fmt.format_number,
+    )
 
 
 def _share_axis(values: list[float]) -> Axis:
-    """Air around the values, within 0 and 100 % where they are."""
-    axis = around(values)
-    return (
-        Axis(max(axis.lo, 0.0), min(axis.hi, 1.0))
-        if min(values) >= 0 and max(values) <= 1
-        else axis
-    )
+    """An axis with some space around the values, within 0 and 100 % where they are."""
+    axis = linear_axis(values)
+    if min(values) >= 0 and max(values) <= 1:
+        return Axis(max(axis.low, 0.0), min(axis.high, 1.0))
+    return axis
 
 
-def _percent(value: float) -> str:
-    return f"{numbers.tick(round(value * 100, 9))} %"
+def _bin_note(curves: Curves) -> str:
+    if curves.steps_per_bin <= 1:
+        return ""
+    return f"Each point is the mean of about {curves.steps_per_bin} recorded steps."
 
 
-def _averaged(curves: Curves) -> str:
-    return (
-        f"Each point is the mean of about {curves.every} recorded steps."
-        if curves.every > 1
-        else ""
-    )
+def _band_note(curves: Curves) -> str:
+    if curves.max_seeds() <= 1:
+        return ""
+    return f"The band spans {plural(curves.max_seeds(), 'seed')}, lowest to highest."
 
 
-def _band(curves: Curves) -> str:
-    most = max((line.seeds for line in curves.lines), default=1)
-    return f"The band spans {numbers.plural(most, 'seed')}, lowest to highest." if most > 1 else ""
+def _cut_off_note(curves: Curves, limit: float) -> str:
+    """Which precisions leave the chart, and how far."""
+    highest = {}
+    for line in curves.lines:
+        if max(line.known_values()) > limit:
+            highest[line.name] = max(line.known_values())
+    if not highest:
+        return ""
+    cut_off = [f"{name} up to {fmt.format_number(value)}" for name, value in highest.items()]
+    return f"Beyond the chart: {', '.join(cut_off)}."
+
+
+def _join(*sentences: str) -> str:
+    return " ".join(sentence for sentence in sentences if sentence)

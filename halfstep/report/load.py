@@ -1,163 +1,212 @@
-"""Finding the JSON behind a report: a comparison's compare.json, a run's result.json, or its log.jsonl."""
+"""Reads the JSON of a report: compare.json of a comparison, or result.json or log.jsonl of a run.
+
+A run is returned as a comparison with a single row, so that both are shown in the same way.
+"""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from halfstep.report.load__values import number
+from halfstep.report.report_data import finite_or_none
 
-_POINTS = 500
-_ACCURACY = ("valid_acc", "valid_accuracy")
+JsonObject = dict[str, Any]
+
+# In this order: the first that exists is read.
+FILE_NAMES = ("compare.json", "result.json", "log.jsonl")
+
+# Numbers of a run's result that a row of the table shows.
+ROW_NUMBERS = (
+    "ms_per_step",
+    "s_per_epoch",
+    "samples_per_s",
+    "peak_memory",
+    "loss",
+    "acc",
+    "skipped",
+    "final_scale",
+)
+
+# Points of a curve that are taken from a log; a chart shows 100 of them at most.
+MAX_CURVE_POINTS = 500
+
+# Names under which users log the accuracy; the first that is present counts.
+ACCURACY_NAMES = ("valid_acc", "valid_accuracy")
 
 
-def read(folder: str | Path) -> dict[str, Any]:
-    """The summary in a folder, or in the file that is named; one run becomes a comparison of one row."""
+def read(folder: str | Path) -> JsonObject:
+    """The summary in a folder, or in the file that is named. One run becomes a single row."""
     path = Path(folder)
-    found = path if path.is_file() else _first(path)
-    if found.suffix == ".jsonl":
-        return _alone(_from_log(found), found.parent) | _told(found.parent)
+    if not path.is_file():
+        path = _find_file(path)
+    if path.suffix == ".jsonl":
+        return _single_run_summary(_result_from_log(path), path.parent) | _run_settings(path.parent)
+
     try:
-        value = json.loads(found.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"report: expected JSON in {found}, got {error}. Run the command that wrote it again."
+            f"report: expected JSON in {path}, got {error}. Run the command that wrote it again."
         ) from None
-    if found.name == "result.json" and isinstance(value, dict):
-        return _alone(value, found.parent)
-    return value if isinstance(value, dict) else {"halfstep_compare": type(value).__name__}
+    if not isinstance(value, dict):
+        # Not a summary; whoever shows it refuses it by this entry.
+        return {"halfstep_compare": type(value).__name__}
+    if path.name == "result.json":
+        return _single_run_summary(value, path.parent)
+    return value
 
 
-def _first(folder: Path) -> Path:
-    names = ("compare.json", "result.json", "log.jsonl")
-    for name in names:
+def _find_file(folder: Path) -> Path:
+    for name in FILE_NAMES:
         if (folder / name).is_file():
             return folder / name
-    came = "no such folder" if not folder.exists() else "none of them"
+    problem = "none of them" if folder.exists() else "no such folder"
     raise FileNotFoundError(
-        f"report: expected compare.json (halfstep compare), result.json or log.jsonl (hs.JSONLLog) in {folder}, "
-        f"found {came}. Name the folder that was given to --out, or the file itself."
+        "report: expected compare.json (halfstep compare), result.json or log.jsonl (hs.JSONLLog) "
+        f"in {folder}, found {problem}. Name the folder that was given to --out, or the file "
+        "itself."
     )
 
 
-def _alone(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One run as a summary: its own row, nothing to compare with."""
-    name = result.get("precision") or folder.resolve().name
-    keys = (
-        "ms_per_step",
-        "s_per_epoch",
-        "samples_per_s",
-        "peak_memory",
-        "loss",
-        "acc",
-        "skipped",
-        "final_scale",
-    )
-    failed = int(result.get("status") == "failed")
-    row = {
-        "precision": name,
+def _single_run_summary(result: JsonObject, folder: Path) -> JsonObject:
+    """A summary of one run: its own row, with nothing to compare it with."""
+    folder_name = folder.resolve().name
+    precision = result.get("precision") or folder_name
+    row: JsonObject = {
+        "precision": precision,
         "n": 1,
-        "failed": failed,
+        "failed": int(result.get("status") == "failed"),
         "verdict_kind": "reference",
         "verdict": "one run",
     }
+    for name in ROW_NUMBERS:
+        row[name] = result.get(name)
     return {
         "halfstep_compare": 1,
         "alone": True,
-        "title": folder.resolve().name,
-        "runs": [{**result, "precision": name}],
-        "rows": [row | {key: result.get(key) for key in keys}],
+        "title": folder_name,
+        "runs": [{**result, "precision": precision}],
+        "rows": [row],
     }
 
 
-def _told(folder: Path) -> dict[str, Any]:
-    """What halfstep train wrote beside its log: the setup, the command, the date; of a builder only what it leaves."""
+def _run_settings(folder: Path) -> JsonObject:
+    """Setup, command and date from the run.json that halfstep train writes beside its log.
+
+    Empty where that file is missing, damaged or of another version: the log alone makes a report.
+    """
     try:
-        found = json.loads((folder / "run.json").read_text("utf-8"))
-        asked = dict(found["asked"]) if found["halfstep_train"] == 1 else {}
+        run = json.loads((folder / "run.json").read_text("utf-8"))
+        settings = dict(run["asked"]) if run["halfstep_train"] == 1 else {}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
-    if not asked:
+    if not settings:
         return {}
-    names = (
-        ("build", "epochs", "seed")
-        if asked.get("build")
-        else [name for name in asked if name != "device"]
-    )
-    spec = {
-        name: asked.get(name) for name in names if not (name == "accumulate" and asked[name] == 1)
+
+    if settings.get("build"):
+        # A builder makes network, data and optimizer by itself: the other settings had no effect.
+        spec = {name: settings.get(name) for name in ("build", "epochs", "seed")}
+    else:
+        spec = {name: value for name, value in settings.items() if name != "device"}
+        if spec.get("accumulate") == 1:
+            del spec["accumulate"]
+    return {
+        "spec": spec,
+        "command": run.get("command"),
+        "date": run.get("date"),
+        "environment": run.get("environment"),
     }
-    return {"spec": spec, **{name: found.get(name) for name in ("command", "date", "environment")}}
 
 
-def _from_log(path: Path) -> dict[str, Any]:
-    """A run's result from the lines of a JSONLLog; times are not in it."""
-    lines = list(_lines(path))
-    steps = [line for line in lines if line.get("kind") == "step"]
+def _result_from_log(path: Path) -> JsonObject:
+    """A run's result from the lines of a JSONLLog. Times and memory are not in a log."""
+    lines = list(_log_lines(path))
     if not lines:
         raise ValueError(
-            f"report: expected the lines of hs.JSONLLog in {path}, got none. Train with that callback first."
+            f"report: expected the lines of hs.JSONLLog in {path}, got none. Train with that "
+            "callback first."
         )
-    losses = _losses(steps)
-    epochs = [_epoch(line, losses) for line in lines if line.get("kind") == "evaluation"]
-    taken = _evenly(steps)
-    last = epochs[-1] if epochs else {}
-    skipped = [line.get("global_step") for line in steps if line.get("skipped")]
+    steps = [line for line in lines if line.get("kind") == "step"]
+    skipped_steps = [step.get("global_step") for step in steps if step.get("skipped")]
+
+    # The curve: evenly spaced steps.
+    points = _evenly_spaced(steps, MAX_CURVE_POINTS)
+    curve: JsonObject = {"step": [point.get("global_step") for point in points]}
+    for name in ("loss", "scale", "lr"):
+        curve[name] = [_first_number(point.get(name)) for point in points]
+
+    # The epochs: what was measured after each, beside the mean of its training losses.
+    losses = _losses_by_epoch(steps)
+    epochs = []
+    for line in lines:
+        if line.get("kind") == "evaluation":
+            epochs.append(_epoch_from_log(line, losses.get(line.get("epoch"), [])))
+
+    # The end: the last evaluation, or the loss of the last step where there was none.
+    final_loss = _first_number(steps[-1].get("loss")) if steps else None
+    final_accuracy = None
+    if epochs:
+        final_loss = epochs[-1]["valid_loss"]
+        final_accuracy = epochs[-1]["valid_acc"]
     return {
         "status": "done",
         "epochs": epochs,
-        "curve": {"step": [line.get("global_step") for line in taken]}
-        | {name: [_one(line.get(name)) for line in taken] for name in ("loss", "scale", "lr")},
-        "skipped_steps": skipped,
-        "skipped": len(skipped),
-        "loss": last.get("valid_loss", _one(steps[-1].get("loss")) if steps else None),
-        "acc": last.get("valid_acc"),
-        "final_scale": _one(steps[-1].get("scale")) if steps else None,
+        "curve": curve,
+        "skipped_steps": skipped_steps,
+        "skipped": len(skipped_steps),
+        "loss": final_loss,
+        "acc": final_accuracy,
+        "final_scale": _first_number(steps[-1].get("scale")) if steps else None,
     }
 
 
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Objects of the file; the last line may be half written, by a run that still goes on."""
+def _log_lines(path: Path) -> Iterator[JsonObject]:
+    """The objects of a log, line by line. A run that still goes on may have half a last line."""
     lines = path.read_bytes().splitlines(keepends=True)
-    for i, line in enumerate(lines, 1):
+    for line_number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if i == len(lines) and not line.endswith(b"\n"):
+            if line_number == len(lines) and not line.endswith(b"\n"):
                 return
             raise ValueError(
-                f"report: expected JSON in line {i} of {path}, got {error}. Cut that line out."
+                f"report: expected JSON in line {line_number} of {path}, got {error}. "
+                "Cut that line out."
             ) from None
         if isinstance(value, dict):
             yield value
 
 
-def _losses(steps: list[dict[str, Any]]) -> dict[Any, list[float]]:
+def _losses_by_epoch(steps: Sequence[JsonObject]) -> dict[Any, list[float]]:
     """The finite training losses of each epoch."""
-    found: dict[Any, list[float]] = {}
+    losses: dict[Any, list[float]] = {}
     for step in steps:
-        if (loss := number(step.get("loss"))) is not None:
-            found.setdefault(step.get("epoch"), []).append(loss)
-    return found
+        loss = finite_or_none(step.get("loss"))
+        if loss is not None:
+            losses.setdefault(step.get("epoch"), []).append(loss)
+    return losses
 
 
-def _epoch(line: dict[str, Any], losses: dict[Any, list[float]]) -> dict[str, Any]:
-    found = losses.get(line.get("epoch"), [])
-    accuracy = next((line[name] for name in _ACCURACY if name in line), None)
-    mean = sum(found) / len(found) if found else None
+def _epoch_from_log(evaluation: JsonObject, train_losses: Sequence[float]) -> JsonObject:
+    accuracies = [evaluation[name] for name in ACCURACY_NAMES if name in evaluation]
+    mean_loss = sum(train_losses) / len(train_losses) if train_losses else None
     return {
-        "epoch": line.get("epoch"),
-        "loss": mean,
-        "valid_loss": line.get("valid_loss"),
-        "valid_acc": accuracy,
+        "epoch": evaluation.get("epoch"),
+        "loss": mean_loss,
+        "valid_loss": evaluation.get("valid_loss"),
+        "valid_acc": accuracies[0] if accuracies else None,
     }
 
 
-def _evenly(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    count = min(_POINTS, len(steps))
-    return [steps[i * (len(steps) - 1) // max(1, count - 1)] for i in range(count)]
+def _evenly_spaced(steps: Sequence[JsonObject], limit: int) -> list[JsonObject]:
+    """At most `limit` of the steps, the first and the last among them."""
+    count = min(limit, len(steps))
+    last = len(steps) - 1
+    return [steps[i * last // max(1, count - 1)] for i in range(count)]
 
 
-def _one(value: Any) -> float | None:
-    """A number; the first of several parameter groups' rates."""
-    return number(value[0] if isinstance(value, list) and value else value)
+def _first_number(value: Any) -> float | None:
+    """A finite number or None. Learning rates come as a list, one for each parameter group."""
+    if isinstance(value, list) and value:
+        value = value[0]
+    return finite_or_none(value)

@@ -1,141 +1,185 @@
-"""Curves over seeds: for every place on the x axis the mean of the runs, their lowest and their highest."""
+"""Curves over seeds: at every place of the x axis the middle, the lowest and the highest run."""
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from halfstep.report.load__values import Report, Run
-from halfstep.report.series__axes import HUGE
+from halfstep.report.axis import MAX_VALUE
+from halfstep.report.report_data import Report, Run
 
-MOST = 100  # places on an x axis: at 600 pixels a place is 6 wide
-Line = list[float | None]
+# Places on an x axis. A chart is about 600 pixels wide, so each is 6 pixels wide.
+MAX_BINS = 100
+
+Values = list[float | None]  # one for each place of the x axis; None where nothing is known
+Average = Callable[[list[float]], float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One precision's line and band over the chart's shared x."""
+    """The line of one precision and its band over seeds, over the x axis that all share."""
 
     index: int
     name: str
-    mid: Line
-    lo: Line
-    hi: Line
+    mid: Values
+    low: Values
+    high: Values
     seeds: int
 
-    def values(self) -> list[float]:
-        return [v for line in (self.mid, self.lo, self.hi) for v in line if v is not None]
+    def known_values(self) -> list[float]:
+        """All numbers of the line and its band."""
+        return [value for value in (*self.mid, *self.low, *self.high) if value is not None]
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines over one x; `every` is how many points of a run went into one place."""
+    """Lines over one x axis. `steps_per_bin` recorded steps of a run were averaged to a place."""
 
     x: list[float]
     lines: list[Series]
-    every: int = 1
+    steps_per_bin: int = 1
 
     def __bool__(self) -> bool:
-        return any(v is not None for line in self.lines for v in line.mid)
+        return bool(self.lines)
+
+    def known_values(self) -> list[float]:
+        """All numbers of all lines."""
+        return [value for line in self.lines for value in line.known_values()]
+
+    def max_seeds(self) -> int:
+        """The seeds of the precision that has most of them."""
+        return max((line.seeds for line in self.lines), default=1)
 
 
-def by_step(report: Report, name: str) -> Curves:
-    """A column of the runs' curves by training step; long ones are averaged in even bins."""
-    steps = _steps(report)
-    if len(steps) <= MOST:
-        return Curves(
-            steps,
-            _lines(
-                report, lambda run: _binned(run, name, steps, statistics.fmean), statistics.fmean
-            ),
-        )
-    width = (steps[-1] - steps[0]) / MOST
-    edges = [steps[0] + width * i for i in range(MOST)]
-    lines = _lines(
-        report, lambda run: _binned(run, name, edges, statistics.fmean), statistics.fmean
-    )
-    return Curves([*edges[1:], steps[-1]], lines, -(-len(steps) // MOST))
+def curves_by_step(report: Report, name: str) -> Curves:
+    """A column of the runs' curves by training step. Long ones are averaged in even bins."""
+    steps = _recorded_steps(report)
+    if len(steps) <= MAX_BINS:
+        edges = steps
+        x = steps
+        steps_per_bin = 1
+    else:
+        width = (steps[-1] - steps[0]) / MAX_BINS
+        edges = [steps[0] + width * i for i in range(MAX_BINS)]
+        x = [*edges[1:], steps[-1]]  # a bin is drawn where it ends
+        steps_per_bin = _divide_rounding_up(len(steps), MAX_BINS)
+
+    def binned(run: Run) -> Values:
+        return _in_bins(run, name, edges, statistics.fmean)
+
+    return Curves(x, _merge_seeds(report, binned, statistics.fmean), steps_per_bin)
 
 
-def by_change(report: Report, name: str) -> Curves:
-    """A column that moves in jumps, as a loss scale does: its places are the jumps, and no value is averaged."""
-    steps = _steps(report)
+def curves_by_change(report: Report, name: str) -> Curves:
+    """A column that moves in jumps, as a loss scale does, by training step.
+
+    The places of the x axis are the jumps, and no value is an average: all have occurred.
+    """
+    steps = _recorded_steps(report)
     jumps = sorted({step for run in report.runs for step in _jumps(run, name)})
-    edges = sorted({*_thin(steps, MOST // 2), *_thin(jumps, 2 * MOST), *steps[-1:]})
-    return Curves(
-        edges, _lines(report, lambda run: _binned(run, name, edges, _last), statistics.median_low)
-    )
+    thin_steps = _thin_out(steps, MAX_BINS // 2)
+    thin_jumps = _thin_out(jumps, 2 * MAX_BINS)
+    edges = sorted({*thin_steps, *thin_jumps, *steps[-1:]})
+
+    def binned(run: Run) -> Values:
+        return _in_bins(run, name, edges, _last)
+
+    return Curves(edges, _merge_seeds(report, binned, statistics.median_low))
 
 
-def by_epoch(report: Report, name: str) -> Curves:
+def curves_by_epoch(report: Report, name: str) -> Curves:
     """A column of the runs' epochs."""
-    epochs = sorted(
-        {e for run in report.runs for each in run.epochs if (e := each.get("epoch")) is not None}
-    )
+    numbers = {epoch.get("epoch") for run in report.runs for epoch in run.epochs}
+    epochs = sorted(number for number in numbers if number is not None)
 
-    def line(run: Run) -> Line:
-        found = {each.get("epoch"): each.get(name) for each in run.epochs}
-        return [found.get(epoch) for epoch in epochs]
+    def by_epoch(run: Run) -> Values:
+        values = {epoch.get("epoch"): epoch.get(name) for epoch in run.epochs}
+        return [values.get(epoch) for epoch in epochs]
 
-    return Curves(epochs, _lines(report, line, statistics.fmean))
+    return Curves(epochs, _merge_seeds(report, by_epoch, statistics.fmean))
 
 
-def _lines(
-    report: Report, line: Callable[[Run], Line], middle: Callable[[list[float]], float]
+def _merge_seeds(
+    report: Report, values_of: Callable[[Run], Values], average: Average
 ) -> list[Series]:
-    made = []
+    """One series for each precision that has any value."""
+    series = []
     for row in report.rows:
-        runs = [line(run) for run in report.of(row.precision)]
+        runs = [values_of(run) for run in report.runs_of(row.precision)]
+        # For each place of the x axis, the values of the runs that have one.
         columns = [[v for v in column if v is not None] for column in zip(*runs, strict=True)]
-        made.append(
+        if not any(columns):
+            continue
+        series.append(
             Series(
-                row.index,
-                row.precision,
-                [middle(c) if c else None for c in columns],
-                [min(c, default=None) for c in columns],
-                [max(c, default=None) for c in columns],
-                len(runs),
+                index=row.index,
+                name=row.precision,
+                mid=[average(column) if column else None for column in columns],
+                low=[min(column, default=None) for column in columns],
+                high=[max(column, default=None) for column in columns],
+                seeds=len(runs),
             )
         )
-    return [each for each in made if any(v is not None for v in each.mid)]
+    return series
 
 
-def _binned(
-    run: Run, name: str, edges: Sequence[float], take: Callable[[list[float]], float]
-) -> Line:
-    """One run's values, a bin each; a bin without a point repeats the one before, up to the run's last step."""
-    points = [
-        (step, value)
-        for step, value in zip(run.curve.get("step", ()), run.curve.get(name, ()), strict=False)
-        if step is not None
-    ]
-    held: dict[int, list[float]] = {}
-    for step, value in points:
-        bin = held.setdefault(max(0, bisect_right(edges, step) - 1), [])
+def _in_bins(run: Run, name: str, edges: Sequence[float], average: Average) -> Values:
+    """One run's values, one for each bin; `edges` are where the bins begin.
+
+    A bin in which no step was recorded repeats the one before, up to the run's last step.
+    """
+    values_in_bin: dict[int, list[float]] = {}
+    for step, value in _points(run, name):
+        if step is None:
+            continue
+        bin_index = max(0, bisect_right(edges, step) - 1)
+        values = values_in_bin.setdefault(bin_index, [])
         if value is not None:
-            bin.append(min(HUGE, max(-HUGE, value)))
-    made: Line = []
+            values.append(min(MAX_VALUE, max(-MAX_VALUE, value)))
+
+    last_bin = max(values_in_bin, default=0)
+    result: Values = []
     for i in range(len(edges)):
-        if i in held:
-            made.append(take(held[i]) if held[i] else None)
+        if i in values_in_bin:
+            values = values_in_bin[i]
+            result.append(average(values) if values else None)
+        elif result and i < last_bin:
+            result.append(result[-1])
         else:
-            made.append(made[-1] if made and i < max(held, default=0) else None)
-    return made
+            result.append(None)
+    return result
 
 
-def _steps(report: Report) -> list[float]:
-    return sorted({s for run in report.runs for s in run.curve.get("step", ()) if s is not None})
+def _points(run: Run, name: str) -> Iterator[tuple[float | None, float | None]]:
+    """Pairs (step, value) of a run's curve; none where it has no such column."""
+    return zip(run.curve.get("step", ()), run.curve.get(name, ()), strict=False)
+
+
+def _recorded_steps(report: Report) -> list[float]:
+    """Every training step that some run has recorded, in order."""
+    steps = {step for run in report.runs for step in run.curve.get("step", ())}
+    return sorted(step for step in steps if step is not None)
 
 
 def _jumps(run: Run, name: str) -> list[float]:
-    """The steps at which a value is not the one before."""
-    points = list(zip(run.curve.get("step", ()), run.curve.get(name, ()), strict=False))
-    return [b[0] for a, b in pairwise(points) if a[1] != b[1] and b[0] is not None]
+    """The steps at which the value differs from the one before."""
+    jumps = []
+    for (_, old_value), (step, value) in pairwise(_points(run, name)):
+        if step is not None and value != old_value:
+            jumps.append(step)
+    return jumps
 
 
-def _thin(values: list[float], most: int) -> list[float]:
-    return values[:: -(-len(values) // most)] if values else []
+def _thin_out(values: list[float], limit: int) -> list[float]:
+    """Every n-th of the values, so that at most `limit` are left."""
+    if not values:
+        return []
+    return values[:: _divide_rounding_up(len(values), limit)]
+
+
+def _divide_rounding_up(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _last(values: list[float]) -> float:

@@ -1,6 +1,6 @@
-"""Looking back at runs: one step again, bit for bit, and where two runs part."""
+"""Finished runs again: one step bit for bit, and the first step in which two runs differ."""
 
-from halfstep.experiment.builders__build import builder
+from halfstep.experiment.builders import import_function as builder
 from halfstep.reproduce.diff_runs import Difference, diff
 from halfstep.reproduce.replay_step import Replayed, replay
 

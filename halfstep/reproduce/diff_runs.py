@@ -1,12 +1,10 @@
-"""Where two runs part: the first step whose records differ, the first checkpoint, and by replay the tensors."""
+"""Where two runs part: the first step that differs, by logs, by checkpoints and by replay."""
 
 import json
 import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,187 +14,263 @@ from torch import Tensor
 from halfstep import checkpoint
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
-from halfstep.experiment.builders__build import Builder, built
-from halfstep.reproduce.replay_step import nearest, prints, run_to
+from halfstep.experiment.builders import Builder, call_builder
+from halfstep.reproduce.replay_step import last_checkpoint_until, state_fingerprints, train_until
+from halfstep.utils.text import list_some
 
 LOG = "log.jsonl"
-_CLOCKS = re.compile(r"time|.*seconds")  # fields of a row that no two runs share
-_APART = re.compile(
-    r"(writers|loop\.epochs)\b"
-)  # what was logged where, and how far to go: they decide no step
+MAX_NAMES_SHOWN = 8  # fields or tensors in the text of a difference
+
+# Fields of a log's row that no two runs share.
+CLOCK_FIELDS = re.compile(r"time|.*seconds")
+
+# Parts of a checkpoint that decide no step: what was logged where, and the number of epochs.
+IRRELEVANT_STATE = re.compile(r"(writers|loop\.epochs)\b")
+
+BY_LOGS = "by the logs"
+BY_CHECKPOINTS = "by the checkpoints"
+BY_REPLAY = "by replay"
+
+# A row of a log by its global step and its kind ("step", "valid", …).
+LogRows = dict[tuple[int, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """`step`: the first that differs, as far as was looked; None: none was found. `by` says how it was looked for."""
+    """The first difference of two runs, by one way of comparing them."""
 
     step: int | None
+    """The first step that is known to differ; None: no difference was found."""
     by: str
+    """The way of comparing: by the logs, by the checkpoints or by replay."""
     names: tuple[str, ...] = ()
     """What differs there: fields of the record, or tensors of the state."""
     equal_until: int = 0
     """The last step known to be equal."""
     note: str = ""
-    """Which run is longer, where one is: no difference by itself."""
+    """Which run is longer, where one is: that alone is no difference."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""
         if self.step is None:
             return f"no difference up to step {self.equal_until} ({self.by}){note}"
-        shown = ", ".join(self.names[:8]) + (
-            f" and {len(self.names) - 8} more" if len(self.names) > 8 else ""
+        return (
+            f"step {self.step} differs ({self.by}): {list_some(self.names, MAX_NAMES_SHOWN)}; "
+            f"equal up to step {self.equal_until}{note}"
         )
-        return f"step {self.step} differs ({self.by}): {shown}; equal up to step {self.equal_until}{note}"
 
 
 def diff(
     a: str | Path, b: str | Path, *, build: tuple[Builder, Builder] | None = None
 ) -> list[Difference]:
-    """What the logs say, what the checkpoints say, and, with builders for both runs, what a replay of both says."""
-    folders = Path(a), Path(b)
-    for folder in folders:
+    """Compares two runs by their logs, their checkpoints and, with builders for both, by replay."""
+    folder_a = Path(a)
+    folder_b = Path(b)
+    for folder in (folder_a, folder_b):
         if not folder.is_dir():
             raise FileNotFoundError(
                 f"diff: expected the folder of a run, found nothing at {folder}"
             )
-    found = [by for by in (_by_logs(*folders), _by_checkpoints(*folders)) if by is not None]
-    if not found:
+
+    by_logs = _compare_logs(folder_a, folder_b)
+    by_checkpoints = _compare_checkpoints(folder_a, folder_b)
+    differences = [d for d in (by_logs, by_checkpoints) if d is not None]
+    if not differences:
         raise ValueError(
-            f"diff: {a} and {b} share neither a {LOG} nor a checkpoint of the same step that is whole"
+            f"diff: {a} and {b} share neither a {LOG} "
+            "nor a checkpoint of the same step that is whole"
         )
     if build is not None:
-        found.append(_by_replay(folders, build, found))
-    return found
+        differences.append(_compare_by_replay((folder_a, folder_b), build, differences))
+    return differences
 
 
-def _by_logs(a: Path, b: Path) -> Difference | None:
-    """By the rows of the metrics logs, times aside. Fingerprints, where recorded, see every bit of the state."""
+def _note_longer_run(
+    folders: tuple[Path, Path], steps_a: Iterable[int], steps_b: Iterable[int]
+) -> str:
+    """Which run is recorded further than the other; an empty text if neither is."""
+    last_steps = (max(steps_a, default=0), max(steps_b, default=0))
+    shorter, longer = sorted(zip(last_steps, folders, strict=True))
+    shorter_last, shorter_folder = shorter
+    longer_last, longer_folder = longer
+    if shorter_last == longer_last:
+        return ""
+    return (
+        f"{longer_folder} is recorded up to step {longer_last}, "
+        f"{shorter_folder} up to step {shorter_last}"
+    )
+
+
+# By the logs
+
+
+def _compare_logs(a: Path, b: Path) -> Difference | None:
+    """By the rows of both logs without their times. Fingerprints in them see every bit."""
     if not (a / LOG).is_file() or not (b / LOG).is_file():
         return None
-    one, other = _rows(a / LOG), _rows(b / LOG)
-    note = _longer(
-        (a, b), *([step for step, kind in rows if kind == "step"] for rows in (one, other))
-    )
-    equal = 0
-    for step, keys in groupby(sorted(one.keys() & other.keys()), key=itemgetter(0)):
-        names = tuple(name for key in keys for name in _fields(one[key], other[key]))
+    rows_a = _read_log(a / LOG)
+    rows_b = _read_log(b / LOG)
+    steps_a = [step for step, kind in rows_a if kind == "step"]
+    steps_b = [step for step, kind in rows_b if kind == "step"]
+    note = _note_longer_run((a, b), steps_a, steps_b)
+
+    # A step may have several rows, of different kinds.
+    shared_keys = sorted(rows_a.keys() & rows_b.keys())
+    changed_fields: dict[int, list[str]] = {}
+    for key in shared_keys:
+        step, _ = key
+        names = changed_fields.setdefault(step, [])
+        names += _differing_fields(rows_a[key], rows_b[key])
+
+    equal_until = 0
+    for step, names in changed_fields.items():
         if names:
-            return Difference(step, "by the logs", names, equal, note)
-        equal = step
-    return Difference(None, "by the logs", (), equal, note)
+            return Difference(step, BY_LOGS, tuple(names), equal_until, note)
+        equal_until = step
+    return Difference(None, BY_LOGS, (), equal_until, note)
 
 
-def _fields(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [name for name in a if name in b and not _CLOCKS.fullmatch(name) and a[name] != b[name]]
+def _differing_fields(row_a: dict[str, Any], row_b: dict[str, Any]) -> list[str]:
+    shared = [name for name in row_a if name in row_b and not CLOCK_FIELDS.fullmatch(name)]
+    return [name for name in shared if row_a[name] != row_b[name]]
 
 
-def _rows(path: Path) -> dict[tuple[int, str], dict[str, Any]]:
-    """The rows of a log by step and kind. A last line without an end was being written when the run was killed."""
-    lines, rows = path.read_bytes().split(b"\n"), {}
+def _read_log(path: Path) -> LogRows:
+    rows: LogRows = {}
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line.decode()) if line.strip() else {}
-        except ValueError:
-            if number == len(lines):
-                break
-            row = None
+        row: Any = {}
+        if line.strip():
+            try:
+                row = json.loads(line.decode())
+            except ValueError:
+                if number == len(lines):  # without a line end: it was being written at a kill
+                    break
+                row = None
         if not isinstance(row, dict):
-            came = f"{line[:40]!r}. Take that line out to compare the others."
-            raise ValueError(f"diff: {path}, line {number}: expected a JSON object, got {came}")
+            raise ValueError(
+                f"diff: {path}, line {number}: expected a JSON object, got {line[:40]!r}. "
+                "Take that line out to compare the others."
+            )
         if isinstance(row.get("global_step"), int):
             rows[row["global_step"], str(row.get("kind"))] = row
     return rows
 
 
-def _longer(folders: tuple[Path, Path], a: Iterable[int], b: Iterable[int]) -> str:
-    (less, short), (most, long) = sorted(
-        zip((max(a, default=0), max(b, default=0)), folders, strict=True)
-    )
-    return f"{long} is recorded up to step {most}, {short} up to step {less}" if less < most else ""
+# By the checkpoints
 
 
-def _by_checkpoints(a: Path, b: Path) -> Difference | None:
-    """By every tensor and number of the checkpoints of the same step."""
-    steps = [
-        {checkpoint.step_of(path): path for path in checkpoint.listing(folder)} for folder in (a, b)
-    ]
-    note, equal = _longer((a, b), *steps), None
-    for step in sorted(steps[0].keys() & steps[1].keys()):
+def _compare_checkpoints(a: Path, b: Path) -> Difference | None:
+    """By every tensor and number of checkpoints of the same step; None if there are no such."""
+    paths_a = {checkpoint.step_of(path): path for path in checkpoint.listing(a)}
+    paths_b = {checkpoint.step_of(path): path for path in checkpoint.listing(b)}
+    note = _note_longer_run((a, b), paths_a, paths_b)
+
+    equal_until: int | None = None
+    for step in sorted(paths_a.keys() & paths_b.keys()):
         try:
-            trees = [checkpoint.load(each[step]).tree for each in steps]
+            tree_a = checkpoint.load(paths_a[step]).tree
+            tree_b = checkpoint.load(paths_b[step]).tree
         except checkpoint.CheckpointError as error:
             warnings.warn(f"diff: step {step} is left out: {error}", Notice, stacklevel=3)
             continue
-        names = [name for name in _differing("", *trees) if not _APART.match(name)]
-        if names:
-            names.sort(
-                key=lambda name: name.startswith("rng")
-            )  # named last: it follows from the rest
-            return Difference(step, "by the checkpoints", tuple(names), equal or 0, note)
-        equal = step
-    return None if equal is None else Difference(None, "by the checkpoints", (), equal, note)
-
-
-def _differing(path: str, a: Any, b: Any) -> list[str]:
-    if isinstance(a, dict) and isinstance(b, dict):
-        only = [f"{path}{key} (in one only)" for key in sorted(map(str, a.keys() ^ b.keys()))]
-        return only + [
-            name for key in a if key in b for name in _differing(f"{path}{key}.", a[key], b[key])
-        ]
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        return [
+        names = [
             name
-            for i, (x, y) in enumerate(zip(a, b, strict=True))
-            for name in _differing(f"{path}{i}.", x, y)
+            for name in _differing_leaves("", tree_a, tree_b)
+            if not IRRELEVANT_STATE.match(name)
         ]
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
-    else:
-        same = type(a) is type(b) and (a == b or (a != a and b != b))
-    return [] if same else [path.removesuffix(".")]
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _by_replay(
-    folders: tuple[Path, Path], build: tuple[Builder, Builder], found: list[Difference]
-) -> Difference:
-    """Both runs again from their last equal checkpoint, step by step, comparing the fingerprint of every tensor."""
-    equal = max((each.equal_until for each in found if each.by == "by the checkpoints"), default=0)
-    ends = [each.step for each in found if each.step is not None]
-    last = min(ends) if ends else max(each.equal_until for each in found)
-    steps = [
-        _prints_of(folder, each, equal, last) for folder, each in zip(folders, build, strict=True)
-    ]
-    for step in sorted(steps[0].keys() & steps[1].keys()):
-        one, other = steps[0][step], steps[1][step]
-        names = tuple(name for name in one if one[name] != other.get(name)) + tuple(
-            n for n in other if n not in one
-        )
         if names:
-            return Difference(step, "by replay", names, equal)
-        equal = step
-    return Difference(None, "by replay", (), equal)
+            # Random states come last: they follow from what the runs did.
+            names.sort(key=lambda name: name.startswith("rng"))
+            return Difference(step, BY_CHECKPOINTS, tuple(names), equal_until or 0, note)
+        equal_until = step
+    if equal_until is None:
+        return None
+    return Difference(None, BY_CHECKPOINTS, (), equal_until, note)
 
 
-def _prints_of(folder: Path, build: Builder, start: int, last: int) -> dict[int, dict[str, int]]:
-    watch = _Prints(last)
-    run_to(built(build), folder, nearest(folder, start) if start else None, watch, last)
-    return watch.found
+def _differing_leaves(prefix: str, a: Any, b: Any) -> list[str]:
+    """Names of the leaves of two trees that differ in any bit. `prefix` ends with a dot."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        names = [f"{prefix}{key} (in one only)" for key in sorted(map(str, a.keys() ^ b.keys()))]
+        for key in a:
+            if key in b:
+                names += _differing_leaves(f"{prefix}{key}.", a[key], b[key])
+        return names
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+        names = []
+        for i, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
+            names += _differing_leaves(f"{prefix}{i}.", item_a, item_b)
+        return names
+
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same_kind = a.shape == b.shape and a.dtype == b.dtype
+        is_equal = same_kind and torch.equal(_as_bytes(a), _as_bytes(b))
+    elif type(a) is type(b):
+        both_are_nan = a != a and b != b
+        is_equal = a == b or both_are_nan
+    else:
+        is_equal = False
+    return [] if is_equal else [prefix.removesuffix(".")]
 
 
-class _Prints(Callback):
-    """The fingerprints after every step up to the last."""
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# By replay
+
+
+def _compare_by_replay(
+    folders: tuple[Path, Path], build: tuple[Builder, Builder], differences: list[Difference]
+) -> Difference:
+    """Both runs again from their last equal checkpoint, with fingerprints after every step.
+
+    Up to the first step that the other ways know to differ, else up to the last equal one.
+    """
+    start = max((d.equal_until for d in differences if d.by == BY_CHECKPOINTS), default=0)
+    differing_steps = [d.step for d in differences if d.step is not None]
+    if differing_steps:
+        last_step = min(differing_steps)
+    else:
+        last_step = max(d.equal_until for d in differences)
+
+    steps_a = _replay_fingerprints(folders[0], build[0], start, last_step)
+    steps_b = _replay_fingerprints(folders[1], build[1], start, last_step)
+    equal_until = start
+    for step in sorted(steps_a.keys() & steps_b.keys()):
+        prints_a = steps_a[step]
+        prints_b = steps_b[step]
+        changed = [name for name in prints_a if prints_a[name] != prints_b.get(name)]
+        only_in_b = [name for name in prints_b if name not in prints_a]
+        if changed or only_in_b:
+            return Difference(step, BY_REPLAY, (*changed, *only_in_b), equal_until)
+        equal_until = step
+    return Difference(None, BY_REPLAY, (), equal_until)
+
+
+def _replay_fingerprints(
+    folder: Path, build: Builder, start: int, last_step: int
+) -> dict[int, dict[str, int]]:
+    """Fingerprints of the state after every step from the checkpoint at `start` on."""
+    recorder = _FingerprintRecorder(last_step)
+    parts = call_builder(build)
+    start_path = last_checkpoint_until(folder, start) if start else None
+    train_until(parts, folder, start_path, recorder, last_step)
+    return recorder.fingerprints
+
+
+class _FingerprintRecorder(Callback):
+    """Records the fingerprints after every step up to the last, then stops the run."""
 
     def __init__(self, last_step: int) -> None:
-        self.last_step, self.found = last_step, dict[int, dict[str, int]]()
+        self.last_step = last_step
+        self.fingerprints: dict[int, dict[str, int]] = {}
 
     def next_stop(self, run: Run) -> int | None:
         return run.position + 1
 
     def visit(self, run: Run) -> None:
-        self.found[run.position] = prints(run.model)
+        self.fingerprints[run.position] = state_fingerprints(run.model)
         if run.position >= self.last_step:
             run.stop("compared")

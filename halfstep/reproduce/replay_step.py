@@ -1,5 +1,6 @@
-"""One step of a finished run once more, bit for bit, with everything it computed in the caller's hands."""
+"""One step of a finished run again, bit for bit, with everything that it computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,21 @@ from torch.utils._pytree import tree_map
 
 from halfstep import checkpoint
 from halfstep.engine import Callback, Row, Run
-from halfstep.experiment.builders__build import Builder, Built, built
+from halfstep.experiment.builders import Builder, RunParts, call_builder
 
 
 @dataclass
 class Replayed:
-    """What one step did. Keys of `inputs` and `outputs` are module names, of `gradients` parameter names.
+    """What one step did.
 
-    `before` and `after` are 64-bit fingerprints of every tensor of the state; `gradients` are as the backward pass made
-    them, scaled by the loss scale.
+    Keys of `inputs` and `outputs` are module names, those of `gradients` parameter names.
+    `gradients` are as the backward pass made them: multiplied by the loss scale. `before` and
+    `after` are 64-bit fingerprints of every tensor of the state.
     """
 
     step: int
     origin: str
-    """The checkpoint it started from, or "the beginning"."""
+    """The checkpoint that training started from, or "the beginning"."""
     row: Row | None = None
     batch: tuple[Any, ...] = ()
     inputs: dict[str, Any] = field(default_factory=dict)
@@ -34,137 +36,162 @@ class Replayed:
 
 
 def replay(build: Builder, folder: str | Path, step: int) -> Replayed:
-    """Repeat global step `step` (from 1) of the run whose checkpoints are in `folder`."""
+    """Repeats global step `step` (from 1) of the run whose checkpoints are in `folder`."""
     if step < 1:
         raise ValueError(f"replay: expected a step of 1 or more, got {step}")
-    again = built(build)
+    parts = call_builder(build)
     folder = Path(folder)
-    start = nearest(folder, step - 1)
-    watch = _Watch(Replayed(step, str(start) if start else "the beginning"))
-    run_to(again, folder, start, watch, step)
-    if watch.result.row is None:
-        advice = "Name one of its steps, or build it with as many epochs as it had."
-        raise ValueError(f"replay: the run ended before step {step}. {advice}")
-    return watch.result
+    start = last_checkpoint_until(folder, step - 1)
+    origin = "the beginning" if start is None else str(start)
+    recorder = _StepRecorder(Replayed(step, origin))
+    train_until(parts, folder, start, recorder, step)
+    if recorder.result.row is None:
+        raise ValueError(
+            f"replay: the run ended before step {step}. "
+            "Name one of its steps, or build it with as many epochs as it had."
+        )
+    return recorder.result
 
 
-def nearest(folder: Path, step: int) -> Path | None:
-    """The newest whole checkpoint at or before a step."""
+def last_checkpoint_until(folder: Path, step: int) -> Path | None:
+    """The newest undamaged checkpoint at or before a step."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"replay: expected a folder of checkpoints, found nothing at {folder}"
         )
     for path in reversed(checkpoint.listing(folder)):
-        number = checkpoint.step_of(path)
-        if number is not None and number <= step:
-            try:
-                checkpoint.verify(path)
-            except checkpoint.CheckpointError:
-                continue
-            return path
+        checkpoint_step = checkpoint.step_of(path)
+        if checkpoint_step is None or checkpoint_step > step:
+            continue
+        try:
+            checkpoint.verify(path)
+        except checkpoint.CheckpointError:
+            continue
+        return path
     return None
 
 
-def run_to(again: Built, folder: Path, start: Path | None, watch: Callback, step: int) -> Run:
-    """Train on from a checkpoint, with a callback that says to stop at `step`; nothing is written."""
-    arguments = {**again.arguments, "callbacks": [*again.callbacks, watch], "resume": start}
+def train_until(
+    parts: RunParts, folder: Path, start: Path | None, recorder: Callback, step: int
+) -> Run:
+    """Trains on from the checkpoint `start`; the recorder stops the run. Nothing is written.
+
+    `step` is the last one that is needed: it tells which fit's number of epochs to use.
+    """
+    arguments = dict(parts.fit_arguments)
+    arguments["callbacks"] = [*parts.callbacks, recorder]
+    arguments["resume"] = start
     if "epochs" not in arguments:  # a schedule may depend on them, or have no rates for more
-        arguments["epochs"] = _epochs(folder, step)
-    return again.model.fit(data=again.data, **arguments)
+        arguments["epochs"] = _epochs_of_fit(folder, step)
+    return parts.model.fit(data=parts.data, **arguments)
 
 
-def _epochs(folder: Path, step: int) -> int:
-    """Of the fit that made this step: the first checkpoint from it on knows, else the last before it."""
-    steps = {checkpoint.step_of(path): path for path in checkpoint.listing(folder)}
-    for number in sorted(steps, key=lambda each: (each < step, abs(each - step))):
-        found = _saved_epochs(steps[number])
-        if found is not None:
-            return found
-    advice = (
+def _epochs_of_fit(folder: Path, step: int) -> int:
+    """The number of epochs of the fit that made this step.
+
+    The first checkpoint at or after the step knows it, else the last one before.
+    """
+    paths = {checkpoint.step_of(path): path for path in checkpoint.listing(folder)}
+    nearest_first = sorted(paths, key=lambda number: (number < step, abs(number - step)))
+    for number in nearest_first:
+        epochs = _saved_epochs(paths[number])
+        if epochs is not None:
+            return epochs
+    raise ValueError(
+        f"build: the checkpoints in {folder} and the builder say no epochs. "
         'Return {"model": model, "data": data, "epochs": …} from it, with as many as the run had.'
     )
-    raise ValueError(f"build: the checkpoints in {folder} and the builder say no epochs. {advice}")
 
 
 def _saved_epochs(path: Path) -> int | None:
     try:
-        tree = checkpoint.load(
-            path, verify=False
-        ).tree  # one number of tree.json, which is checked even so
+        # Only one number of tree.json is needed, which is checked even so.
+        tree = checkpoint.load(path, verify=False).tree
     except checkpoint.CheckpointError:
         return None
-    loop = tree.get("loop") if isinstance(tree, dict) else None
-    return loop.get("epochs") if isinstance(loop, dict) else None
+    if not isinstance(tree, dict):
+        return None
+    loop_state = tree.get("loop")
+    return loop_state.get("epochs") if isinstance(loop_state, dict) else None
 
 
-class _Watch(Callback):
-    """Stands still before the step, listens during it, and ends the run after it."""
+class _StepRecorder(Callback):
+    """Records one step with hooks, then stops the run."""
 
     def __init__(self, result: Replayed) -> None:
         self.result = result
-        self._handles: list[Any] = []
+        self._hook_handles: list[Any] = []
 
     def next_stop(self, run: Run) -> int | None:
-        return self.result.step - 1 if run.position < self.result.step - 1 else self.result.step
+        step = self.result.step
+        return step - 1 if run.position < step - 1 else step
 
     def begin(self, run: Run) -> None:
         if run.position == self.result.step - 1:
-            self._listen(run)
+            self._start_recording(run)
 
     def step(self, run: Run, row: Row) -> None:
         if row.global_step == self.result.step:
             self.result.row = row
-            self._hush()  # an evaluation may come before the visit
+            self._remove_hooks()  # an evaluation may come before the visit
 
     def visit(self, run: Run) -> None:
         if run.position == self.result.step - 1:
-            self._listen(run)
+            self._start_recording(run)
         elif run.position >= self.result.step:
-            self.result.after = prints(run.model)
+            self.result.after = state_fingerprints(run.model)
             run.stop("replayed")
 
     def end(self, run: Run) -> None:
-        self._hush()
+        self._remove_hooks()
 
-    def _hush(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _listen(self, run: Run) -> None:
+    def _start_recording(self, run: Run) -> None:
         net: nn.Module = run.net
-        self.result.before = prints(run.model)
+        self.result.before = state_fingerprints(run.model)
         for name, module in net.named_modules():
-            self._handles.append(module.register_forward_hook(self._heard(name), with_kwargs=True))
+            handle = module.register_forward_hook(self._forward_hook(name), with_kwargs=True)
+            self._hook_handles.append(handle)
         for name, parameter in net.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._gradient(name)))
+                handle = parameter.register_hook(self._gradient_hook(name))
+                self._hook_handles.append(handle)
 
-    def _heard(self, name: str) -> Any:
+    def _remove_hooks(self) -> None:
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles.clear()
+
+    def _forward_hook(self, name: str) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.result.inputs[name] = kept((args, kwargs) if kwargs else args)
-            self.result.outputs[name] = kept(output)
-            if not name:
-                self.result.batch = kept(args)
+            self.result.inputs[name] = _copy_tensors((args, kwargs) if kwargs else args)
+            self.result.outputs[name] = _copy_tensors(output)
+            if not name:  # the network itself
+                self.result.batch = _copy_tensors(args)
 
         return hook
 
-    def _gradient(self, name: str) -> Any:
+    def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            self.result.gradients[name] = kept(gradient)
+            self.result.gradients[name] = _copy_tensors(gradient)
 
         return hook
 
 
-def kept(value: Any) -> Any:
-    """A copy of every tensor in it, as it is now."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, value)
+def _copy_tensors(tree: Any) -> Any:
+    """The same nest of values with a copy of every tensor."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copy, tree)
 
 
-def prints(model: Any) -> dict[str, int]:
-    """Fingerprints of the whole state by name, on the host."""
-    found = getattr(model.step, "fingerprints", None)
-    if found is None:
+def state_fingerprints(model: Any) -> dict[str, int]:
+    """Fingerprints of all tensors of the state by name; none for a step of the user's own."""
+    if not hasattr(model.step, "fingerprints"):
         return {}
-    each: dict[str, Tensor] = found()
-    return dict(zip(each, torch.stack(list(each.values())).tolist(), strict=True)) if each else {}
+    fingerprints: dict[str, Tensor] = model.step.fingerprints()
+    if not fingerprints:
+        return {}
+    values = torch.stack(list(fingerprints.values())).tolist()  # one copy to the host
+    return dict(zip(fingerprints, values, strict=True))

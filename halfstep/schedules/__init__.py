@@ -1,4 +1,4 @@
-"""Learning rates by update number: formulas, tables, functions and torch's own schedulers, one value for all."""
+"""Learning rates by update number: formulas, tables, functions and torch's own schedulers."""
 
 from halfstep.schedules.formulas import (
     constant,
@@ -17,6 +17,18 @@ from halfstep.schedules.schedule import Schedule, tables
 from halfstep.schedules.torch_schedulers import from_torch
 
 __all__ = [
-    "Schedule", "constant", "cosine", "from_torch", "function", "linear", "one_cycle", "per_epoch", "poly", "resolve",
-    "sequence", "steps", "tables", "warmup_cosine",
-]  # fmt: skip
+    "Schedule",
+    "constant",
+    "cosine",
+    "from_torch",
+    "function",
+    "linear",
+    "one_cycle",
+    "per_epoch",
+    "poly",
+    "resolve",
+    "sequence",
+    "steps",
+    "tables",
+    "warmup_cosine",
+]

@@ -3,25 +3,34 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SHOWN = 4  # rates that a repr spells out
+from halfstep.utils.checks import whole_number
+
+# A repr shows the values of a list up to this many, and of a longer one only their number.
+MAX_VALUES_IN_REPR = 4
+
+# Longer texts of a setting are cut in a repr.
+MAX_CHARS_IN_REPR = 60
+
+Settings = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """The rate of each update: `formula(update, **settings)` in float64, on the host. Past `length` there is none.
+    """The rate of each update: `formula(update, **settings)` in float64, on the host.
 
-    A skipped step is no update, so it does not move the position.
+    A skipped step is no update, so it does not move the position. Past `length` updates there is
+    no rate; None means without end.
     """
 
     name: str
     formula: Callable[..., float]
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: Settings = ()
     length: int | None = None
 
     def at(self, update: int) -> float:
@@ -42,13 +51,13 @@ class Schedule:
         *,
         start: int = 0,
     ) -> Tensor:
-        """The rates of `updates` updates from `start` on, computed in float64 and rounded to `dtype` once."""
+        """The rates of `updates` updates from `start` on, rounded from float64 to `dtype` once."""
         self.check(start + updates, first=start)
         rates = [self.at(update) for update in range(start, start + updates)]
         return torch.tensor(rates, dtype=torch.float64).to(device, dtype)
 
     def check(self, updates: int, *, first: int = 0) -> None:
-        """Refuses updates that this schedule has no rate for."""
+        """Raises a ValueError unless there is a rate for all updates from `first` to `updates`."""
         if first < 0:
             raise ValueError(f"{self}: updates count from 0, received {first}")
         if self.length is not None and updates > self.length:
@@ -58,7 +67,8 @@ class Schedule:
             )
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={_short(v)}' for k, v in self.settings)})"
+        settings = [f"{name}={_short_repr(value)}" for name, value in self.settings]
+        return f"{self.name}({', '.join(settings)})"
 
 
 def tables(
@@ -67,22 +77,25 @@ def tables(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """One row of rates per parameter group, [groups, updates]; a schedule that groups share is computed once."""
-    rows = {id(s): s.table(updates, device, dtype) for s in {id(s): s for s in schedules}.values()}
-    return torch.stack([rows[id(s)] for s in schedules])
+    """One row of rates for each parameter group, [groups, updates]."""
+    rows: dict[int, Tensor] = {}
+    for schedule in schedules:
+        if id(schedule) not in rows:  # groups that share a schedule share its computation
+            rows[id(schedule)] = schedule.table(updates, device, dtype)
+    return torch.stack([rows[id(schedule)] for schedule in schedules])
 
 
 def is_number(value: object) -> bool:
-    """A real number, numpy's included; True and False are none."""
+    """Whether this is a real number, of Python or numpy. True and False are none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def rate_of(value: Any, name: str) -> float:
-    """A rate a user gave, as a float: finite, 0 or more; a tensor of one element counts as its value."""
-    one = isinstance(value, Tensor) and value.numel() == 1
-    if not one and not is_number(value):
+def check_rate(name: str, value: Any) -> float:
+    """A rate that a user gave, as a float: finite, 0 or more. A tensor may hold one element."""
+    is_single_tensor = isinstance(value, Tensor) and value.numel() == 1
+    if not is_single_tensor and not is_number(value):
         raise TypeError(
-            f"{name}: expected a number, received {type(value).__name__} {_short(value)}"
+            f"{name}: expected a number, received {type(value).__name__} {_short_repr(value)}"
         )
     rate = float(value)
     if not math.isfinite(rate) or rate < 0:
@@ -90,19 +103,15 @@ def rate_of(value: Any, name: str) -> float:
     return rate
 
 
-def whole_of(value: Any, name: str, *, least: int) -> int:
-    """A count of updates a user gave."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(
-            f"{name}: expected a whole number of updates, received {type(value).__name__} {_short(value)}"
-        )
-    if value < least:
-        raise ValueError(f"{name}: expected {least} or more updates, received {value}")
-    return int(value)
+def check_updates(name: str, value: Any, *, minimum: int) -> int:
+    """A number of updates that a user gave, as an int."""
+    return whole_number(name, value, minimum=minimum, of_what="updates", type_error=TypeError)
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, tuple | list) and len(value) > _SHOWN:
+def _short_repr(value: Any) -> str:
+    if isinstance(value, tuple | list) and len(value) > MAX_VALUES_IN_REPR:
         return f"<{len(value)} values>"
     text = getattr(value, "__name__", None) or repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) > MAX_CHARS_IN_REPR:
+        text = text[: MAX_CHARS_IN_REPR - 3] + "..."
+    return text

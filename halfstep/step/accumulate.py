@@ -58,30 +58,26 @@ class Accumulate:
 
     def __call__(self, state: StepState, batch: Batch) -> Tensor:
         """Adds one micro-batch to the open cycle. Returns its own loss, 0 if it has no terms."""
-        try:
-            return self._add_batch(state, batch)
-        except Exception as error:
-            attach_batch(error, batch)
-            raise
-
-    def _add_batch(self, state: StepState, batch: Batch) -> Tensor:
         cycle = state.cycle
         if cycle.micro == 0:
             self._open_cycle(cycle)
-
-        if batch_size(batch) == 0:
-            loss_value = self._add_empty_batch(cycle)
-        else:
-            # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
-            forward_and_loss = self.forward_path.forward_and_loss
-            loss, count = forward_and_loss(self.applied, batch, weighted=self.accumulates)
-            if not self.accumulates:
-                loss_value = self._add_only_batch(state, loss, count)
-            elif self.objective.is_sum:
-                loss_value = self._add_sum(state, loss)
+        try:
+            if batch_size(batch) == 0:
+                loss_value = self._add_empty_batch(cycle)
             else:
-                loss_value = self._add_mean(state, loss, count)
-
+                # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
+                forward_and_loss = self.forward_path.forward_and_loss
+                loss, count = forward_and_loss(self.applied, batch, weighted=self.accumulates)
+                # Backward, and into the sums of the cycle.
+                if not self.accumulates:
+                    loss_value = self._add_only_batch(state, loss, count)
+                elif self.objective.is_sum:
+                    loss_value = self._add_sum(state, loss)
+                else:
+                    loss_value = self._add_mean(state, loss, count)
+        except Exception as error:
+            attach_batch(error, batch)  # for a message about the batch: engine/batch_errors.py
+            raise
         cycle.micro += 1
         return loss_value
 

@@ -6,7 +6,7 @@ stand in files of their own and read like the formula: accumulate.py (one micro-
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -289,11 +289,10 @@ class TrainStep:
 
     def load_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Loads the optimizer's state unrounded: torch would cast it to its parameter's dtype."""
-        with (
-            nullcontext()
-            if self._fp32_update is None
-            else self._fp32_update.fp32_params_for_loading()
-        ):
+        unrounded: AbstractContextManager[None] = nullcontext()
+        if self._fp32_update is not None:
+            unrounded = self._fp32_update.fp32_params_for_loading()
+        with unrounded:
             self.optimizer.load_state_dict(saved)
         self.channels_last.match_optimizer_state(self.optimizer)
 

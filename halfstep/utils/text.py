@@ -22,6 +22,8 @@ def dtype_name(dtype: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; its class where it has none."""
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__
+    """The first line of an error's message that is not blank; its class where there is none."""
+    for line in str(error).splitlines():
+        if line.strip():
+            return line.strip()
+    return type(error).__name__

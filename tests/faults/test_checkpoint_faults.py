@@ -1,4 +1,7 @@
-"""Damaged, malicious and foreign checkpoints, full disks, kills: a named error or a whole checkpoint, nothing less."""
+"""Damaged, malicious and foreign checkpoints, full disks, kills.
+
+The result is always a named error or a complete checkpoint, nothing less.
+"""
 
 import errno
 import hashlib
@@ -34,18 +37,18 @@ from halfstep.checkpoint import (
     step_of,
     verify,
 )
-from halfstep.checkpoint.disk import _birth, _host, explained
+from halfstep.checkpoint.disk import _host_id, _process_start, explain_save_error
 
 EXTRA = {"notes.txt": b"the learning rate was lowered by hand\n"}
 MIB = 1 << 20
 
 
-def state(step: int) -> dict[str, Any]:
+def make_state(step: int) -> dict[str, Any]:
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(step))
     return {"step": step, "weight": weight, "tied": weight[3:], "lr": 0.1 / (step + 1)}
 
 
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def equal_states(a: dict[str, Any], b: dict[str, Any]) -> bool:
     same = a["step"] == b["step"] and a["lr"] == b["lr"]
     return same and torch.equal(a["weight"], b["weight"]) and torch.equal(a["tied"], b["tied"])
 
@@ -55,8 +58,11 @@ def path(tmp_path: Path) -> Path:
     return save(tmp_path / name_of(1), {"w": torch.arange(6.0), "n": [1, "x"]}, extra_files=EXTRA)
 
 
-def refused(path: Path, match: str = "expected") -> None:
-    """Both readers refuse it, in words that name the place, what was expected and what came, and in little memory."""
+def check_refused(path: Path, match: str = "expected") -> None:
+    """Both readers refuse it, in little memory.
+
+    The message names the path, what was expected and what was found.
+    """
     tracemalloc.start()
     try:
         for read in (load, verify):
@@ -74,7 +80,7 @@ def refused(path: Path, match: str = "expected") -> None:
 
 
 def reseal(path: Path, edit: Callable[[dict[str, Any]], None] = lambda manifest: None) -> None:
-    """Makes the manifest agree with the files again, seal included, as someone who means harm would."""
+    """Makes manifest and seal agree with the files again, as someone who means harm would."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest.pop("seal", None)
     for name in manifest["files"]:
@@ -121,19 +127,19 @@ def test_every_cut_and_every_addition_is_found(path: Path, name: str) -> None:
         content + b"\n",
     ):
         (path / name).write_bytes(wrong)
-        refused(path, name)
+        check_refused(path, name)
 
 
 @pytest.mark.parametrize("name", ["tree.json", "tensors.safetensors", "notes.txt"])
 def test_a_missing_file_is_named(path: Path, name: str) -> None:
     (path / name).unlink()
-    refused(path, f"expected the files of its manifest.json, found no {name}")
+    check_refused(path, f"expected the files of its manifest.json, found no {name}")
 
 
 @pytest.mark.parametrize("name", ["more.bin", ".hidden", "tree.json~", "new\nline", "data.pkl"])
 def test_an_additional_file_is_named(path: Path, name: str) -> None:
     (path / name).touch()
-    refused(
+    check_refused(
         path,
         "expected only the files of its manifest.json, found .* too. Move what does not belong",
     )
@@ -143,15 +149,14 @@ def test_an_additional_file_is_named(path: Path, name: str) -> None:
 
 def test_renamed_and_swapped_files_are_found(path: Path, tmp_path: Path) -> None:
     os.rename(path / "notes.txt", path / "note.txt")
-    refused(path, "found no notes.txt")
+    check_refused(path, "found no notes.txt")
     os.rename(path / "note.txt", path / "notes.txt")
     other = save(
         tmp_path / "other", {"w": torch.arange(1.0, 7.0), "n": [1, "x"]}, extra_files=EXTRA
     )
-    shutil.copy(
-        other / "tensors.safetensors", path
-    )  # of the same size, sound, and from another checkpoint
-    refused(path, r"tensors\.safetensors: expected sha256")
+    # A sound file of the same size, from another checkpoint.
+    shutil.copy(other / "tensors.safetensors", path)
+    check_refused(path, r"tensors\.safetensors: expected sha256")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "tree.json", "tensors.safetensors", "notes.txt"])
@@ -160,15 +165,13 @@ def test_links_folders_and_pipes_inside_are_not_followed(
 ) -> None:
     os.rename(path / name, tmp_path / "outside")
     (path / name).symlink_to(tmp_path / "outside")
-    refused(path, f"{name}: expected a file that can be read, found a symbolic link")
+    check_refused(path, f"{name}: expected a file that can be read, found a symbolic link")
     (path / name).unlink()
     (path / name).mkdir()
-    refused(path, f"{name}: expected a regular file, found something else")
+    check_refused(path, f"{name}: expected a regular file, found something else")
     (path / name).rmdir()
-    os.mkfifo(path / name)
-    refused(
-        path, f"{name}: expected a regular file, found something else"
-    )  # and nobody waits for a writer
+    os.mkfifo(path / name)  # reading it would wait for a writer
+    check_refused(path, f"{name}: expected a regular file, found something else")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_names_that_leave_the_folder_are_refused(path: Path, name: str) -> None:
     (path.parent / "outside").write_bytes(b"secret")
     entry = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
     reseal(path, lambda manifest: manifest["files"].update({name: entry}))
-    refused(path, r"manifest\.json: expected versions, files with size and sha256")
+    check_refused(path, r"manifest\.json: expected versions, files with size and sha256")
 
 
 @pytest.mark.parametrize(
@@ -202,32 +205,32 @@ def test_names_that_leave_the_folder_are_refused(path: Path, name: str) -> None:
 )
 def test_wrong_manifests(path: Path, field: str, value: Any, match: str) -> None:
     reseal(path, lambda manifest: manifest.update({field: value}))
-    refused(path, match)
+    check_refused(path, match)
 
 
 @pytest.mark.parametrize("size", [2**60, 2**62, -1, 1.0, True, "9", None])
 def test_wrong_sizes_allocate_nothing(path: Path, size: Any) -> None:
     reseal(path, lambda manifest: manifest["files"]["tensors.safetensors"].update(size=size))
-    refused(path)
+    check_refused(path)
 
 
 def test_a_huge_manifest_is_not_read(path: Path) -> None:
     os.truncate(path / "manifest.json", 1 << 40)  # a hole: no disk is used
-    refused(path, r"manifest\.json: expected at most 1048576 bytes, found 1099511627776")
+    check_refused(path, r"manifest\.json: expected at most 1048576 bytes, found 1099511627776")
 
 
 def test_a_huge_tree_is_not_read(path: Path) -> None:
     entry = {"size": 1 << 40, "sha256": "0" * 64}
     reseal(path, lambda manifest: manifest["files"].update({"tree.json": entry}))
     os.truncate(path / "tree.json", 1 << 40)
-    refused(path, r"tree\.json: expected at most 268435456 bytes, found 1099511627776")
+    check_refused(path, r"tree\.json: expected at most 268435456 bytes, found 1099511627776")
 
 
-WINDOW = {"storage": 0, "dtype": "float32", "size": [6], "stride": [1], "offset": 0}
+VIEW = {"storage": 0, "dtype": "float32", "size": [6], "stride": [1], "offset": 0}
 STORAGES = [{"bytes": 24, "device": "cpu"}]
 
 
-def skeleton(tree: Any = None, tensors: Any = None, storages: Any = None) -> dict[str, Any]:
+def tree_json(tree: Any = None, tensors: Any = None, storages: Any = None) -> dict[str, Any]:
     return {
         "tree": tree,
         "tensors": [] if tensors is None else tensors,
@@ -249,71 +252,71 @@ def skeleton(tree: Any = None, tensors: Any = None, storages: Any = None) -> dic
         ),
         (b"[]", "expected an object with storages, tensors, tree"),
         ({"tree": None}, "expected an object with storages, tensors, tree"),
-        (skeleton(tensors={}), "tensors: expected a list"),
-        (skeleton(storages=[3]), r"storages\[0\]: expected a size in bytes and a device"),
-        (skeleton(storages=[{"bytes": -1, "device": "cpu"}]), r"storages\[0\]: expected a size"),
+        (tree_json(tensors={}), "tensors: expected a list"),
+        (tree_json(storages=[3]), r"storages\[0\]: expected a size in bytes and a device"),
+        (tree_json(storages=[{"bytes": -1, "device": "cpu"}]), r"storages\[0\]: expected a size"),
         (
-            skeleton(storages=[{"bytes": 24, "device": "toaster"}]),
+            tree_json(storages=[{"bytes": 24, "device": "toaster"}]),
             r"storages\[0\]: expected a device",
         ),
         (
-            skeleton(storages=[{"bytes": 2**60, "device": "cpu"}]),
+            tree_json(storages=[{"bytes": 2**60, "device": "cpu"}]),
             "bytes, as tree.json has them, found",
         ),
         (
-            skeleton(storages=[{"bytes": 2**61, "device": "cpu"}] * 5),
+            tree_json(storages=[{"bytes": 2**61, "device": "cpu"}] * 5),
             "bytes, as tree.json has them, found",
         ),
         (
-            skeleton(storages=[{"bytes": 12, "device": "cpu"}] * 2),
+            tree_json(storages=[{"bytes": 12, "device": "cpu"}] * 2),
             "bytes, as tree.json has them, found",
         ),
         (
-            skeleton(tensors=[{}]),
+            tree_json(tensors=[{}]),
             r"tensors\[0\]: expected an object with dtype, offset, size, storage, stride",
         ),
-        (skeleton(tensors=[{**WINDOW, "dtype": "qint8"}]), "expected a dtype of bool, uint8"),
-        (skeleton(tensors=[{**WINDOW, "dtype": ["float32"]}]), "expected a dtype of bool, uint8"),
-        (skeleton(tensors=[{**WINDOW, "dtype": "__dict__"}]), "expected a dtype of bool, uint8"),
+        (tree_json(tensors=[{**VIEW, "dtype": "qint8"}]), "expected a dtype of bool, uint8"),
+        (tree_json(tensors=[{**VIEW, "dtype": ["float32"]}]), "expected a dtype of bool, uint8"),
+        (tree_json(tensors=[{**VIEW, "dtype": "__dict__"}]), "expected a dtype of bool, uint8"),
         (
-            skeleton(tensors=[{**WINDOW, "offset": 1}]),
+            tree_json(tensors=[{**VIEW, "offset": 1}]),
             "expected a window within 24 bytes, found one that ends at 28",
         ),
-        (skeleton(tensors=[{**WINDOW, "offset": -1}]), "expected sizes and strides"),
-        (skeleton(tensors=[{**WINDOW, "size": [-1]}]), "expected sizes and strides"),
-        (skeleton(tensors=[{**WINDOW, "stride": [-1]}]), "expected sizes and strides"),
-        (skeleton(tensors=[{**WINDOW, "size": [True]}]), "expected sizes and strides"),
-        (skeleton(tensors=[{**WINDOW, "size": [1, 1]}]), "expected sizes and strides"),
+        (tree_json(tensors=[{**VIEW, "offset": -1}]), "expected sizes and strides"),
+        (tree_json(tensors=[{**VIEW, "size": [-1]}]), "expected sizes and strides"),
+        (tree_json(tensors=[{**VIEW, "stride": [-1]}]), "expected sizes and strides"),
+        (tree_json(tensors=[{**VIEW, "size": [True]}]), "expected sizes and strides"),
+        (tree_json(tensors=[{**VIEW, "size": [1, 1]}]), "expected sizes and strides"),
         (
-            skeleton(tensors=[{**WINDOW, "size": [0] * 65, "stride": [0] * 65}]),
+            tree_json(tensors=[{**VIEW, "size": [0] * 65, "stride": [0] * 65}]),
             "expected sizes and strides",
         ),
-        (skeleton(tensors=[{**WINDOW, "size": [2**62]}]), "expected a window within 24 bytes"),
+        (tree_json(tensors=[{**VIEW, "size": [2**62]}]), "expected a window within 24 bytes"),
         (
-            skeleton(tensors=[{**WINDOW, "size": [2**40] * 2, "stride": [0, 0]}]),
+            tree_json(tensors=[{**VIEW, "size": [2**40] * 2, "stride": [0, 0]}]),
             r"expected at most 2\^62 elements",
         ),
-        (skeleton(tensors=[{**WINDOW, "storage": 1}]), "expected one of 1 storages, found 1"),
-        (skeleton(tensors=[{**WINDOW, "storage": -1}]), "expected one of 1 storages, found -1"),
-        (skeleton(tensors=[{**WINDOW, "storage": None}]), "expected one of 1 storages, found None"),
-        (skeleton({"tensor": 0}), "expected a tagged value"),
-        (skeleton({"tensor": -1}, [WINDOW]), "expected a tagged value"),
-        (skeleton({"object": "os.system"}), "expected a tagged value"),
+        (tree_json(tensors=[{**VIEW, "storage": 1}]), "expected one of 1 storages, found 1"),
+        (tree_json(tensors=[{**VIEW, "storage": -1}]), "expected one of 1 storages, found -1"),
+        (tree_json(tensors=[{**VIEW, "storage": None}]), "expected one of 1 storages, found None"),
+        (tree_json({"tensor": 0}), "expected a tagged value"),
+        (tree_json({"tensor": -1}, [VIEW]), "expected a tagged value"),
+        (tree_json({"object": "os.system"}), "expected a tagged value"),
         (
-            skeleton({"int": "0x1f"}),
+            tree_json({"int": "0x1f"}),
             "expected a value of kind 'int'",
         ),  # it fits JSON, so it is never written so
-        (skeleton({"int": 5}), "expected a value of kind 'int'"),
-        (skeleton({"float": "00"}), "expected a value of kind 'float'"),
-        (skeleton({"float": "3ff0000000000000"}), "expected a value of kind 'float'"),
-        (skeleton({"bytes": "0 0"}), "expected a value of kind 'bytes'"),
-        (skeleton({"tuple": {}}), "expected a tagged value"),
-        (skeleton({"dict": [["a"]]}), "expected a pair of key and value"),
-        (skeleton({"dict": [["a", 1], ["a", 2]]}), "expected keys that are str or int, each once"),
-        (skeleton({"dict": [[1.5, 1]]}), "expected keys that are str or int, each once"),
-        (skeleton({"dict": [[[], 1]]}), "expected keys that are str or int, each once"),
-        (skeleton({"dict": [], "tuple": []}), "expected an object of one key"),
-        (skeleton({}), "expected an object of one key"),
+        (tree_json({"int": 5}), "expected a value of kind 'int'"),
+        (tree_json({"float": "00"}), "expected a value of kind 'float'"),
+        (tree_json({"float": "3ff0000000000000"}), "expected a value of kind 'float'"),
+        (tree_json({"bytes": "0 0"}), "expected a value of kind 'bytes'"),
+        (tree_json({"tuple": {}}), "expected a tagged value"),
+        (tree_json({"dict": [["a"]]}), "expected a pair of key and value"),
+        (tree_json({"dict": [["a", 1], ["a", 2]]}), "expected keys that are str or int, each once"),
+        (tree_json({"dict": [[1.5, 1]]}), "expected keys that are str or int, each once"),
+        (tree_json({"dict": [[[], 1]]}), "expected keys that are str or int, each once"),
+        (tree_json({"dict": [], "tuple": []}), "expected an object of one key"),
+        (tree_json({}), "expected an object of one key"),
         (b'{"tree":1e999,"tensors":[],"storages":[]}', "expected a finite number"),
     ],
 )
@@ -323,17 +326,17 @@ def test_malicious_trees_are_refused(path: Path, content: Any, match: str) -> No
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
     reseal(path)
-    refused(path, match)
+    check_refused(path, match)
 
 
 def test_a_good_tree_by_hand_is_no_trouble(path: Path) -> None:
-    tree = skeleton({"dict": [["w", {"tensor": 0}]]}, [WINDOW])
+    tree = tree_json({"dict": [["w", {"tensor": 0}]]}, [VIEW])
     (path / "tree.json").write_text(json.dumps(tree))
     reseal(path)
     assert torch.equal(load(path).tree["w"], torch.arange(6.0))
 
 
-def header(entries: Any) -> bytes:
+def safetensors_head(entries: Any) -> bytes:
     text = json.dumps(entries).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -343,16 +346,20 @@ def header(entries: Any) -> bytes:
     [
         struct.pack("<Q", 2**60),
         struct.pack("<Q", 0),
-        header({"storage.0": {"dtype": "U8", "shape": [2**60], "data_offsets": [0, 2**60]}}),
-        header({"storage.0": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}),
-        header({"storage.0": {"dtype": "U8", "shape": [24], "data_offsets": [4, 28]}}),
+        safetensors_head(
+            {"storage.0": {"dtype": "U8", "shape": [2**60], "data_offsets": [0, 2**60]}}
+        ),
+        safetensors_head({"storage.0": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}),
+        safetensors_head({"storage.0": {"dtype": "U8", "shape": [24], "data_offsets": [4, 28]}}),
     ],
 )
 def test_malicious_headers_are_refused(path: Path, head: bytes) -> None:
     size = (path / "tensors.safetensors").stat().st_size
     (path / "tensors.safetensors").write_bytes((head + bytes(size))[:size])
     reseal(path)
-    refused(path, "expected the safetensors header that tree.json asks for, found another one")
+    check_refused(
+        path, "expected the safetensors header that tree.json asks for, found another one"
+    )
 
 
 class Bomb:
@@ -363,7 +370,7 @@ class Bomb:
 BOMBED = Path("/tmp") / f"halfstep-bomb-{os.getpid()}"
 
 
-def foreigners(folder: Path) -> Iterator[tuple[Path, str]]:
+def foreign_paths(folder: Path) -> Iterator[tuple[Path, str]]:
     """Things that are no checkpoint, made by what makes them, and what the error says of each."""
     torch.save({"w": torch.ones(2), "bomb": Bomb()}, folder / "model.pt")
     yield (
@@ -411,8 +418,8 @@ def foreigners(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def test_foreign_things_are_named_and_never_run(tmp_path: Path) -> None:
-    for path, words in foreigners(tmp_path):
-        refused(path, f"expected a checkpoint, a folder with manifest.json, found {words}")
+    for path, words in foreign_paths(tmp_path):
+        check_refused(path, f"expected a checkpoint, a folder with manifest.json, found {words}")
     assert not BOMBED.exists()
 
 
@@ -424,18 +431,18 @@ def test_a_pickle_in_place_of_a_file_is_never_run(path: Path, name: str) -> None
     if name == "notes.txt":
         assert load(path).files[name] == pickle.dumps(Bomb())  # bytes are bytes
     else:
-        refused(path)
+        check_refused(path)
     assert not BOMBED.exists()
 
 
 def test_one_file_of_a_checkpoint_leads_to_its_folder(path: Path) -> None:
-    refused(path / "tree.json", f"found one file of it. Name its folder: {path}$")
+    check_refused(path / "tree.json", f"found one file of it. Name its folder: {path}$")
 
 
 # --- the disk ---
 
 
-def fails(path: Path, match: str, tree: Any = None, root: Path | None = None) -> None:
+def check_save_fails(path: Path, match: str, tree: Any = None, root: Path | None = None) -> None:
     """The save fails in these words and leaves nothing behind."""
     before = sorted((root or path.parent).rglob("*"))
     with pytest.raises(CheckpointError, match=match) as caught:
@@ -447,19 +454,21 @@ def fails(path: Path, match: str, tree: Any = None, root: Path | None = None) ->
 def test_places_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
-    long, place = "n" * 300, "expected a place for a new folder, found "
+    long = "n" * 300
+    no_place = "expected a place for a new folder, found "
     for name, words in (
-        ("file/one", f"{place}Not a directory. Choose a path under an existing folder"),
-        ("file/deep/one", f"{place}Not a directory"),
-        ("loop/one", place),
+        ("file/one", f"{no_place}Not a directory. Choose a path under an existing folder"),
+        ("file/deep/one", f"{no_place}Not a directory"),
+        ("loop/one", no_place),
         (
             long,
-            "expected a name that the file system takes, found File name too long. Choose a shorter one",
+            "expected a name that the file system takes, found File name too long. "
+            "Choose a shorter one",
         ),
         (f"{long}/one", "found File name too long"),
     ):
-        fails(tmp_path / name, words, root=tmp_path)
-    fails(
+        check_save_fails(tmp_path / name, words, root=tmp_path)
+    check_save_fails(
         Path("/proc/halfstep/one"),
         "proc/halfstep/one: expected a place for a new folder",
         root=tmp_path,
@@ -467,7 +476,7 @@ def test_places_that_cannot_be(tmp_path: Path) -> None:
 
 
 @contextmanager
-def largest_file(count: int) -> Iterator[None]:
+def limit_file_size(count: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
     try:
@@ -478,8 +487,10 @@ def largest_file(count: int) -> Iterator[None]:
 
 def test_a_write_that_fails_half_way_leaves_nothing_and_the_next_succeeds(tmp_path: Path) -> None:
     tree = {"w": torch.zeros(MIB)}
-    with largest_file(MIB):  # Python ignores SIGXFSZ, so the system says EFBIG after the first MiB
-        fails(
+    with limit_file_size(
+        MIB
+    ):  # Python ignores SIGXFSZ, so the system says EFBIG after the first MiB
+        check_save_fails(
             tmp_path / "one",
             r"expected files of up to 4,19\d,\d{3} bytes, found File too large. Allow",
             tree,
@@ -515,9 +526,9 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
         pytest.skip("this system lets no test mount a disk of its own")
     command = ["unshare", "-rm", sys.executable, "-c", DISK, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (full, left), (read_only, still) = json.loads(done.stdout)
-    assert left == ["first"]
-    assert still == ["first", "third"]
+    (full, names_when_full), (read_only, names_when_read_only) = json.loads(done.stdout)
+    assert names_when_full == ["first"]
+    assert names_when_read_only == ["first", "third"]
     assert "second: expected room for 2,00" in full
     free, more = (
         int(full.split(word)[1].split()[0].replace(",", "")) for word in (", found ", "Free ")
@@ -530,7 +541,8 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
 @pytest.fixture
 def read_only_folder() -> Iterator[Path]:
     """A folder that this process may read and not write: root gives its rights away meanwhile."""
-    folder, user = Path(tempfile.mkdtemp(dir="/tmp")), os.geteuid()
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    user = os.geteuid()
     folder.chmod(0o555)
     if user == 0:
         os.seteuid(65534)
@@ -540,9 +552,12 @@ def read_only_folder() -> Iterator[Path]:
 
 
 def test_no_permission(read_only_folder: Path) -> None:
-    words = "expected a folder that can be written, found Permission denied. Save to a folder that you may write to"
-    fails(read_only_folder / "one", words)
-    fails(read_only_folder / "deep" / "one", words, root=read_only_folder)
+    words = (
+        "expected a folder that can be written, found Permission denied. "
+        "Save to a folder that you may write to"
+    )
+    check_save_fails(read_only_folder / "one", words)
+    check_save_fails(read_only_folder / "deep" / "one", words, root=read_only_folder)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +565,8 @@ def test_no_permission(read_only_folder: Path) -> None:
     [
         (
             errno.EDQUOT,
-            r"expected room for 12,345 bytes, found Disk quota exceeded\. Free 12,345 bytes of your quota",
+            r"expected room for 12,345 bytes, found Disk quota exceeded\. "
+            "Free 12,345 bytes of your quota",
         ),
         (
             errno.EIO,
@@ -559,23 +575,26 @@ def test_no_permission(read_only_folder: Path) -> None:
     ],
 )
 def test_words_for_what_no_test_can_provoke(tmp_path: Path, number: int, words: str) -> None:
-    error = explained(OSError(number, os.strerror(number)), tmp_path / "one", 12_345)
+    error = explain_save_error(OSError(number, os.strerror(number)), tmp_path / "one", 12_345)
     with pytest.raises(CheckpointError, match=words):
         raise error
 
 
 # --- kills ---
 
-# A process that has everything imported, and forks a saver for each line it is given: the moment of its death is
-# either a delay in seconds or the number of a system call that Python reports before it is made.
+# A process that has everything imported, and forks a saver for each line that it reads. The saver
+# is killed after a delay in seconds, or before its n-th call of the system that Python reports.
 SAVERS = """
 import os, signal, sys, time, torch
 torch.set_num_threads(1)
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint_faults import state
+from test_checkpoint_faults import make_state
 from halfstep.checkpoint import latest, name_of, prune, save, step_of
 root = sys.argv[1]
-CALLS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+CALLS = (
+    "open", "os.mkdir", "os.rename", "os.remove",
+    "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree",
+)
 def run(calls, keep):
     path = latest(root)
     step = step_of(path) if path else 0
@@ -590,7 +609,7 @@ def run(calls, keep):
     os.write(1, b"started\\n")
     while step < 10**6:
         step += 1
-        save(f"{root}/{name_of(step)}", state(step))
+        save(f"{root}/{name_of(step)}", make_state(step))
         prune(root, keep)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -617,30 +636,31 @@ def savers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cal
     ) as process:
         assert process.stdin
         assert process.stdout
-        stdin, stdout = process.stdin, process.stdout
+        stdin = process.stdin
+        stdout = process.stdout
         assert stdout.readline() == "ready\n"
 
         def saved_until(delay: float, calls: int = 0, keep: int = 3) -> None:
             stdin.write(f"{delay} {calls} {keep}\n")
             stdin.flush()
-            said = [stdout.readline()]
-            while said[-1] not in ("killed\n", ""):
-                said.append(stdout.readline())
-            assert said[-1] == "killed\n"
+            line = stdout.readline()
+            while line not in ("killed\n", ""):
+                line = stdout.readline()
+            assert line == "killed\n"
 
         yield root, saved_until
         stdin.close()
 
 
-def is_whole(root: Path, floor: int) -> int:
-    """latest() has no reason for a notice, is no older than it was, and loads as the state that was saved."""
+def check_latest(root: Path, floor: int) -> int:
+    """Checks latest(): no notice, no older than it was, and the state that was saved. Its step."""
     path = latest(root)  # a Notice would be an error here
     if path is None:
         assert floor == 0
         return 0
     step = step_of(path)
     assert step >= floor
-    assert equal(load(path).tree, state(step))
+    assert equal_states(load(path).tree, make_state(step))
     return step
 
 
@@ -650,57 +670,63 @@ def temporaries(root: Path) -> list[str]:
 
 def test_a_kill_before_any_system_call_leaves_a_whole_checkpoint(savers: Any) -> None:
     root, saved_until = savers
-    step, left = 0, 0
-    for calls in range(
-        1, 51
-    ):  # a save and a prune make 31 together, and clearing up after a kill some more
+    step = 0
+    kills_with_leftovers = 0
+    # A save and a prune make 31 calls together, and clearing up after a kill some more.
+    for calls in range(1, 51):
         saved_until(0, calls)
-        step = is_whole(root, step)
-        left += bool(temporaries(root))
-        assert (
-            len(temporaries(root)) <= 2
-        )  # one unfinished, one being deleted: the next save removes both
+        step = check_latest(root, step)
+        kills_with_leftovers += bool(temporaries(root))
+        # One unfinished, one being deleted: the next save removes both.
+        assert len(temporaries(root)) <= 2
     assert step > 0
-    assert left > 10  # the kills did hit saves
+    assert kills_with_leftovers > 10  # the kills did hit saves
 
 
 def test_kills_at_random_moments(savers: Any) -> None:
     root, saved_until = savers
-    rng, step, left = random.Random(0), 0, 0
+    rng = random.Random(0)
+    step = 0
+    kills_with_leftovers = 0
     for _ in range(30):
         saved_until(rng.uniform(0, 0.06))
-        step = is_whole(root, step)
-        left += bool(temporaries(root))
+        step = check_latest(root, step)
+        kills_with_leftovers += bool(temporaries(root))
     assert step > 0
-    assert left > 0
-    save(root / name_of(step + 1), state(step + 1))
+    assert kills_with_leftovers > 0
+    save(root / name_of(step + 1), make_state(step + 1))
     assert temporaries(root) == []
 
 
 @pytest.mark.parametrize("keep", [1, 10**6])
 def test_a_reader_never_sees_a_broken_one(savers: Any, keep: int) -> None:
-    """Another process saves all the while, and prunes down to one with keep=1: what `latest` found may be gone then
-    before it is loaded, but `latest` itself never fails, warns or goes back."""
+    """Another process saves all the while, and prunes down to one with keep=1.
+
+    What `latest` found may then be gone before it is loaded, but `latest` itself never fails,
+    warns or goes back.
+    """
     root, saved_until = savers
-    writer, step, seen = threading.Thread(target=saved_until, args=(0.6, 0, keep)), 0, set()
+    writer = threading.Thread(target=saved_until, args=(0.6, 0, keep))
+    step = 0
+    seen = set()
     writer.start()
     while writer.is_alive():
         if keep > 1:
-            step = is_whole(root, step)
+            step = check_latest(root, step)
         elif (path := latest(root)) is not None or step:
             assert path is not None
             assert step_of(path) >= step
             step = step_of(path)
         seen.add(step)
     writer.join()
-    assert is_whole(root, step) >= step > 0
+    assert check_latest(root, step) >= step > 0
     assert len(seen) > 1
 
 
 def test_a_live_temporary_is_left_alone(tmp_path: Path) -> None:
     """Two saves at once into one folder: neither takes the other's temporary for a dead one."""
     threads = [
-        threading.Thread(target=save, args=(tmp_path / name_of(i), state(i))) for i in range(8)
+        threading.Thread(target=save, args=(tmp_path / name_of(i), make_state(i))) for i in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -711,18 +737,16 @@ def test_a_live_temporary_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_temporary_stays_as_long_as_its_process(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as owner:
-        folder = tmp_path / f".halfstep-tmp-{_host()}-{owner.pid}-{_birth(owner.pid)}-00"
-        reborn = (
-            tmp_path / f".halfstep-tmp-{_host()}-{owner.pid}-1-00"
-        )  # its number had been another process's
+        folder = tmp_path / f".halfstep-tmp-{_host_id()}-{owner.pid}-{_process_start(owner.pid)}-00"
+        # Of an earlier process with the same pid.
+        reborn = tmp_path / f".halfstep-tmp-{_host_id()}-{owner.pid}-1-00"
         folder.mkdir()
         reborn.mkdir()
         save(tmp_path / "one", None)
         assert temporaries(tmp_path) == [folder.name]
         owner.kill()
-        os.waitid(
-            os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT
-        )  # dead, and still in the table of processes
+        # Dead, and still in the table of processes.
+        os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)
         save(tmp_path / "two", None)
         assert temporaries(tmp_path) == []
 

@@ -1,4 +1,4 @@
-"""A comparison that is killed, asked to stop, or runs into trouble of its own, and the same command after it."""
+"""A comparison that is killed, stopped or fails by itself, and the same command after it."""
 
 import json
 import os
@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from halfstep.compare import Settings, compare
-from halfstep.compare.progress import Lines
-from tests.support.user_module import work_beside
+from halfstep.compare.progress import LineProgress
+from tests.support.user_module import write_user_module
 
-# A network that ends its own process in the given training step of the given network that it builds.
-MINE = """
+# A network that ends its own process. END has the number of the network, in the order they are
+# built, its training step, and the signal.
+USER_MODULE = """
 import os
 from torch import nn
 
@@ -27,15 +28,16 @@ class Net(nn.Module):
         super().__init__()
         global built
         built += 1
-        self.number, self.steps = built, 0
+        self.number = built
+        self.steps = 0
         self.layers = nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.ReLU(), nn.Linear(8, 10))
 
     def forward(self, x):
         if self.training and "END" in os.environ:
             self.steps += 1
-            number, step, which = map(int, os.environ["END"].split())
+            number, step, signal_number = map(int, os.environ["END"].split())
             if (self.number, self.steps) == (number, step):
-                os.kill(os.getpid(), which)
+                os.kill(os.getpid(), signal_number)
         return self.layers(x)
 """
 PROGRAM = """
@@ -56,81 +58,99 @@ def settings(**changes: Any) -> Settings:
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(MINE, tmp_path, monkeypatch)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
 
 
-def start(out: str, end: str) -> subprocess.Popen[str]:
-    sizes = [word for name, n in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(n))]
+def start_process(out: str, end: str) -> subprocess.Popen[str]:
+    """Starts the command in a process that ends itself as `end` says."""
     flags = ["--net", "mine:Net", "--seeds", "1", "--precisions", "fp32,O2", "--device", "cpu"]
+    for name, count in SIZES.items():
+        flags += [f"--{name.replace('_', '-')}", str(count)]
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *sizes, *flags, "--out", out], text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "END": end},
-    )  # fmt: skip
-
-
-def numbers(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """All of a run that no clock decides."""
-    names = (
-        "precision",
-        "seed",
-        "status",
-        "curve",
-        "loss",
-        "acc",
-        "correct",
-        "steps",
-        "updates",
-        "samples",
-        "dtypes",
+        [sys.executable, "-c", PROGRAM, *flags, "--out", out],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "END": end},
     )
-    return [
-        {name: run[name] for name in names} | {"epochs": len(run["epochs"])} for run in told["runs"]
-    ]
+
+
+# Everything of a result that no clock decides.
+REPRODUCIBLE = (
+    "precision",
+    "seed",
+    "status",
+    "curve",
+    "loss",
+    "acc",
+    "correct",
+    "steps",
+    "updates",
+    "samples",
+    "dtypes",
+)
+
+
+def reproducible_results(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    results = []
+    for run in summary["runs"]:
+        result = {name: run[name] for name in REPRODUCIBLE}
+        result["epochs"] = len(run["epochs"])
+        results.append(result)
+    return results
 
 
 def test_the_same_command_goes_on_after_a_kill_and_after_signals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The second run of two (the third network: the first is that of the check) ends in step 8 of 15."""
-    kinds = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
-    children = {kind: start(kind.name, f"3 8 {int(kind)}") for kind in kinds}
-    whole = numbers(compare(settings(), "whole"))
-    for kind, code in kinds.items():
-        _, said = children[kind].communicate(timeout=120)
-        assert children[kind].returncode == code, said
-        assert ("The same command goes on from here" in said) == (kind is not signal.SIGKILL)
+    """The second run of two ends in step 8 of 15. It has the third network."""
+    exit_codes = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}
+    children = {kind: start_process(kind.name, f"3 8 {int(kind)}") for kind in exit_codes}
+    uninterrupted = reproducible_results(compare(settings(), "whole"))
+    for kind, exit_code in exit_codes.items():
+        _, errors = children[kind].communicate(timeout=120)
+        assert children[kind].returncode == exit_code, errors
+        is_kill = kind is signal.SIGKILL
+        assert ("The same command goes on from here" in errors) == (not is_kill)
+
+        # The finished run is in the summary, the other one has a checkpoint.
         out = Path(kind.name)
-        left = json.loads((out / "compare.json").read_text())
-        assert [run["precision"] for run in left["runs"]] == ["fp32"]
-        assert left["recommendation"]["reason"] == "1 of 2 runs are done"
-        saved = [path.name for path in (out / "runs/O2-s0").glob("step-*")]
-        assert saved == ["step-000000005" if kind is signal.SIGKILL else "step-000000008"]
-        stamp = (out / "runs/fp32-s0/result.json").stat().st_mtime_ns
+        summary = json.loads((out / "compare.json").read_text())
+        assert [run["precision"] for run in summary["runs"]] == ["fp32"]
+        assert summary["recommendation"]["reason"] == "1 of 2 runs are done"
+        checkpoints = [path.name for path in (out / "runs/O2-s0").glob("step-*")]
+        assert checkpoints == ["step-000000005" if is_kill else "step-000000008"]
+
+        # Going on gives the same results; the finished run is not repeated.
+        finished_result = out / "runs/fp32-s0/result.json"
+        written_at = finished_result.stat().st_mtime_ns
         capsys.readouterr()
-        assert numbers(compare(settings(), out, progress=Lines())) == whole
-        assert capsys.readouterr().out.count("ms/step") == 1  # the finished one was not run again
-        assert (out / "runs/fp32-s0/result.json").stat().st_mtime_ns == stamp
+        summary = compare(settings(), out, progress=LineProgress())
+        assert reproducible_results(summary) == uninterrupted
+        assert capsys.readouterr().out.count("ms/step") == 1
+        assert finished_result.stat().st_mtime_ns == written_at
 
 
 def test_a_process_that_was_killed_between_the_last_save_and_its_result() -> None:
-    """All steps are done: what is looked at afterwards is the same."""
-    from halfstep.compare.comparison__trial import _fit, _saver
-    from halfstep.compare.curves import Trace
-    from halfstep.experiment import build as recipe
-    from halfstep.experiment import output_folder as folder
-    from halfstep.experiment.datasets import material
+    """All steps are done: what is computed afterwards is the same."""
+    from halfstep.compare.comparison import _checkpoints_in, _fit
+    from halfstep.compare.curves import RunCurves
+    from halfstep.experiment.build import build_model
+    from halfstep.experiment.datasets import load_train_test_data
+    from halfstep.experiment.output_folder import run_folder
 
-    asked = settings(precisions=("O2",))
-    whole = numbers(compare(asked, "whole"))
-    given = material(asked)
-    place = folder.run_folder(Path("out"), "O2", 0)
-    _fit(asked, given, recipe.model(asked, given, "O2", 0), 0, [Trace(15), _saver(place)])
-    assert numbers(compare(asked, "out")) == whole
+    one_run = settings(precisions=("O2",))
+    uninterrupted = reproducible_results(compare(one_run, "whole"))
+    data = load_train_test_data(one_run)
+    model = build_model(one_run, data, "O2", 0)
+    callbacks = [RunCurves(15), _checkpoints_in(run_folder(Path("out"), "O2", 0))]
+    _fit(one_run, data, model, 0, callbacks)
+    assert reproducible_results(compare(one_run, "out")) == uninterrupted
 
 
 def test_a_disk_that_fails_ends_the_comparison_and_is_no_result_of_a_precision() -> None:
-    """A checkpoint without its files: the run is not recorded as failed, and the way out works."""
+    """A checkpoint without its files: the run is not recorded as failed, and the advice works."""
     broken = Path("out/runs/fp32-s0/step-000000005")
     broken.mkdir(parents=True)
     with pytest.raises(FileExistsError, match=r"only broken checkpoints.*Remove them"):
@@ -140,19 +160,28 @@ def test_a_disk_that_fails_ends_the_comparison_and_is_no_result_of_a_precision()
     assert len(compare(settings(), "out")["runs"]) == 2
 
 
+# A layer that allocates more than any machine has, in float16 only.
+GREEDY_MODULE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(784, 10)
+
+    def forward(self, x):
+        out = self.last(x.flatten(1))
+        if out.dtype == torch.float16:
+            return torch.empty(1 << 50, dtype=out.dtype)
+        return out
+"""
+
+
 def test_running_out_of_memory_in_one_precision_leaves_the_others() -> None:
-    """A layer that allocates more than any machine has, in float16 only."""
-    Path("greedy.py").write_text(
-        "import torch\nfrom torch import nn\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.last = nn.Linear(784, 10)\n"
-        "    def forward(self, x):\n"
-        "        out = self.last(x.flatten(1))\n"
-        "        return out if out.dtype != torch.float16 else torch.empty(1 << 50, dtype=out.dtype)\n"
-    )
-    told = compare(settings(net="greedy:Net", precisions=("fp32", "O2", "fp64")), "out")
-    assert [run["status"] for run in told["runs"]] == ["done", "failed", "done"]
-    assert "memory" in told["runs"][1]["error"]
-    assert torch.isfinite(torch.tensor(told["runs"][2]["loss"]))
+    Path("greedy.py").write_text(GREEDY_MODULE)
+    precisions = ("fp32", "O2", "fp64")
+    runs = compare(settings(net="greedy:Net", precisions=precisions), "out")["runs"]
+    assert [run["status"] for run in runs] == ["done", "failed", "done"]
+    assert "memory" in runs[1]["error"]
+    assert torch.isfinite(torch.tensor(runs[2]["loss"]))

@@ -1,4 +1,7 @@
-"""Damaged files of every reader: each is refused by name, at its byte, in its own words, and in little memory."""
+"""Damaged files of every reader.
+
+Each is refused by name, at its byte, in its own words, and in little memory.
+"""
 
 import gzip
 import io
@@ -28,23 +31,23 @@ from halfstep.data.readers.idx import read_idx, read_split
 from halfstep.data.readers.image_folder import ImageFolder
 
 MIB = 1 << 20
-HUGE = 2**32 - 1
-AGAIN = "Fetch the file again or name another one."
+MAX_UINT32 = 2**32 - 1
+FETCH_AGAIN = "Fetch the file again or name another one."
 
 
-def header(*sizes: int, kind: int = 8) -> bytes:
+def idx_header(*sizes: int, kind: int = 8) -> bytes:
     return struct.pack(f">4B{len(sizes)}I", 0, 0, kind, len(sizes), *sizes)
 
 
-def packed(content: bytes) -> bytes:
+def gzipped(content: bytes) -> bytes:
     return gzip.compress(content, mtime=0)
 
 
-def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
+def flip_bit(content: bytes, at: int, bit: int = 0) -> bytes:
     return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
 
 
-def tar(name: str, content: bytes, mode: str = "w") -> bytes:
+def make_tar(name: str, content: bytes, mode: str = "w") -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
         info = tarfile.TarInfo(name)
@@ -53,11 +56,11 @@ def tar(name: str, content: bytes, mode: str = "w") -> bytes:
     return out.getvalue()
 
 
-IDX = header(2, 3, 4) + bytes(range(24))
-GZ = packed(IDX)
-TEN = b"".join(bytes([label]) + bytes(range(256)) * 12 for label in (3, 0, 9))
-HUNDRED = b"".join(bytes(labels) + bytes(range(256)) * 12 for labels in ((19, 99), (0, 0)))
-BATCH = pickle.dumps({b"labels": [1, 2], b"data": bytes(6144)}, protocol=2)
+IDX_FILE = idx_header(2, 3, 4) + bytes(range(24))
+GZ_FILE = gzipped(IDX_FILE)
+CIFAR10_FILE = b"".join(bytes([label]) + bytes(range(256)) * 12 for label in (3, 0, 9))
+CIFAR100_FILE = b"".join(bytes(labels) + bytes(range(256)) * 12 for labels in ((19, 99), (0, 0)))
+PICKLED_BATCH = pickle.dumps({b"labels": [1, 2], b"data": bytes(6144)}, protocol=2)
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,10 @@ class Case:
     content: bytes
     at: str
     words: tuple[str, ...]
-    advice: str = AGAIN
+    advice: str = FETCH_AGAIN
 
 
-def truncated(cut: int) -> tuple[str, str]:
+def truncated_after(cut: int) -> tuple[str, str]:
     return (
         "24 data bytes for shape (2, 3, 4)",
         f"the end of the file after {cut - 16} (truncated)",
@@ -79,140 +82,393 @@ def truncated(cut: int) -> tuple[str, str]:
 
 
 MAGIC = "magic 00 00 08 03 (uint8, 3 dimensions)"
-OVER = "the end of the file, after 24 data bytes for shape (2, 3, 4),"
-PLAIN = [
+AFTER_THE_DATA = "the end of the file, after 24 data bytes for shape (2, 3, 4),"
+PLAIN_CASES = [
     Case("empty", b"", "byte 0", (MAGIC, "found the end of the file")),
-    *(Case(f"cut {n}", IDX[:n], "byte 0", (MAGIC, f"found {IDX[:n].hex(' ')}.")) for n in (1, 2, 3)),
-    *(Case(f"cut {n}", IDX[:n], f"byte {n}", ("a header of 16 bytes", "the end")) for n in (4, 5, 8, 11, 12, 15)),
-    *(Case(f"cut {n}", IDX[:n], f"byte {n}", truncated(n)) for n in (16, 17, 27, 39)),
-    Case("first zero", flipped(IDX, 0), "byte 0", (MAGIC, "found 01 00 08 03.")),
-    Case("second zero", flipped(IDX, 1), "byte 0", (MAGIC, "found 00 01 08 03.")),
-    Case("type", flipped(IDX, 2), "byte 0", (MAGIC, "found 00 00 09 03 (int8, 3 dimensions).")),
-    Case("rank of labels", flipped(IDX, 3, 1), "byte 0", (MAGIC, "found 00 00 08 01 (uint8, 1 dimension)")),
-    Case("float32", header(2, 3, 4, kind=13) + bytes(96), "byte 0", (MAGIC, "00 00 0d 03 (float32, 3 dimensions)")),
-    Case("little-endian magic", b"\x03\x08\0\0" + IDX[4:], "byte 0", (MAGIC, "found 03 08 00 00")),
+    *(
+        Case(f"cut {n}", IDX_FILE[:n], "byte 0", (MAGIC, f"found {IDX_FILE[:n].hex(' ')}."))
+        for n in (1, 2, 3)
+    ),
+    *(
+        Case(f"cut {n}", IDX_FILE[:n], f"byte {n}", ("a header of 16 bytes", "the end"))
+        for n in (4, 5, 8, 11, 12, 15)
+    ),
+    *(Case(f"cut {n}", IDX_FILE[:n], f"byte {n}", truncated_after(n)) for n in (16, 17, 27, 39)),
+    Case("first zero", flip_bit(IDX_FILE, 0), "byte 0", (MAGIC, "found 01 00 08 03.")),
+    Case("second zero", flip_bit(IDX_FILE, 1), "byte 0", (MAGIC, "found 00 01 08 03.")),
+    Case(
+        "type", flip_bit(IDX_FILE, 2), "byte 0", (MAGIC, "found 00 00 09 03 (int8, 3 dimensions).")
+    ),
+    Case(
+        "rank of labels",
+        flip_bit(IDX_FILE, 3, 1),
+        "byte 0",
+        (MAGIC, "found 00 00 08 01 (uint8, 1 dimension)"),
+    ),
+    Case(
+        "float32",
+        idx_header(2, 3, 4, kind=13) + bytes(96),
+        "byte 0",
+        (MAGIC, "00 00 0d 03 (float32, 3 dimensions)"),
+    ),
+    Case(
+        "little-endian magic",
+        b"\x03\x08\0\0" + IDX_FILE[4:],
+        "byte 0",
+        (MAGIC, "found 03 08 00 00"),
+    ),
     Case("web page", b"<!DOCTYPE html><html>", "byte 0", (MAGIC, "found 3c 21 44 4f (a web page)")),
-    Case("pickle", BATCH, "byte 0", (MAGIC, "found 80 02", "(a pickle)")),
+    Case("pickle", PICKLED_BATCH, "byte 0", (MAGIC, "found 80 02", "(a pickle)")),
     Case("zip", b"PK\x03\x04" + bytes(60), "byte 0", (MAGIC, "found 50 4b 03 04 (zip)")),
     Case("xz", b"\xfd7zXZ\0" + bytes(60), "byte 0", (MAGIC, "found fd 37 7a 58 (xz)")),
     Case("bzip2", b"BZh9" + bytes(60), "byte 0", (MAGIC, "found 42 5a 68 39 (bzip2)")),
-    Case("tar", tar("images", IDX), "byte 0", (MAGIC, "found 69 6d 61 67 (tar)")),
-    Case("pointer", b"version https://git-lfs.github.com/spec/v1\n", "byte 0", (MAGIC, "(a Git LFS pointer")),
-    Case("one image more", header(3, 3, 4) + IDX[16:], "byte 40", ("36 data bytes for shape (3, 3, 4)", "after 24 (")),
-    Case("one image less", header(1, 3, 4) + IDX[16:], "byte 28", ("12 data bytes for shape (1, 3, 4),", "other")),
-    Case("none, with data", header(0, 3, 4) + IDX[16:], "byte 16", ("0 data bytes for shape (0, 3, 4),", "other")),
-    Case("trailing byte", IDX + b"\0", "byte 40", (OVER, "found other bytes")),
-    Case("trailing megabytes", IDX + bytes(8 * MIB), "byte 40", (OVER, "found other bytes")),
-    Case("no rows", header(2, 0, 4), "byte 8", ("a size of 1 or more", "found 0.")),
-    Case("no columns", header(2, 3, 0), "byte 12", ("a size of 1 or more", "found 0.")),
-    Case("nothing at all", header(0, 0, 0), "byte 8", ("a size of 1 or more", "found 0.")),
-    Case("endless, of nothing", header(HUGE, HUGE, 0), "byte 12", ("a size of 1 or more", "found 0.")),
-    Case("huge sizes", header(HUGE, HUGE, HUGE) + bytes(24), "byte 8", ("within 2^40 bytes", f"{HUGE} × {HUGE}.")),
-    Case("huge and none", header(0, HUGE, HUGE), "byte 8", ("within 2^40 bytes", f"found {HUGE} × {HUGE}.")),
-]  # fmt: skip
-# the same content in a gzip file is found out at the same byte, counted unpacked; sizes beyond it need no unpacking
-UNPACKED = [
-    Case(f"gz {case.name}", packed(case.content), f"unpacked {case.at}", case.words)
-    for case in PLAIN
+    Case("tar", make_tar("images", IDX_FILE), "byte 0", (MAGIC, "found 69 6d 61 67 (tar)")),
+    Case(
+        "pointer",
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "byte 0",
+        (MAGIC, "(a Git LFS pointer"),
+    ),
+    Case(
+        "one image more",
+        idx_header(3, 3, 4) + IDX_FILE[16:],
+        "byte 40",
+        ("36 data bytes for shape (3, 3, 4)", "after 24 ("),
+    ),
+    Case(
+        "one image less",
+        idx_header(1, 3, 4) + IDX_FILE[16:],
+        "byte 28",
+        ("12 data bytes for shape (1, 3, 4),", "other"),
+    ),
+    Case(
+        "none, with data",
+        idx_header(0, 3, 4) + IDX_FILE[16:],
+        "byte 16",
+        ("0 data bytes for shape (0, 3, 4),", "other"),
+    ),
+    Case("trailing byte", IDX_FILE + b"\0", "byte 40", (AFTER_THE_DATA, "found other bytes")),
+    Case(
+        "trailing megabytes",
+        IDX_FILE + bytes(8 * MIB),
+        "byte 40",
+        (AFTER_THE_DATA, "found other bytes"),
+    ),
+    Case("no rows", idx_header(2, 0, 4), "byte 8", ("a size of 1 or more", "found 0.")),
+    Case("no columns", idx_header(2, 3, 0), "byte 12", ("a size of 1 or more", "found 0.")),
+    Case("nothing at all", idx_header(0, 0, 0), "byte 8", ("a size of 1 or more", "found 0.")),
+    Case(
+        "endless, of nothing",
+        idx_header(MAX_UINT32, MAX_UINT32, 0),
+        "byte 12",
+        ("a size of 1 or more", "found 0."),
+    ),
+    Case(
+        "huge sizes",
+        idx_header(MAX_UINT32, MAX_UINT32, MAX_UINT32) + bytes(24),
+        "byte 8",
+        ("within 2^40 bytes", f"{MAX_UINT32} × {MAX_UINT32}."),
+    ),
+    Case(
+        "huge and none",
+        idx_header(0, MAX_UINT32, MAX_UINT32),
+        "byte 8",
+        ("within 2^40 bytes", f"found {MAX_UINT32} × {MAX_UINT32}."),
+    ),
+]
+# The same content in a gzip file is noticed at the same byte, counted unpacked. Sizes beyond the
+# file need no unpacking.
+GZIPPED_CASES = [
+    Case(f"gz {case.name}", gzipped(case.content), f"unpacked {case.at}", case.words)
+    for case in PLAIN_CASES
     if case.name != "empty"
 ]
-COUNTS = [
-    Case("huge count", header(HUGE, 3, 4) + bytes(24), "byte 40", (f"{12 * HUGE} data", "end of the file after 24")),
-    Case("gz huge count", packed(header(HUGE, 3, 4)), "unpacked byte 16", (f"{12 * HUGE} data", "too small")),
-    Case("high bit of the count", flipped(IDX, 4, 7), "byte 40", ("25769803800 data bytes", "after 24 (truncated)")),
-]  # fmt: skip
-SOUND = "a sound gzip stream"
-MEMBER = "another gzip member or the end of the file"
-ENDS = ("more of a gzip stream", "found the end of the file")
-BOMB = packed(IDX + bytes(64 * MIB))
-MORE = packed(header(HUGE, 1, 1) + bytes(64 * MIB))
-PACKED = [
-    *(Case(f"gz cut {n}", GZ[:n], f"byte {n}", ENDS) for n in (2, 3, 9, 10, 11, 20, *range(len(GZ) - 9, len(GZ)))),
-    Case("gz cut 1", GZ[:1], "byte 0", (MAGIC, "found 1f.")),
-    Case("gz method", GZ[:2] + b"\x07" + GZ[3:], "byte 3", (SOUND, "unknown compression method")),  # zlib takes two
-    Case("gz flags", GZ[:3] + b"\xe0" + GZ[4:], "byte 3", (SOUND, "unknown header flags set")),
-    Case("gz block type", GZ[:10] + b"\x07" + GZ[11:], "byte 10", (SOUND, "invalid block type")),
-    Case("gz checksum", flipped(GZ, len(GZ) - 8), f"byte {len(GZ) - 5}", (SOUND, "incorrect data check")),
-    Case("gz length", flipped(GZ, len(GZ) - 4), f"byte {len(GZ) - 1}", (SOUND, "incorrect length check")),
-    Case("gz of stored bytes, flipped", flipped(gzip.compress(IDX, 0), 35), "byte 58", (SOUND, "incorrect data check")),
-    Case("gz then garbage", GZ + b"tail", f"byte {len(GZ)}", (MEMBER, "found 74 61 69 6c")),
-    Case("gz then zeros", GZ + bytes(512), f"byte {len(GZ)}", (MEMBER, "found 00 00 00 00")),
-    Case("gz then half a magic", GZ + b"\x1f", f"byte {len(GZ) + 1}", ENDS),
-    Case("gz then a cut member", GZ + GZ[:10], f"byte {len(GZ) + 10}", ENDS),
-    Case("gz then a cut member with data", GZ + GZ[:-9], "unpacked byte 40", (OVER, "found other bytes")),
-    Case("gz then another magic", GZ + b"\x1f\x8c", f"byte {len(GZ) + 1}", (SOUND, "incorrect header check")),
-    Case("gz twice", GZ + GZ, "unpacked byte 40", (OVER, "found other bytes")),
-    Case("gz of gz", packed(GZ), "unpacked byte 0", (MAGIC, "found 1f 8b 08 00 (gzip)")),
-    Case("gz of nothing", packed(b""), "unpacked byte 0", (MAGIC, "found the end of the file")),
-    Case("tar.gz", tar("images", IDX, "w:gz"), "unpacked byte 0", (MAGIC, "found 69 6d 61 67 (tar)")),
-    Case("gz bomb", BOMB, "unpacked byte 40", (OVER, "found other bytes")),
-    Case("gz bomb in a second member", GZ + packed(bytes(64 * MIB)), "unpacked byte 40", (OVER, "found other bytes")),
-    Case("gz bomb that declares more", MORE, "unpacked byte 16", (f"{HUGE} data", "too small")),
-]  # fmt: skip
-FETCH = "Fetch cifar-10-binary.tar.gz, unpack it and name its folder cifar-10-batches-bin."
-UNPACK = "Unpack it (tar -xf) and name the folder cifar-10-batches-bin that comes out."
-PICKLED = f"This is the Python version of CIFAR-10, a pickle, which is never loaded. {FETCH}"
-WHOLE, BINARY = "whole records of 3073 bytes", "records of CIFAR-10's binary version"
-CIFAR = [
-    Case("empty", b"", "byte 0", (WHOLE, "an empty file"), FETCH),
+COUNT_CASES = [
+    Case(
+        "huge count",
+        idx_header(MAX_UINT32, 3, 4) + bytes(24),
+        "byte 40",
+        (f"{12 * MAX_UINT32} data", "end of the file after 24"),
+    ),
+    Case(
+        "gz huge count",
+        gzipped(idx_header(MAX_UINT32, 3, 4)),
+        "unpacked byte 16",
+        (f"{12 * MAX_UINT32} data", "too small"),
+    ),
+    Case(
+        "high bit of the count",
+        flip_bit(IDX_FILE, 4, 7),
+        "byte 40",
+        ("25769803800 data bytes", "after 24 (truncated)"),
+    ),
+]
+SOUND_STREAM = "a sound gzip stream"
+OTHER_MEMBER = "another gzip member or the end of the file"
+CUT_OFF = ("more of a gzip stream", "found the end of the file")
+GZIP_BOMB = gzipped(IDX_FILE + bytes(64 * MIB))
+DECLARING_BOMB = gzipped(idx_header(MAX_UINT32, 1, 1) + bytes(64 * MIB))
+GZIP_CASES = [
     *(
-        Case(f"cut {i} {n}", TEN[: 3073 * i + n], f"byte {3073 * i}", (WHOLE, f"{n} bytes into record {i}"), FETCH)
+        Case(f"gz cut {n}", GZ_FILE[:n], f"byte {n}", CUT_OFF)
+        for n in (2, 3, 9, 10, 11, 20, *range(len(GZ_FILE) - 9, len(GZ_FILE)))
+    ),
+    Case("gz cut 1", GZ_FILE[:1], "byte 0", (MAGIC, "found 1f.")),
+    # zlib takes two
+    Case(
+        "gz method",
+        GZ_FILE[:2] + b"\x07" + GZ_FILE[3:],
+        "byte 3",
+        (SOUND_STREAM, "unknown compression method"),
+    ),
+    Case(
+        "gz flags",
+        GZ_FILE[:3] + b"\xe0" + GZ_FILE[4:],
+        "byte 3",
+        (SOUND_STREAM, "unknown header flags set"),
+    ),
+    Case(
+        "gz block type",
+        GZ_FILE[:10] + b"\x07" + GZ_FILE[11:],
+        "byte 10",
+        (SOUND_STREAM, "invalid block type"),
+    ),
+    Case(
+        "gz checksum",
+        flip_bit(GZ_FILE, len(GZ_FILE) - 8),
+        f"byte {len(GZ_FILE) - 5}",
+        (SOUND_STREAM, "incorrect data check"),
+    ),
+    Case(
+        "gz length",
+        flip_bit(GZ_FILE, len(GZ_FILE) - 4),
+        f"byte {len(GZ_FILE) - 1}",
+        (SOUND_STREAM, "incorrect length check"),
+    ),
+    Case(
+        "gz of stored bytes, flipped",
+        flip_bit(gzip.compress(IDX_FILE, 0), 35),
+        "byte 58",
+        (SOUND_STREAM, "incorrect data check"),
+    ),
+    Case(
+        "gz then garbage",
+        GZ_FILE + b"tail",
+        f"byte {len(GZ_FILE)}",
+        (OTHER_MEMBER, "found 74 61 69 6c"),
+    ),
+    Case(
+        "gz then zeros",
+        GZ_FILE + bytes(512),
+        f"byte {len(GZ_FILE)}",
+        (OTHER_MEMBER, "found 00 00 00 00"),
+    ),
+    Case("gz then half a magic", GZ_FILE + b"\x1f", f"byte {len(GZ_FILE) + 1}", CUT_OFF),
+    Case("gz then a cut member", GZ_FILE + GZ_FILE[:10], f"byte {len(GZ_FILE) + 10}", CUT_OFF),
+    Case(
+        "gz then a cut member with data",
+        GZ_FILE + GZ_FILE[:-9],
+        "unpacked byte 40",
+        (AFTER_THE_DATA, "found other bytes"),
+    ),
+    Case(
+        "gz then another magic",
+        GZ_FILE + b"\x1f\x8c",
+        f"byte {len(GZ_FILE) + 1}",
+        (SOUND_STREAM, "incorrect header check"),
+    ),
+    Case("gz twice", GZ_FILE + GZ_FILE, "unpacked byte 40", (AFTER_THE_DATA, "found other bytes")),
+    Case("gz of gz", gzipped(GZ_FILE), "unpacked byte 0", (MAGIC, "found 1f 8b 08 00 (gzip)")),
+    Case("gz of nothing", gzipped(b""), "unpacked byte 0", (MAGIC, "found the end of the file")),
+    Case(
+        "tar.gz",
+        make_tar("images", IDX_FILE, "w:gz"),
+        "unpacked byte 0",
+        (MAGIC, "found 69 6d 61 67 (tar)"),
+    ),
+    Case("gz bomb", GZIP_BOMB, "unpacked byte 40", (AFTER_THE_DATA, "found other bytes")),
+    Case(
+        "gz bomb in a second member",
+        GZ_FILE + gzipped(bytes(64 * MIB)),
+        "unpacked byte 40",
+        (AFTER_THE_DATA, "found other bytes"),
+    ),
+    Case(
+        "gz bomb that declares more",
+        DECLARING_BOMB,
+        "unpacked byte 16",
+        (f"{MAX_UINT32} data", "too small"),
+    ),
+]
+FETCH_CIFAR10 = "Fetch cifar-10-binary.tar.gz, unpack it and name its folder cifar-10-batches-bin."
+UNPACK_CIFAR10 = "Unpack it (tar -xf) and name the folder cifar-10-batches-bin that comes out."
+NEVER_UNPICKLED = (
+    f"This is the Python version of CIFAR-10, a pickle, which is never loaded. {FETCH_CIFAR10}"
+)
+WHOLE_RECORDS = "whole records of 3073 bytes"
+BINARY_VERSION = "records of CIFAR-10's binary version"
+CIFAR10_CASES = [
+    Case("empty", b"", "byte 0", (WHOLE_RECORDS, "an empty file"), FETCH_CIFAR10),
+    *(
+        Case(
+            f"cut {i} {n}",
+            CIFAR10_FILE[: 3073 * i + n],
+            f"byte {3073 * i}",
+            (WHOLE_RECORDS, f"{n} bytes into record {i}"),
+            FETCH_CIFAR10,
+        )
         for i, n in ((0, 1), (0, 2), (0, 1024), (0, 3072), (1, 1), (1, 3072), (2, 1), (2, 3072))
     ),
-    Case("trailing byte", TEN + b"\0", "byte 9219", (WHOLE, "the end of the file 1 bytes into record 3"), FETCH),
-    Case("first label", b"\x0a" + TEN[1:], "byte 0", ("a fine label in 0..9 in record 0", "found 10."), FETCH),
-    Case("last label", TEN[:6146] + b"\xff" + TEN[6147:], "byte 6146", ("0..9 in record 2", "found 255."), FETCH),
-    Case("record 1000", TEN[:3073] * 1000 + b"\x63" + TEN[1:], "byte 3073000", ("in record 1000", "found 99."), FETCH),
-    Case("shifted", TEN[20:] + bytes(20), "byte 0", ("in record 0", "found 19."), FETCH),
-    Case("hundred's records", HUNDRED[3074:] * 3073, "byte 3073", ("in record 1", "found 255."), FETCH),
-    Case("gz", packed(TEN), "byte 0", (BINARY, "found 1f 8b 08 00 (gzip)"), UNPACK),
-    Case("tar.gz", tar("data_batch_1.bin", TEN, "w:gz"), "byte 0", (BINARY, "(gzip)"), UNPACK),
-    Case("tar", tar("data_batch_1.bin", TEN), "byte 0", (BINARY, "found 64 61 74 61 (tar)"), UNPACK),
+    Case(
+        "trailing byte",
+        CIFAR10_FILE + b"\0",
+        "byte 9219",
+        (WHOLE_RECORDS, "the end of the file 1 bytes into record 3"),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "first label",
+        b"\x0a" + CIFAR10_FILE[1:],
+        "byte 0",
+        ("a fine label in 0..9 in record 0", "found 10."),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "last label",
+        CIFAR10_FILE[:6146] + b"\xff" + CIFAR10_FILE[6147:],
+        "byte 6146",
+        ("0..9 in record 2", "found 255."),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "record 1000",
+        CIFAR10_FILE[:3073] * 1000 + b"\x63" + CIFAR10_FILE[1:],
+        "byte 3073000",
+        ("in record 1000", "found 99."),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "shifted",
+        CIFAR10_FILE[20:] + bytes(20),
+        "byte 0",
+        ("in record 0", "found 19."),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "hundred's records",
+        CIFAR100_FILE[3074:] * 3073,
+        "byte 3073",
+        ("in record 1", "found 255."),
+        FETCH_CIFAR10,
+    ),
+    Case(
+        "gz",
+        gzipped(CIFAR10_FILE),
+        "byte 0",
+        (BINARY_VERSION, "found 1f 8b 08 00 (gzip)"),
+        UNPACK_CIFAR10,
+    ),
+    Case(
+        "tar.gz",
+        make_tar("data_batch_1.bin", CIFAR10_FILE, "w:gz"),
+        "byte 0",
+        (BINARY_VERSION, "(gzip)"),
+        UNPACK_CIFAR10,
+    ),
+    Case(
+        "tar",
+        make_tar("data_batch_1.bin", CIFAR10_FILE),
+        "byte 0",
+        (BINARY_VERSION, "found 64 61 74 61 (tar)"),
+        UNPACK_CIFAR10,
+    ),
     *(
-        Case(f"pickle {n}", pickle.dumps({"data": TEN}, n), "byte 0", (BINARY, f"80 0{n}", "(a pickle)"), PICKLED)
+        Case(
+            f"pickle {n}",
+            pickle.dumps({"data": CIFAR10_FILE}, n),
+            "byte 0",
+            (BINARY_VERSION, f"80 0{n}", "(a pickle)"),
+            NEVER_UNPICKLED,
+        )
         for n in (2, 3, 4, 5)
     ),
-    Case("pickle that would run", b"\x80\x02cos\nabort\n(tR.", "byte 0", (BINARY, "(a pickle)"), PICKLED),
-    Case("web page", b"<html>404</html>", "byte 0", (BINARY, "found 3c 68 74 6d (a web page)"), FETCH),
-]  # fmt: skip
-FETCH_100 = FETCH.replace("-10-batches-bin", "-100-binary").replace("-10-", "-100-")
-CIFAR_100 = [
-    Case("coarse", b"\x14" + HUNDRED[1:], "byte 0", ("a coarse label in 0..19 in record 0", "found 20."), FETCH_100),
-    Case("fine", HUNDRED[:3075] + b"\x64" + HUNDRED[3076:], "byte 3075", ("0..99 in record 1", " 100."), FETCH_100),
-    Case("cut", HUNDRED[:-1], "byte 3074", ("whole records of 3074 bytes", "3073 bytes into record 1"), FETCH_100),
-    Case("ten's records", TEN, "byte 6148", ("whole records of 3074 bytes", "3071 bytes into record 2"), FETCH_100),
-]  # fmt: skip
+    Case(
+        "pickle that would run",
+        b"\x80\x02cos\nabort\n(tR.",
+        "byte 0",
+        (BINARY_VERSION, "(a pickle)"),
+        NEVER_UNPICKLED,
+    ),
+    Case(
+        "web page",
+        b"<html>404</html>",
+        "byte 0",
+        (BINARY_VERSION, "found 3c 68 74 6d (a web page)"),
+        FETCH_CIFAR10,
+    ),
+]
+FETCH_CIFAR100 = FETCH_CIFAR10.replace("-10-batches-bin", "-100-binary").replace("-10-", "-100-")
+CIFAR100_CASES = [
+    Case(
+        "coarse",
+        b"\x14" + CIFAR100_FILE[1:],
+        "byte 0",
+        ("a coarse label in 0..19 in record 0", "found 20."),
+        FETCH_CIFAR100,
+    ),
+    Case(
+        "fine",
+        CIFAR100_FILE[:3075] + b"\x64" + CIFAR100_FILE[3076:],
+        "byte 3075",
+        ("0..99 in record 1", " 100."),
+        FETCH_CIFAR100,
+    ),
+    Case(
+        "cut",
+        CIFAR100_FILE[:-1],
+        "byte 3074",
+        ("whole records of 3074 bytes", "3073 bytes into record 1"),
+        FETCH_CIFAR100,
+    ),
+    Case(
+        "ten's records",
+        CIFAR10_FILE,
+        "byte 6148",
+        ("whole records of 3074 bytes", "3071 bytes into record 2"),
+        FETCH_CIFAR100,
+    ),
+]
 
 
-def ten(path: Path) -> Any:
+def read_cifar10(path: Path) -> Any:
     return read_cifar(path.parent)
 
 
-def hundred(path: Path) -> Any:
+def read_cifar100(path: Path) -> Any:
     return read_cifar(path.parent, classes=100)
 
 
-def images(path: Path) -> Any:
+def read_images(path: Path) -> Any:
     return read_idx(path, dims=3)
 
 
-def picture(path: Path) -> Any:
+def read_picture(path: Path) -> Any:
     return ImageFolder(path.parent.parent)[0]
 
 
 READERS: list[tuple[str, Callable[[Path], Any], list[Case]]] = [
-    ("images-idx3-ubyte", images, PLAIN + UNPACKED + COUNTS + PACKED),
-    ("data_batch_1.bin", ten, CIFAR),
-    ("train.bin", hundred, CIFAR_100),
+    ("images-idx3-ubyte", read_images, PLAIN_CASES + GZIPPED_CASES + COUNT_CASES + GZIP_CASES),
+    ("data_batch_1.bin", read_cifar10, CIFAR10_CASES),
+    ("train.bin", read_cifar100, CIFAR100_CASES),
 ]
-ALL = [
+ALL_CASES = [
     pytest.param(name, read, case, id=f"{name}: {case.name}")
     for name, read, cases in READERS
     for case in cases
 ]
 
 
-@pytest.mark.parametrize(("name", "read", "case"), ALL)
+@pytest.mark.parametrize(("name", "read", "case"), ALL_CASES)
 def test_refused_by_name_byte_and_words_in_little_memory(
     tmp_path: Path, name: str, read: Callable[[Path], Any], case: Case
 ) -> None:
@@ -232,16 +488,16 @@ def test_refused_by_name_byte_and_words_in_little_memory(
     for words in case.words:
         assert words in message
     # a piece of 1 MiB, held once or twice; CIFAR's result is allocated by the file's true size
-    assert peak < 3 * MIB + 2 * len(case.content) * (read is not images)
+    assert peak < 3 * MIB + 2 * len(case.content) * (read is not read_images)
 
 
 @pytest.mark.parametrize(
     ("name", "read", "content"),
     [
-        ("images", images, IDX),
-        ("images", images, GZ),
-        ("data_batch_1.bin", ten, TEN),
-        ("train.bin", hundred, HUNDRED),
+        ("images", read_images, IDX_FILE),
+        ("images", read_images, GZ_FILE),
+        ("data_batch_1.bin", read_cifar10, CIFAR10_FILE),
+        ("train.bin", read_cifar100, CIFAR100_FILE),
     ],
 )
 def test_the_undamaged_originals_are_read(
@@ -252,7 +508,7 @@ def test_the_undamaged_originals_are_read(
     read(tmp_path / name)
 
 
-@pytest.mark.parametrize("read", [images, ten])
+@pytest.mark.parametrize("read", [read_images, read_cifar10])
 def test_folders_and_unreadable_files_keep_their_names(
     tmp_path: Path, read: Callable[[Path], Any]
 ) -> None:
@@ -276,10 +532,10 @@ def test_a_missing_file_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"nowhere: expected a file that can be read, found: No such file"
     ):
-        images(tmp_path / "nowhere")
+        read_images(tmp_path / "nowhere")
 
 
-def outcome(path: Path, dims: int) -> Tensor | str:
+def read_or_message(path: Path, dims: int) -> Tensor | str:
     """The tensor, or the words of the ValueError; any other exception passes through."""
     try:
         return read_idx(path, dims=dims)
@@ -287,84 +543,92 @@ def outcome(path: Path, dims: int) -> Tensor | str:
         return str(error)
 
 
-HEADERS = [IDX, header(0, 28, 28), header(5) + bytes(5), header(0)]
+IDX_FILES = [IDX_FILE, idx_header(0, 28, 28), idx_header(5) + bytes(5), idx_header(0)]
 
 
 @given(
-    content=st.sampled_from(HEADERS),
-    pack=st.sampled_from([bytes, packed]),
+    content=st.sampled_from(IDX_FILES),
+    pack=st.sampled_from([bytes, gzipped]),
     at=st.integers(0, 15),
     value=st.integers(0, 255),
 )
 def test_any_byte_of_a_header(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, pack: Any, at: int, value: int
 ) -> None:
-    """One byte changed: a refusal that names the file, or a tensor of exactly the shape that is now declared."""
+    """One byte changed: a refusal that names the file, or a tensor of the shape now declared."""
     dims = content[3]
     at %= 4 + 4 * dims
     content = content[:at] + bytes([value]) + content[at + 1 :]
     path = tmp_path_factory.getbasetemp() / "header"
     path.write_bytes(pack(content))
-    got = outcome(path, dims)
-    if isinstance(got, str):
-        assert got.startswith(f"{path}: expected ")
+    result = read_or_message(path, dims)
+    if isinstance(result, str):
+        assert result.startswith(f"{path}: expected ")
     else:
         assert content[:4] == bytes([0, 0, 8, dims])
-        assert tuple(got.shape) == struct.unpack_from(f">{dims}I", content, 4)
-        assert got.numpy().tobytes() == content[4 + 4 * dims :]
+        assert tuple(result.shape) == struct.unpack_from(f">{dims}I", content, 4)
+        assert result.numpy().tobytes() == content[4 + 4 * dims :]
 
 
-@given(at=st.integers(0, len(GZ) - 1), value=st.integers(0, 255))
+@given(at=st.integers(0, len(GZ_FILE) - 1), value=st.integers(0, 255))
 def test_any_byte_of_a_gzip_file(
     tmp_path_factory: pytest.TempPathFactory, at: int, value: int
 ) -> None:
     """One byte changed: a refusal that names the file, or the original values."""
     path = tmp_path_factory.getbasetemp() / "packed"
-    path.write_bytes(GZ[:at] + bytes([value]) + GZ[at + 1 :])
-    got = outcome(path, 3)
-    if isinstance(got, str):
-        assert got.startswith(f"{path}: expected ")
+    path.write_bytes(GZ_FILE[:at] + bytes([value]) + GZ_FILE[at + 1 :])
+    result = read_or_message(path, 3)
+    if isinstance(result, str):
+        assert result.startswith(f"{path}: expected ")
     else:
-        assert got.numpy().tobytes() == IDX[16:]
+        assert result.numpy().tobytes() == IDX_FILE[16:]
 
 
 @given(record=st.integers(0, 2), value=st.integers(0, 255))
 def test_any_label_byte(tmp_path_factory: pytest.TempPathFactory, record: int, value: int) -> None:
     path = tmp_path_factory.getbasetemp() / "cifar" / "data_batch_1.bin"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(TEN[: 3073 * record] + bytes([value]) + TEN[3073 * record + 1 :])
+    path.write_bytes(
+        CIFAR10_FILE[: 3073 * record] + bytes([value]) + CIFAR10_FILE[3073 * record + 1 :]
+    )
     if value < 10:
-        assert ten(path)[1][record] == value
+        assert read_cifar10(path)[1][record] == value
     else:
         with pytest.raises(
             ValueError, match=rf"in record {record} at byte {3073 * record}, found {value}\."
         ):
-            ten(path)
+            read_cifar10(path)
 
 
 @pytest.mark.parametrize(
     ("labels", "match"),
     [
         (
-            header(2) + bytes([1, 10]),
+            idx_header(2) + bytes([1, 10]),
             r"expected labels in 0\.\.9 at byte 9 of its content, found 10 as label number 1",
         ),
         (
-            header(3) + bytes(3),
+            idx_header(3) + bytes(3),
             r"expected 2 labels, one per image of .*, at byte 4, found 3\. Fetch both files again",
         ),
-        (header(0), r"expected 2 labels, .* found 0\. Fetch both files again, from one place\."),
         (
-            header(2, 1) + bytes(2),
+            idx_header(0),
+            r"expected 2 labels, .* found 0\. Fetch both files again, from one place\.",
+        ),
+        (
+            idx_header(2, 1) + bytes(2),
             r"expected magic 00 00 08 01 .* at byte 0, found 00 00 08 02 \(uint8, 2 dimensions\)",
         ),
-        (IDX, r"expected magic 00 00 08 01 \(uint8, 1 dimension\) at byte 0, found 00 00 08 03"),
+        (
+            IDX_FILE,
+            r"expected magic 00 00 08 01 \(uint8, 1 dimension\) at byte 0, found 00 00 08 03",
+        ),
     ],
 )
 def test_labels_that_do_not_fit_their_images(tmp_path: Path, labels: bytes, match: str) -> None:
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(IDX)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(IDX_FILE)
     path = tmp_path / "train-labels-idx1-ubyte"
-    for content in (labels, packed(labels)):
+    for content in (labels, gzipped(labels)):
         path.write_bytes(content)
         with pytest.raises(
             ValueError, match=match.replace("at byte 0", "at (unpacked )?byte 0")
@@ -376,7 +640,7 @@ def test_labels_that_do_not_fit_their_images(tmp_path: Path, labels: bytes, matc
 needs_pillow = pytest.mark.skipif(find_spec("PIL") is None, reason="Pillow is not installed")
 
 
-def encoded(format: str) -> bytes:
+def encode_noise(format: str) -> bytes:
     from PIL import Image
 
     out = io.BytesIO()
@@ -385,7 +649,7 @@ def encoded(format: str) -> bytes:
     return out.getvalue()
 
 
-def png(width: int, height: int, rows: bytes = bytes(9)) -> bytes:
+def png_file(width: int, height: int, rows: bytes = bytes(9)) -> bytes:
     """A PNG that declares a size and brings, unless told otherwise, next to nothing of it."""
     parts = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)),
@@ -397,7 +661,7 @@ def png(width: int, height: int, rows: bytes = bytes(9)) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def pictures() -> dict[str, tuple[bytes, str]]:
+def damaged_pictures() -> dict[str, tuple[bytes, str]]:
     """Damaged images by name, with the words of their refusal."""
     limit = "raise PIL.Image.MAX_IMAGE_PIXELS if it is meant to be so large."
     unknown = "found bytes of none of PNG, JPEG, BMP, WEBP, GIF, PPM, TIFF: "
@@ -405,39 +669,39 @@ def pictures() -> dict[str, tuple[bytes, str]]:
         "empty": (b"", "found an empty file. Replace"),
         "text": (b"hello", unknown + "68 65 6c 6c"),
         "page": (b"<html></html>", unknown + "3c 68 74 6d (a web page)"),
-        "pickle": (BATCH, unknown + "80 02"),
+        "pickle": (PICKLED_BATCH, unknown + "80 02"),
         "no header": (b"\x89PNG\r\n\x1a\n", unknown),
-        "bad header": (flipped(encoded("PNG"), 20), unknown),
-        "bad pixels": (flipped(encoded("PNG"), 700), "OSError"),
-        "bomb": (png(100_000, 100_000), limit),
+        "bad header": (flip_bit(encode_noise("PNG"), 20), unknown),
+        "bad pixels": (flip_bit(encode_noise("PNG"), 700), "OSError"),
+        "bomb": (png_file(100_000, 100_000), limit),
+        # Pillow's limit is 89,478,485: here it would only warn
         "over the limit": (
-            png(10_000, 9_000),
+            png_file(10_000, 9_000),
             limit,
-        ),  # Pillow's limit is 89,478,485: here it would only warn
-        "endless": (png(2**31 - 1, 2**31 - 1), limit),
+        ),
+        "endless": (png_file(2**31 - 1, 2**31 - 1), limit),
     }
     for format in ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM", "TIFF"):
-        whole = encoded(format)
+        complete = encode_noise(format)
         for part in (0.02, 0.6, 0.97):
-            cases[f"{format} cut at {part}"] = (whole[: int(part * len(whole))], "found ")
+            cases[f"{format} cut at {part}"] = (complete[: int(part * len(complete))], "found ")
     return cases
 
 
 @needs_pillow
 @pytest.mark.parametrize("strict", [False, True])
 def test_damaged_pictures(tmp_path: Path, strict: bool) -> None:
-    """Pillow warns of some damage first: the refusal is the same, whether or not warnings are errors."""
+    """Pillow warns of some damage first; the refusal is the same if warnings are errors."""
     path = tmp_path / "class" / "x.png"
     path.parent.mkdir()
-    warnings.simplefilter(
-        "error" if strict else "ignore"
-    )  # pytest puts the filters back after each test
-    for name, (content, words) in pictures().items():
+    # pytest puts the filters back after each test
+    warnings.simplefilter("error" if strict else "ignore")
+    for name, (content, words) in damaged_pictures().items():
         path.write_bytes(content)
         with pytest.raises(
             ValueError, match="expected an image that Pillow can decode, found "
         ) as caught:
-            picture(path)
+            read_picture(path)
         message = str(caught.value)
         assert message.startswith(f"{path}: "), name
         assert words in message, name
@@ -450,7 +714,8 @@ from halfstep.data.readers.image_folder import ImageFolder
 from halfstep.data.readers.idx import read_idx
 
 def peak():
-    return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+    lines = open("/proc/self/status")
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 def grown(read, item):
     with open("/proc/self/clear_refs", "w") as file:
@@ -470,7 +735,7 @@ print(json.dumps(pictures | others))
 """
 
 
-def measured(folder: Path, files: dict[str, bytes]) -> dict[str, float]:
+def measure_growth(folder: Path, files: dict[str, bytes]) -> dict[str, float]:
     """MiB by which a fresh process grew at each file: Pillow allocates out of tracemalloc's sight.
 
     The process's own peak, VmHWM: ru_maxrss would start at the peak of the parent.
@@ -493,15 +758,16 @@ def measured(folder: Path, files: dict[str, bytes]) -> dict[str, float]:
 )
 def test_memory_of_the_process_stays_small(tmp_path: Path) -> None:
     damaged = {
-        f"pictures/class/{i}.png": content for i, (content, _) in enumerate(pictures().values())
+        f"pictures/class/{i}.png": content
+        for i, (content, _) in enumerate(damaged_pictures().values())
     }
     damaged |= {f"idx/{i}": case.content for i, case in enumerate(READERS[0][2])}
     sound = {  # these do need the memory, which shows that it is seen
-        "pictures/class/sound.png": png(4000, 2000, rows=bytes(2000 * 12001)),
-        "idx/sound": packed(header(32 * MIB, 1, 1) + bytes(32 * MIB)),
-        "pictures/class/warm.png": encoded("PNG"),  # comes last, and is read once before
+        "pictures/class/sound.png": png_file(4000, 2000, rows=bytes(2000 * 12001)),
+        "idx/sound": gzipped(idx_header(32 * MIB, 1, 1) + bytes(32 * MIB)),
+        "pictures/class/warm.png": encode_noise("PNG"),  # comes last, and is read once before
     }
-    grown = measured(tmp_path, damaged | sound)
+    grown = measure_growth(tmp_path, damaged | sound)
     assert grown.keys() == damaged.keys() | sound.keys()
     assert grown["pictures/class/sound.png"] > 22.8  # 4000 × 2000 × 3 bytes are 22.9 MiB
     assert grown["idx/sound"] > 31

@@ -1,4 +1,4 @@
-"""What a checkpoint holds decides the run, leaf by leaf; what changed is told; errors and bad disks lose nothing."""
+"""A checkpoint decides the run, leaf by leaf; errors lose nothing; changes are noticed."""
 
 import re
 import shutil
@@ -16,11 +16,18 @@ import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import History, Lambda
-from halfstep.callbacks.plateau__stopping import EarlyStopping
+from halfstep.callbacks.plateau import EarlyStopping
 from halfstep.engine import Run
 from halfstep.model import Model
-from tests.support.killed_run import build, seed, train_data
-from tests.support.run_endings import Fails, Snap, differences, fit, leaves, logged
+from tests.support.killed_run import build_model, seed_all, train_data
+from tests.support.run_endings import (
+    RaisesAt,
+    Snapshots,
+    differences,
+    leaves_by_path,
+    train_and_log,
+    train_model,
+)
 
 # every leaf decides, or says why it does not
 
@@ -44,7 +51,7 @@ INFORMATIONAL = {
 }
 
 
-def other(name: str, value: Any) -> Any:
+def another_value(name: str, value: Any) -> Any:
     """Another value of the same kind."""
     if name == ".rng.torch":
         return torch.Generator().manual_seed(99).get_state()
@@ -53,89 +60,103 @@ def other(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.dtype == torch.bool:
             return ~value
-        return value + 1 if not value.is_floating_point() else value * 1.5 + 0.25
+        if value.is_floating_point():
+            return value * 1.5 + 0.25
+        return value + 1
     if isinstance(value, bool):
         return not value
-    if isinstance(value, int | float):
-        return value + 1 if isinstance(value, int) else value - 1
-    return f"{value}x" if isinstance(value, str) else 1
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value - 1
+    if isinstance(value, str):
+        return f"{value}x"
+    return 1
 
 
-def put(tree: Any, name: str, value: Any) -> Any:
+def with_leaf(tree: Any, name: str, value: Any) -> Any:
     """The tree with one leaf changed."""
     if not name:
         return value
     for key in tree if isinstance(tree, dict) else range(len(tree)):
         text = str(key)
         if name[1:] == text or name[1:].startswith(f"{text}."):
-            changed = put(tree[key], name[1 + len(text) :], value)
+            changed = with_leaf(tree[key], name[1 + len(text) :], value)
             if isinstance(tree, dict):
                 return {**tree, key: changed}
             return type(tree)([*tree[:key], changed, *tree[key + 1 :]])
     raise KeyError(name)
 
 
-def observed(folder: Path, snap: Snap, **options: Any) -> Run:
+def train_observed(folder: Path, snapshots: Snapshots, **options: Any) -> Run:
     stopping = EarlyStopping("loss", patience=1)
-    return fit(
+    return train_model(
         folder,
         stopping,
-        snap,
-        model=build(accumulate=2, init=2.0**13),
+        snapshots,
+        model=build_model(accumulate=2, init=2.0**13),
         epochs=1,
         valid_every_steps=5,
         **options,
     )
 
 
-def outcome(tree: Any, folder: Path) -> dict[str, Any] | str:
-    """The end of a run that goes on from this tree; or what was said."""
+def resume_from(tree: Any, folder: Path) -> dict[str, Any] | str:
+    """The end of a run that goes on from this tree; or the message of its error."""
     shutil.rmtree(folder, ignore_errors=True)
-    snap = Snap()
+    snapshots = Snapshots()
     try:
         checkpoint.save(folder, tree)
-        observed(folder, snap, resume=folder)
+        train_observed(folder, snapshots, resume=folder)
     except Exception as error:  # refused, or a Notice, which is an error in these tests
         return str(error)
-    return leaves({**snap.taken["end"], "rows": snap.rows})
+    return leaves_by_path({**snapshots.trees["end"], "rows": snapshots.rows})
 
 
 def test_every_leaf_decides_or_says_why_not(tmp_path: Path) -> None:
-    """Saved at step 5 of 14 inside a cycle, right after an update; a change of any leaf must be seen elsewhere."""
-    snap = Snap(5)
-    observed(tmp_path, snap)
-    tree = snap.taken["at"]
-    expected, dead = leaves({**snap.taken["end"], "rows": snap.rows}), []
-    assert differences(outcome(tree, tmp_path / "same"), expected) == []
-    for name, value in leaves(tree).items():
+    """Saved at step 5 of 14 inside a cycle; a change of any leaf must change something else."""
+    snapshots = Snapshots(5)
+    train_observed(tmp_path, snapshots)
+    tree = snapshots.trees["at"]
+    expected = leaves_by_path({**snapshots.trees["end"], "rows": snapshots.rows})
+    without_effect = []
+    assert differences(resume_from(tree, tmp_path / "same"), expected) == []
+    for name, value in leaves_by_path(tree).items():
         if isinstance(value, dict | list) or (value is None and ".config." in name):
             continue
-        found = outcome(put(tree, name, other(name, value)), tmp_path / "other")
-        if not isinstance(found, str) and not [
-            n for n in differences(found, expected) if n != name
-        ]:
-            dead.append(name)
-    unknown = [
-        name for name in dead if not any(fnmatch(name, pattern) for pattern in INFORMATIONAL)
-    ]
-    assert unknown == []
-    assert [p for p in INFORMATIONAL if not any(fnmatch(name, p) for name in dead)] == []
+        changed = with_leaf(tree, name, another_value(name, value))
+        result = resume_from(changed, tmp_path / "other")
+        if isinstance(result, str):  # it was refused
+            continue
+        if not [different for different in differences(result, expected) if different != name]:
+            without_effect.append(name)
+
+    # Every leaf without an effect is in the table, and every pattern of the table has one.
+    for name in without_effect:
+        assert any(fnmatch(name, pattern) for pattern in INFORMATIONAL), name
+    for pattern in INFORMATIONAL:
+        assert any(fnmatch(name, pattern) for name in without_effect), pattern
 
 
 @pytest.mark.parametrize("at", [1, 3, 5, 7, 9])
 def test_what_was_loaded_is_what_was_saved(at: int, tmp_path: Path) -> None:
     """Right after a skipped step, after evaluations, inside a cycle, at a pass's end."""
-    first, second = Snap(at), Snap()
-    fit(tmp_path, History(), first, model=build(accumulate=4))
-    fit(
+    first = Snapshots(at)
+    second = Snapshots()
+    train_model(tmp_path, History(), first, model=build_model(accumulate=4))
+    train_model(
         tmp_path,
         History(),
         second,
-        model=build(accumulate=4),
-        resume=checkpoint.save(tmp_path / "s", first.taken["at"]),
+        model=build_model(accumulate=4),
+        resume=checkpoint.save(tmp_path / "s", first.trees["at"]),
     )
-    assert differences(leaves(second.taken["begin"]), leaves(first.taken["at"])) == []
-    assert differences(leaves(second.taken["end"]), leaves(first.taken["end"])) == []
+    assert (
+        differences(leaves_by_path(second.trees["begin"]), leaves_by_path(first.trees["at"])) == []
+    )
+    assert (
+        differences(leaves_by_path(second.trees["end"]), leaves_by_path(first.trees["end"])) == []
+    )
 
 
 # errors
@@ -148,40 +169,45 @@ def test_what_was_loaded_is_what_was_saved(at: int, tmp_path: Path) -> None:
 def test_a_callback_that_raises_is_named_and_loses_nothing(
     event: str, at: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """The other callbacks see what they would have seen, and the run goes on exactly: with sink=5, rows 5 and 6 are
-    out when the one at 4 fails."""
-    expected = logged(tmp_path / "whole", model=build(accumulate=accumulate), sink=5)
+    """The other callbacks see what they would have seen, and the run goes on exactly.
+
+    With sink=5, rows 5 and 6 are out when the one at 4 fails.
+    """
+    expected = train_and_log(tmp_path / "whole", model=build_model(accumulate=accumulate), sink=5)
     with pytest.raises(LookupError, match="a mistake") as caught:
-        logged(tmp_path / "cut", Fails(event, at), model=build(accumulate=accumulate), sink=5)
+        train_and_log(
+            tmp_path / "cut", RaisesAt(event, at), model=build_model(accumulate=accumulate), sink=5
+        )
     assert any(
-        f"raised by the callback Fails in {event}, at step {at}" in note
+        f"raised by the callback RaisesAt in {event}, at step {at}" in note
         for note in caught.value.__notes__
     )
-    found = logged(tmp_path / "cut", model=build(accumulate=accumulate), sink=5)
-    assert differences(found, expected) == []
+    resumed = train_and_log(tmp_path / "cut", model=build_model(accumulate=accumulate), sink=5)
+    assert differences(resumed, expected) == []
 
 
 @pytest.mark.parametrize("broken", ["forward", "backward"])
 def test_a_network_that_raises(broken: str, tmp_path: Path) -> None:
-    """The steps before it are saved, weights and all; the run goes on with the batch that failed."""
+    """The steps before it are saved; the run goes on with the batch that failed."""
 
     def fail(moment: str) -> None:
         if moment == broken and model.step.state.steps == 4:
             raise LookupError(f"in {moment}")
 
-    snap = Snap(4)
-    fit(tmp_path, snap)
-    model = build()
-    model.net.at = fail
+    snapshots = Snapshots(4)
+    train_model(tmp_path, snapshots)
+    model = build_model()
+    model.net.on_moment = fail
     with pytest.raises(LookupError, match=f"in {broken}"):
-        logged(tmp_path, model=model)
+        train_and_log(tmp_path, model=model)
     saved = checkpoint.load(tmp_path / "run" / checkpoint.name_of(4)).tree
-    changed = differences(leaves(saved["step"]), leaves(snap.taken["at"]["step"]))
-    assert [
-        n for n in changed if not n.startswith((".state.cycle.", ".net.norm."))
-    ] == []  # what forward had touched
+    changed = differences(
+        leaves_by_path(saved["step"]), leaves_by_path(snapshots.trees["at"]["step"])
+    )
+    touched_by_forward = (".state.cycle.", ".net.norm.")
+    assert [name for name in changed if not name.startswith(touched_by_forward)] == []
     assert saved["loop"]["global_step"] == saved["feed"]["step"] == 4
-    assert logged(tmp_path)[".loop.global_step"] == 14
+    assert train_and_log(tmp_path)[".loop.global_step"] == 14
 
 
 def test_a_non_finite_gradient_keeps_its_error_and_its_run(tmp_path: Path) -> None:
@@ -189,42 +215,56 @@ def test_a_non_finite_gradient_keeps_its_error_and_its_run(tmp_path: Path) -> No
         if moment == "forward" and model.step.state.steps == 4:
             model.net.last.bias.data[0] = float("inf")
 
-    model = build(precision="fp32")
-    model.net.at = poison
+    model = build_model(precision="fp32")
+    model.net.on_moment = poison
     with pytest.raises(hs.NonFiniteError, match=r"step 5: non-finite gradient in .*last"):
-        logged(tmp_path, model=model)
+        train_and_log(tmp_path, model=model)
     assert checkpoint.listing(tmp_path / "run")[-1].name == checkpoint.name_of(4)
-    healed = build(precision="fp32")
+    healed = build_model(precision="fp32")
     heal = Lambda(begin=lambda run: run.net.last.bias.data.nan_to_num_(posinf=0.0))
-    assert logged(tmp_path, heal, model=healed)[".loop.global_step"] == 14
+    assert train_and_log(tmp_path, heal, model=healed)[".loop.global_step"] == 14
 
 
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 6), (4, 2)], ids=["step", "flush"])
 def test_an_error_inside_an_update_saves_no_half_of_it(
     accumulate: int, updates: int, tmp_path: Path
 ) -> None:
-    """The optimizer has moved, the averages and counters have not: the checkpoint before is what a resume finds. The
-    second update of a pass of 7 in cycles of 4 is its tail."""
+    """The optimizer has moved, averages and counters have not: a resume finds the one before.
+
+    The second update of a pass of 7 in cycles of 4 is its tail.
+    """
     options = {"accumulate": accumulate, "init": 1024.0}
-    expected = logged(tmp_path / "whole", model=build(**options))
-    model, done = build(**options), []
-    model.optimizer.register_step_post_hook(lambda *_: done.append(1) or 1 / (updates - len(done)))
+    expected = train_and_log(tmp_path / "whole", model=build_model(**options))
+    model = build_model(**options)
+    updates_done = []
+
+    def fail_at_last_update(*_: Any) -> None:
+        updates_done.append(1)
+        if len(updates_done) == updates:
+            raise ZeroDivisionError
+
+    model.optimizer.register_step_post_hook(fail_at_last_update)
     saver = Checkpoint(tmp_path / "cut" / "run", best="acc", every_steps=2)
     with (
         pytest.warns(hs.Notice, match="in the middle of an update"),
         pytest.raises(ZeroDivisionError),
     ):
-        logged(tmp_path / "cut", model=model, saver=saver)
-    assert checkpoint.listing(tmp_path / "cut" / "run")[-1].name == checkpoint.name_of(
-        4 if accumulate == 1 else 6
+        train_and_log(tmp_path / "cut", model=model, saver=saver)
+    last_step = 4 if accumulate == 1 else 6
+    newest = checkpoint.listing(tmp_path / "cut" / "run")[-1]
+    assert newest.name == checkpoint.name_of(last_step)
+    assert (
+        differences(train_and_log(tmp_path / "cut", model=build_model(**options)), expected) == []
     )
-    assert differences(logged(tmp_path / "cut", model=build(**options)), expected) == []
 
 
 def test_without_on_error_nothing_is_saved_after_one(tmp_path: Path) -> None:
     with pytest.raises(LookupError):
-        logged(
-            tmp_path, Fails("visit", 4), saver=Checkpoint(tmp_path / "run", on_error=False), sink=4
+        train_and_log(
+            tmp_path,
+            RaisesAt("visit", 4),
+            saver=Checkpoint(tmp_path / "run", on_error=False),
+            sink=4,
         )
     assert checkpoint.listing(tmp_path / "run") == []
 
@@ -235,32 +275,32 @@ Change = tuple[Callable[[], dict[str, Any]], str, int]
 CHANGES: dict[str, Change] = {
     "nothing": (dict, "", 14),
     "O2 to fp32": (
-        lambda: {"model": build(precision="fp32")},
+        lambda: {"model": build_model(precision="fp32")},
         "ran in 'O2', this one runs in 'fp32'",
         14,
     ),
     "O2 to O1": (
-        lambda: {"model": build(precision="O1")},
+        lambda: {"model": build_model(precision="O1")},
         "ran in 'O2', this one runs in 'O1'",
         14,
     ),
     "optimizer": (
-        lambda: {"model": build("sgd")},
+        lambda: {"model": build_model("sgd")},
         "the optimizer was AdamW and is SGD: its state starts anew, weights go on",
         14,
     ),
     "accumulate": (
-        lambda: {"model": build(accumulate=4)},
+        lambda: {"model": build_model(accumulate=4)},
         "accumulate was 1 and is 4: that many batches an update",
         14,
     ),
     "schedule": (
-        lambda: {"model": build(schedule=hs.schedules.constant(0.5))},
+        lambda: {"model": build_model(schedule=hs.schedules.constant(0.5))},
         "the schedule's rate for the next update was 0.005 and is 0.5: the new one holds",
         14,
     ),
     "no schedule": (
-        lambda: {"model": build(schedule=None)},
+        lambda: {"model": build_model(schedule=None)},
         "the schedule's rate for the next update was 0.005 and is none",
         14,
     ),
@@ -294,19 +334,22 @@ CHANGES: dict[str, Change] = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of step 4, with a schedule in its warm-up: updates 3 and 5 were real."""
-    folder, snap = tmp_path_factory.mktemp("saved"), Snap(4)
-    fit(folder, History(), snap)
-    return checkpoint.save(folder / "four", snap.taken["at"])
+    folder = tmp_path_factory.mktemp("saved")
+    snapshots = Snapshots(4)
+    train_model(folder, History(), snapshots)
+    return checkpoint.save(folder / "four", snapshots.trees["at"])
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changed_is_told_and_training_goes_on(name: str, saved: Path, tmp_path: Path) -> None:
+def test_a_change_is_noticed_and_training_goes_on(name: str, saved: Path, tmp_path: Path) -> None:
     make, words, end = CHANGES[name]
     options = make()
-    callbacks = [*options.pop("more", []), *([] if options.pop("without", False) else [History()])]
-    with warnings.catch_warnings(record=True, action="always") as said:
-        run = fit(tmp_path, *callbacks, resume=saved, **options)
-    notices = [str(each.message) for each in said if issubclass(each.category, hs.Notice)]
+    callbacks = options.pop("more", [])
+    if not options.pop("without", False):
+        callbacks = [*callbacks, History()]
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        run = train_model(tmp_path, *callbacks, resume=saved, **options)
+    notices = [str(w.message) for w in caught if issubclass(w.category, hs.Notice)]
     assert len(notices) == bool(words), notices
     assert all(re.search(words, text) for text in notices)
     assert run.position == end
@@ -314,27 +357,31 @@ def test_what_changed_is_told_and_training_goes_on(name: str, saved: Path, tmp_p
 
 
 def test_fp32_to_O2_starts_a_scale_of_its_own(tmp_path: Path) -> None:
-    snap = Snap(4)
-    fit(tmp_path, snap, model=build(precision="fp32"))
-    path, rows = checkpoint.save(tmp_path / "four", snap.taken["at"]), []
+    snapshots = Snapshots(4)
+    train_model(tmp_path, snapshots, model=build_model(precision="fp32"))
+    path = checkpoint.save(tmp_path / "four", snapshots.trees["at"])
+    scales: list[float] = []
     with pytest.warns(
         hs.Notice, match="ran in 'fp32', this one runs in 'O2': weights and optimizer continue"
     ):
-        fit(tmp_path, Lambda(step=lambda run, row: rows.append(row.scale)), resume=path)
-    assert rows[0] == 2.0**17
+        train_model(tmp_path, Lambda(step=lambda run, row: scales.append(row.scale)), resume=path)
+    assert scales[0] == 2.0**17
 
 
 def test_an_optimizers_setting_is_the_checkpoints_until_it_is_set_in_the_run(
     tmp_path: Path,
 ) -> None:
     def model(lr: float) -> Model:
-        seed(0)
+        seed_all(0)
         net = nn.Linear(6, 3)
         return Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=lr))
 
     data = hs.data.Dataset({"x": torch.randn(20, 6), "y": torch.randint(0, 3, (20,))}).batch(4)
     model(0.1).fit(1, data, callbacks=[Checkpoint(tmp_path)])
-    words = r"the optimizer's lr was 0.1 and is 0.01 in group 0: the checkpoint's holds. To change it, set it in"
+    words = (
+        r"the optimizer's lr was 0.1 and is 0.01 in group 0: the checkpoint's holds. "
+        "To change it, set it in"
+    )
     rates: list[Any] = []
     watch = Lambda(step=lambda run, row: rates.append(row.lr))
     with pytest.warns(hs.Notice, match=words):
@@ -349,19 +396,19 @@ REFUSED: dict[str, tuple[int, int, Callable[[], Model], str]] = {
     "scale in an open cycle": (
         4,
         5,
-        lambda: build(precision="fp32", accumulate=4),
+        lambda: build_model(precision="fp32", accumulate=4),
         "carry another loss scale",
     ),
     "accumulate in an open cycle": (
         4,
         6,
-        lambda: build(accumulate=2),
+        lambda: build_model(accumulate=2),
         "2 batches .* open.*give the accumulate= it had",
     ),
     "averages": (
         1,
         5,
-        lambda: build(ema=None),
+        lambda: build_model(ema=None),
         "expected 0 tensors of ema, received 6; build the step with the ema=",
     ),
 }
@@ -370,8 +417,8 @@ REFUSED: dict[str, tuple[int, int, Callable[[], Model], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_go_on_is_refused_with_advice(name: str, tmp_path: Path) -> None:
     accumulate, at, make, words = REFUSED[name]
-    snap = Snap(at)
-    fit(tmp_path, snap, model=build(accumulate=accumulate))
-    path = checkpoint.save(tmp_path / "saved", snap.taken["at"])
+    snapshots = Snapshots(at)
+    train_model(tmp_path, snapshots, model=build_model(accumulate=accumulate))
+    path = checkpoint.save(tmp_path / "saved", snapshots.trees["at"])
     with pytest.raises(ValueError, match=words):
-        fit(tmp_path, resume=path, model=make())
+        train_model(tmp_path, resume=path, model=make())

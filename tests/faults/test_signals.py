@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: a run ends at its next visit with a checkpoint, and goes on from there as if never asked."""
+"""SIGTERM and SIGINT: a run ends at its next visit with a checkpoint, and goes on exactly."""
 
 import os
 import signal
@@ -14,13 +14,14 @@ from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import Lambda
 from halfstep.engine import Callback, Row, Run
-from tests.support.killed_run import build, forked, train_data, valid_data
-from tests.support.run_endings import differences, ending, undisturbed
+from tests.support.killed_run import build_model, fork_server, train_data, valid_data
+from tests.support.run_endings import differences, run_ending, undisturbed_ending
 
-TERM, INT = signal.SIGTERM, signal.SIGINT
+TERM = signal.SIGTERM
+INT = signal.SIGINT
 EXIT = {TERM: 143, INT: 130}  # the latter for a KeyboardInterrupt, as a shell shows it
 
-# what the process sends itself, and when: (moment, step, the how-manieth time from there on)
+# When the process sends itself the signal: (moment, step, n for its n-th occurrence from there on).
 MOMENTS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "before the first step": (("step", 0), {"every_steps": None}),
     "in forward": (("forward", 4), {"every_steps": None}),
@@ -44,81 +45,85 @@ def test_a_signal_ends_the_run_and_a_resume_is_exact(name: str, tmp_path: Path) 
     death, case = MOMENTS[name]
     number = (TERM, INT)[len(name) % 2]
     moment = (*death, 1)[:3]
-    assert forked()(tmp_path, (*moment, number), **case) == EXIT[number]
-    assert forked().seconds < 5
+    assert fork_server()(tmp_path, (*moment, number), **case) == EXIT[number]
+    assert fork_server().seconds < 5
     position = checkpoint.step_of(checkpoint.listing(tmp_path / "run")[-1])
     assert position in (death[1], death[1] + 1)  # the very next visit
-    assert forked()(tmp_path, **case) == 0
-    assert differences(ending(tmp_path), undisturbed(case)) == []
+    assert fork_server()(tmp_path, **case) == 0
+    assert differences(run_ending(tmp_path), undisturbed_ending(case)) == []
 
 
 @pytest.mark.parametrize("number", [TERM, INT])
 def test_a_signal_is_heard_within_a_step_of_a_long_sink(number: int, tmp_path: Path) -> None:
     """The whole sink would take 14 × 0.5 s."""
     assert (
-        forked()(tmp_path, delay=0.3, send=[number], sink=100, pause=0.5, every_steps=None)
+        fork_server()(tmp_path, delay=0.3, send=[number], sink=100, pause=0.5, every_steps=None)
         == EXIT[number]
     )
-    assert forked().seconds < 5
+    assert fork_server().seconds < 5
     assert 0 <= checkpoint.step_of(checkpoint.listing(tmp_path / "run")[-1]) < 3
 
 
 @pytest.mark.parametrize(("number", "code"), [(TERM, -TERM), (INT, 130)])
 def test_a_second_signal_ends_the_process_at_once(number: int, code: int, tmp_path: Path) -> None:
     """In the middle of a step, so that nothing is saved: there is no whole state."""
-    assert forked()(tmp_path, delay=0.3, send=[number, number], pause=30, every_steps=None) == code
-    assert forked().seconds < 5
+    assert (
+        fork_server()(tmp_path, delay=0.3, send=[number, number], pause=30, every_steps=None)
+        == code
+    )
+    assert fork_server().seconds < 5
     assert checkpoint.listing(tmp_path / "run") == []
 
 
 # in this process
 
 
-class Send(Callback):
+class SendSignal(Callback):
     """A real signal to this process, after a step."""
 
     def __init__(self, number: int, at: int = 2) -> None:
-        self.number, self.at = number, at
+        self.number = number
+        self.at_step = at
 
     def step(self, run: Run, row: Row) -> None:
-        if row.global_step == self.at:
+        if row.global_step == self.at_step:
             os.kill(os.getpid(), self.number)
 
 
 def test_handlers_of_the_users_are_back_afterwards() -> None:
-    heard: list[int] = []
+    received: list[int] = []
     before = {
-        each: signal.signal(each, lambda number, frame: heard.append(number))
-        for each in (TERM, INT)
+        number: signal.signal(number, lambda number, frame: received.append(number))
+        for number in (TERM, INT)
     }
-    mine = {each: signal.getsignal(each) for each in before}
+    handlers = {number: signal.getsignal(number) for number in before}
     try:
-        build().fit(1, train_data())
-        assert {each: signal.getsignal(each) for each in before} == mine
-        with pytest.raises(SystemExit) as left:
-            build().fit(1, train_data(), callbacks=[Send(TERM)], sink=1)
-        assert left.value.code == 143
+        build_model().fit(1, train_data())
+        assert {number: signal.getsignal(number) for number in before} == handlers
+        with pytest.raises(SystemExit) as caught:
+            build_model().fit(1, train_data(), callbacks=[SendSignal(TERM)], sink=1)
+        assert caught.value.code == 143
         with pytest.raises(KeyboardInterrupt):
-            build().fit(1, train_data(), callbacks=[Send(INT)], sink=1)
+            build_model().fit(1, train_data(), callbacks=[SendSignal(INT)], sink=1)
         with pytest.raises(ZeroDivisionError):
-            build().fit(1, train_data(), callbacks=[Lambda(visit=lambda run: 1 / 0)])
-        assert {each: signal.getsignal(each) for each in before} == mine
-        assert heard == []  # the first signal was the run's
-        second = build().fit(
+            build_model().fit(1, train_data(), callbacks=[Lambda(visit=lambda run: 1 / 0)])
+        assert {number: signal.getsignal(number) for number in before} == handlers
+        assert received == []  # the first signal was the run's
+        second = build_model().fit(
             1, train_data(), callbacks=[Lambda(begin=lambda run: signal.raise_signal(INT))]
         )
     except KeyboardInterrupt:
         second = None
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert second is None
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(INT, signal.SIG_IGN)  # as a shell starts jobs in the background
     try:
-        run = build().fit(1, train_data(), callbacks=[Send(INT)], sink=1)
+        run = build_model().fit(1, train_data(), callbacks=[SendSignal(INT)], sink=1)
     except KeyboardInterrupt:
         pytest.fail("it was heard")  # as it is, it would end all tests
     finally:
@@ -128,29 +133,32 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
 
 
 def test_fit_in_another_thread_leaves_signals_alone() -> None:
-    found: list[Any] = []
+    handlers: list[Any] = []
+    positions: list[int] = []
 
     def work() -> None:
-        seen = Lambda(visit=lambda run: found.append(signal.getsignal(TERM)))
-        found.append(build().fit(1, train_data(), callbacks=[seen]).position)
+        witness = Lambda(visit=lambda run: handlers.append(signal.getsignal(TERM)))
+        run = build_model().fit(1, train_data(), callbacks=[witness])
+        positions.append(run.position)
 
     before = signal.getsignal(TERM)
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert found[-1] == 7
-    assert set(found[:-1]) == {before}
+    assert positions == [7]
+    assert set(handlers) == {before}
 
 
 def test_an_evaluation_cut_short_leaves_no_trace_in_the_random_state(tmp_path: Path) -> None:
-    """A DataLoader draws from torch's generator when a pass begins; the pass that was cut short is begun again."""
+    """A DataLoader draws from torch's generator when a pass begins, and so once more here."""
     x = torch.stack([sample["x"] for sample in valid_data().dicts()][:1]).flatten(0, 1)
     valid = DataLoader(
         TensorDataset(x, torch.zeros(len(x), dtype=torch.int64)), batch_size=2, shuffle=True
     )
     ends = []
     for cut in (False, True):
-        folder, sent = tmp_path / str(cut), []
+        folder = tmp_path / str(cut)
+        sent: list[str] = []
 
         def send(moment: str, cut: bool = cut, sent: list[str] = sent) -> None:
             if cut and moment == "evaluation" and not sent:
@@ -158,12 +166,12 @@ def test_an_evaluation_cut_short_leaves_no_trace_in_the_random_state(tmp_path: P
                 os.kill(os.getpid(), TERM)
 
         options = {"valid": valid, "valid_every_steps": 3, "resume": "auto"}
-        model = build()
-        model.net.at = send
+        model = build_model()
+        model.net.on_moment = send
         if cut:
             with pytest.raises(SystemExit):
                 model.fit(1, train_data(), callbacks=[Checkpoint(folder)], **options)
-            model = build()
+            model = build_model()
         model.fit(1, train_data(), callbacks=[Checkpoint(folder)], **options)
         ends.append({**dict(model.net.state_dict()), "random": torch.get_rng_state()})
     assert differences(*ends) == []

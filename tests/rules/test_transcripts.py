@@ -1,4 +1,4 @@
-"""tests/golden/transcripts.md shows what the command says today, and every way out that it names is one."""
+"""tests/golden/transcripts.md shows what the command prints today, and its corrections work."""
 
 import runpy
 from pathlib import Path
@@ -11,11 +11,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_transcripts_are_not_stale(tmp_path: Path) -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "transcripts.py"))
-    written = (ROOT / "tests" / "golden" / "transcripts.md").read_text()
-    if f"with typer {typer.__version__};" not in written:
+    golden_page = (ROOT / "tests" / "golden" / "transcripts.md").read_text()
+    if f"with typer {typer.__version__};" not in golden_page:
         pytest.skip(
-            f"written with another typer than {typer.__version__}, which words its help in its own way"
+            f"written with another typer than {typer.__version__}, "
+            "which words its help in its own way"
         )
     tmp_path.chmod(0o755)
-    now = tool["page"](tmp_path, ways_out=True)
-    assert now == written, "run python tools/transcripts.py, and read what changed"
+    page = tool["write_page"](tmp_path, run_corrections=True)
+    assert page == golden_page, "run python tools/transcripts.py, and read what changed"

@@ -269,7 +269,9 @@ def test_a_device_that_halted_between_two_looks_ends_the_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On CUDA the host learns of it some calls late; here it never does by itself."""
-    monkeypatch.setattr("halfstep.utils.device_values.AsyncHostRead.poll", lambda self, value, device: None)
+    monkeypatch.setattr(
+        "halfstep.utils.device_values.AsyncHostRead.poll", lambda self, value, device: None
+    )
     batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 64, 8)]
     batches[4] = (batches[4][0] * torch.nan, batches[4][1])
     net = nn.Linear(6, 3)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import halfstep as hs
-from halfstep.cuda_graphs.capture__graph import CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import CapturedGraph, GraphCache
 from halfstep.engine.captured.function_program import FunctionProgram
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner, Program
@@ -104,8 +104,8 @@ class Emulated(GraphCache):
             recording.take_back()
             rng.load(rng_state)
         self.captures += 1
-        self._held[key] = CapturedGraph(recording.replay, result)
-        return self._held[key]
+        self._graphs[key] = CapturedGraph(recording.replay, result)
+        return self._graphs[key]
 
 
 def sinking(

@@ -1,6 +1,7 @@
-"""A small run in which everything that decides a step is at work, and a process that forks it, to be killed anywhere.
+"""A small run that uses everything that decides a step, in a process that can be killed anywhere.
 
-As a program it reads orders, one JSON object a line, and forks a child for each: torch and halfstep are imported once.
+As a program it reads orders, one JSON object a line, and forks a child for each: torch and halfstep
+are imported once.
 """
 
 import atexit
@@ -30,7 +31,7 @@ from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
 
 SIZE = 26  # 7 batches of 4, the last one of 2
-SYSTEM = (
+SYSTEM_CALLS = (
     "open",
     "os.mkdir",
     "os.rename",
@@ -43,31 +44,37 @@ SYSTEM = (
 
 
 class Net(nn.Module):
-    """Convolution, BatchNorm, dropout; `at` is told where a step stands, so that a process can die in its middle."""
+    """Convolution, BatchNorm, dropout. `on_moment` is called at each moment of a step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
-        self.drop, self.last = nn.Dropout(0.3), nn.Linear(64, 3)
-        self.at: Any = lambda moment: None
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(64, 3)
+        self.on_moment: Any = lambda moment: None
 
     def forward(self, x: Tensor) -> Tensor:
-        self.at("step" if self.training else "evaluation")
-        noise = 0.1 * (random.gauss() + np.random.randn()) if self.training else 0.0  # noqa: NPY002 - the users' own
+        self.on_moment("step" if self.training else "evaluation")
+        noise = 0.0
+        if self.training:
+            # From the global generators, which users' own code draws from.
+            noise = 0.1 * (random.gauss() + np.random.randn())  # noqa: NPY002
         h = torch.relu(self.norm(self.conv(x)) + noise)
-        self.at("forward")
+        self.on_moment("forward")
         out: Tensor = self.last(self.drop(nn.functional.max_pool2d(h, 2)).flatten(1))
         if out.requires_grad:
-            out.register_hook(lambda grad: self.at("backward"))
+            out.register_hook(lambda grad: self.on_moment("backward"))
         return out
 
 
-def seed(number: int) -> None:
-    for each in (torch.manual_seed, random.seed, np.random.seed):
-        each(number)
+def seed_all(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
 
 
-def images(size: int = SIZE, seed: int = 1) -> dict[str, Tensor]:
+def make_images(size: int = SIZE, seed: int = 1) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 256, (size, 8, 8, 1), dtype=torch.uint8, generator=draw)
     return {"x": x, "y": torch.randint(0, 3, (size,), generator=draw)}
@@ -76,19 +83,19 @@ def images(size: int = SIZE, seed: int = 1) -> dict[str, Tensor]:
 @cache
 def train_data(size: int = SIZE, batch: int = 4, pad: int = 2) -> hs.data.Dataset:
     chain = [hs.data.PadCrop(8, pad), hs.data.Flip(), hs.data.Rescale(1 / 255), hs.data.ToCHW()]
-    return hs.data.Dataset(images(size), seed=3).shuffle().batch(batch).map(chain, "x")
+    return hs.data.Dataset(make_images(size), seed=3).shuffle().batch(batch).map(chain, "x")
 
 
 @cache
 def valid_data() -> hs.data.Dataset:
     return (
-        hs.data.Dataset(images(10, seed=2))
+        hs.data.Dataset(make_images(10, seed=2))
         .batch(4)
         .map([hs.data.Rescale(1 / 255), hs.data.ToCHW()], "x")
     )
 
 
-def build(
+def build_model(
     optimizer: str = "adamw",
     precision: str = "O2",
     accumulate: int = 1,
@@ -96,15 +103,14 @@ def build(
     init: float = 2.0**17,
     **options: Any,
 ) -> Model:
-    seed(0)
+    seed_all(0)
     net = Net()
     makers = {
         "adamw": lambda: torch.optim.AdamW(net.parameters(), lr=0.01),
         "sgd": lambda: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
     }
-    scale = hs.DynamicScale(
-        init=init, interval=4
-    )  # the first two updates overflow, then it grows with every fourth
+    # The first two updates overflow, then the scale grows with every fourth.
+    scale = hs.DynamicScale(init=init, interval=4)
     chosen = hs.Precision(precision, scale=scale) if precision in ("O1", "O2") else precision
     settings = {
         "ema": 0.9,
@@ -113,16 +119,22 @@ def build(
     }
     with warnings.catch_warnings(action="ignore"):  # BatchNorm under accumulate
         return Model(
-            net, nn.CrossEntropyLoss(), makers[optimizer](), chosen, metrics={"acc": hs.metrics.Accuracy()},
-            accumulate=accumulate, **settings,
-        )  # fmt: skip
+            net,
+            nn.CrossEntropyLoss(),
+            makers[optimizer](),
+            chosen,
+            metrics={"acc": hs.metrics.Accuracy()},
+            accumulate=accumulate,
+            **settings,
+        )
 
 
-class Death(Callback):
-    """Sends this very process a signal at one moment of one step: (moment, step, n) is its n-th time from there on.
+class SignalAtMoment(Callback):
+    """Sends this very process a signal at the n-th occurrence of a moment, from a step on.
 
-    Moments: "step" and "forward", "backward" inside the one after it, "update", "row", "evaluation", "visit" after the
-    checkpoint's, and "system", a call of the system that Python reports before it is made.
+    Moments: "step" and "forward", "backward" inside the step after it, "update", "row",
+    "evaluation", "visit" after the checkpoint's, and "system", a call of the system that Python
+    reports before it is made.
     """
 
     last = True
@@ -136,61 +148,87 @@ class Death(Callback):
         *,
         pause: float = 0,
     ) -> None:
-        self.moment, self.at, self.left, self.send, self.pause = moment, step, n, send, pause
+        self.moment = moment
+        self.at_step = step
+        self.times_left = n
+        self.send = send
+        self.pause = pause
         self.run: Run | None = None
 
     def begin(self, run: Run) -> None:
         self.run = run
-        run.model.net.at = self.here
-        run.model.optimizer.register_step_post_hook(lambda *_: self.here("update"))
+        run.model.net.on_moment = self.reach
+        run.model.optimizer.register_step_post_hook(lambda *_: self.reach("update"))
         if self.moment == "system":
-            sys.addaudithook(lambda event, _: self.here("system") if event in SYSTEM else None)
+            sys.addaudithook(
+                lambda event, _: self.reach("system") if event in SYSTEM_CALLS else None
+            )
 
     def step(self, run: Run, row: Row) -> None:
-        self.here("row", row.global_step)
+        self.reach("row", row.global_step)
 
     def visit(self, run: Run) -> None:
-        self.here("visit")
+        self.reach("visit")
 
-    def here(self, moment: str, step: int | None = None) -> None:
+    def reach(self, moment: str, step: int | None = None) -> None:
         assert self.run is not None
         if self.pause and moment in ("step", "evaluation"):
             time.sleep(self.pause)
-        if moment == self.moment and (self.run.position if step is None else step) >= self.at:
-            self.left -= 1
-            if self.left == 0:
+        if step is None:
+            step = self.run.position
+        if moment == self.moment and step >= self.at_step:
+            self.times_left -= 1
+            if self.times_left == 0:
                 os.kill(os.getpid(), self.send)
 
 
 def train(
-    folder: str | Path, *, death: Any = (), every_steps: int | None = 1, keep: int = 2, epochs: int = 2,
-    sink: int | None = None, steps_per_epoch: int | None = None, accumulate: int = 1, optimizer: str = "adamw",
+    folder: str | Path,
+    *,
+    death: Any = (),
+    every_steps: int | None = 1,
+    keep: int = 2,
+    epochs: int = 2,
+    sink: int | None = None,
+    steps_per_epoch: int | None = None,
+    accumulate: int = 1,
+    optimizer: str = "adamw",
     pause: float = 0,
-) -> Run:  # fmt: skip
-    """The run: 14 steps, or 15 as three epochs of five; evaluations at every third step and at each epoch's end.
-    `pause` makes every batch slow."""
+) -> Run:
+    """The run: 14 steps, or 15 as three epochs of five.
+
+    Evaluations at every third step and at each epoch's end. `pause` makes every batch slow.
+    """
     folder = Path(folder)
     callbacks = [
-        History(), JSONLLog(folder / "log.jsonl", overwrite=True),
-        Checkpoint(folder / "run", every_steps=every_steps, keep=keep, best="acc"), Death(*death, pause=pause),
-    ]  # fmt: skip
-    return build(optimizer, accumulate=accumulate).fit(
-        epochs, train_data(), valid=valid_data(), valid_every_steps=3, callbacks=callbacks, sink=sink,
-        steps_per_epoch=steps_per_epoch, resume="auto",
-    )  # fmt: skip
+        History(),
+        JSONLLog(folder / "log.jsonl", overwrite=True),
+        Checkpoint(folder / "run", every_steps=every_steps, keep=keep, best="acc"),
+        SignalAtMoment(*death, pause=pause),
+    ]
+    return build_model(optimizer, accumulate=accumulate).fit(
+        epochs,
+        train_data(),
+        valid=valid_data(),
+        valid_every_steps=3,
+        callbacks=callbacks,
+        sink=sink,
+        steps_per_epoch=steps_per_epoch,
+        resume="auto",
+    )
 
 
 # the process that forks
 
 
-def child(order: dict[str, Any]) -> int:
+def run_child(order: dict[str, Any]) -> int:
     """The exit code of the run, as a shell would see it."""
-    with open(Path(order["folder"]) / "said", "a") as said:
-        os.dup2(said.fileno(), 2)
+    with open(Path(order["folder"]) / "stderr", "a") as stderr:
+        os.dup2(stderr.fileno(), 2)
     try:
         train(order["folder"], death=order["death"], **order["case"])
-    except SystemExit as leave:
-        return int(leave.code or 0)
+    except SystemExit as error:
+        return int(error.code or 0)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BaseException:
@@ -202,7 +240,7 @@ def child(order: dict[str, Any]) -> int:
 
 def warm_up() -> None:
     """What every child would do first. No backward: autograd does not survive a fork."""
-    model = build()
+    model = build_model()
     train_data()
     model.evaluate(valid_data())
     for p in model.net.parameters():
@@ -219,23 +257,26 @@ def serve() -> None:
         order = json.loads(line)
         pid = os.fork()
         if pid == 0:
-            os._exit(child(order))
-        for each in order["send"]:
+            os._exit(run_child(order))
+        for signal_number in order["send"]:
             time.sleep(order["delay"])
-            os.kill(pid, each)
+            os.kill(pid, signal_number)
         sent = time.monotonic()
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         print(json.dumps([code, time.monotonic() - sent]), flush=True)
 
 
-class Forked:
+class ForkServer:
     """Runs, each in a process of its own that has everything imported."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},  # CUDA does not survive a fork
-        )  # fmt: skip
+        )
         self.seconds = 0.0
         assert self.process.stdout
         assert self.process.stdout.readline() == "ready\n"
@@ -244,8 +285,11 @@ class Forked:
     def __call__(
         self, folder: Path, death: Any = (), delay: float = 0, send: Any = (), **case: Any
     ) -> int:
-        """The exit code of a run in `folder`, minus the number of the signal that ended it. Signals to `send` come from
-        outside, each after `delay` seconds; `seconds` is how long it lived after the last of them."""
+        """The exit code of a run in `folder`; minus the signal's number if a signal ended it.
+
+        Signals to `send` come from outside, each after `delay` seconds. `self.seconds` is how long
+        the run lived after the last of them.
+        """
         assert self.process.stdin
         assert self.process.stdout
         folder.mkdir(parents=True, exist_ok=True)
@@ -260,9 +304,9 @@ class Forked:
 
 
 @cache
-def forked() -> Forked:
+def fork_server() -> ForkServer:
     """One for all tests: importing torch takes seconds."""
-    return Forked()
+    return ForkServer()
 
 
 if __name__ == "__main__":

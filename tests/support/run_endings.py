@@ -1,4 +1,4 @@
-"""What runs left behind, leaf by leaf, and what they leave when nothing happens to them; runs in this process."""
+"""What runs leave behind, leaf by leaf, disturbed or not; and runs in this process."""
 
 import json
 import tempfile
@@ -15,30 +15,35 @@ from halfstep.callbacks.history import History
 from halfstep.callbacks.logs import JSONLLog
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
-from tests.support.killed_run import build, forked, train_data, valid_data
+from tests.support.killed_run import build_model, fork_server, train_data, valid_data
 
 Case = dict[str, Any]
-_known: dict[str, dict[str, Any]] = {}
+_endings: dict[str, dict[str, Any]] = {}
 
 
-def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+def leaves_by_path(tree: Any, name: str = "") -> dict[str, Any]:
     """By path; an empty dict or list is a leaf."""
     if isinstance(tree, dict | list | tuple) and tree:
         items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {k: v for key, inner in items for k, v in leaves(inner, f"{name}.{key}").items()}
+        return {
+            k: v for key, inner in items for k, v in leaves_by_path(inner, f"{name}.{key}").items()
+        }
     return {name: tree}
 
 
-def ending(folder: Path) -> dict[str, Any]:
-    """All that a run leaves: its last checkpoint (weights, optimizer, averages, scale, counters, random states, place
-    in the data, history, what callbacks know), the names of those kept, and the log."""
+def run_ending(folder: Path) -> dict[str, Any]:
+    """All that a run leaves: its last checkpoint, the names of all checkpoints, and the log.
+
+    The checkpoint has weights, optimizer, averages, scale, counters, random states, the position in
+    the data, history, and the state of callbacks.
+    """
     root = folder / "run"
     last = checkpoint.latest(root)
     assert last is not None
-    kept = [path.name for path in checkpoint.listing(root)]
+    checkpoint_names = [path.name for path in checkpoint.listing(root)]
     return {
-        **leaves(checkpoint.load(last).tree),
-        "kept": kept,
+        **leaves_by_path(checkpoint.load(last).tree),
+        "kept": checkpoint_names,
         "log": (folder / "log.jsonl").read_text(),
     }
 
@@ -46,11 +51,11 @@ def ending(folder: Path) -> dict[str, Any]:
 def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """The names of the leaves that are not bit for bit the same."""
     return sorted(a.keys() ^ b.keys()) + sorted(
-        name for name in a.keys() & b.keys() if not _same(a[name], b[name])
+        name for name in a.keys() & b.keys() if not _same_bits(a[name], b[name])
     )
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         bits = a.dtype == b.dtype and a.shape == b.shape
         return bits and torch.equal(
@@ -59,46 +64,48 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and (a == b or (a != a and b != b))
 
 
-def undisturbed(case: Case) -> dict[str, Any]:
+def undisturbed_ending(case: Case) -> dict[str, Any]:
     """The ending of a case to which nothing happens, in a process of its own."""
     key = json.dumps(case, sort_keys=True)
-    if key not in _known:
+    if key not in _endings:
         with tempfile.TemporaryDirectory() as folder:
-            assert forked()(Path(folder), **case) == 0
-            _known[key] = ending(Path(folder))
-    return _known[key]
+            assert fork_server()(Path(folder), **case) == 0
+            _endings[key] = run_ending(Path(folder))
+    return _endings[key]
 
 
 # runs in this process
 
 
-class Snap(Callback):
-    """The run's snapshots: when it begins, at a step, and at its end; and every row from there on."""
+class Snapshots(Callback):
+    """The run's state when it begins, at a step, and at its end; and every row after step 5."""
 
     last = True
 
     def __init__(self, at: int = -1) -> None:
-        self.at, self.taken, self.rows = at, {}, []
+        self.at_step = at
+        self.trees: dict[str, Any] = {}
+        self.rows: list[str] = []
 
     def step(self, run: Run, row: Row) -> None:
         if row.global_step > 5:
             self.rows.append(str(row))
 
     def begin(self, run: Run) -> None:
-        self.taken["begin"] = run.model.snapshot()
+        self.trees["begin"] = run.model.snapshot()
 
     def next_stop(self, run: Run) -> int | None:
-        return self.at
+        return self.at_step
 
     def visit(self, run: Run) -> None:
-        if run.position == self.at:
-            self.taken["at"] = deepcopy(run.model.snapshot())
+        if run.position == self.at_step:
+            self.trees["at"] = deepcopy(run.model.snapshot())
 
     def end(self, run: Run) -> None:
-        self.taken["end"] = run.model.snapshot()
+        self.trees["end"] = run.model.snapshot()
 
 
-def fit(
+def train_model(
     folder: Path,
     *callbacks: Callback,
     resume: Any = None,
@@ -109,40 +116,42 @@ def fit(
     """The usual run without what changes from test to test."""
     settings = {"valid": valid_data(), "valid_every_steps": 3, **options}
     data = settings.pop("data", None) or train_data()
-    return (model or build()).fit(
+    return (model or build_model()).fit(
         epochs, data, callbacks=list(callbacks), resume=resume, **settings
     )
 
 
-class Fails(Callback):
+class RaisesAt(Callback):
     """Raises at one event, once it is at a step."""
 
     def __init__(self, event: str, at: int) -> None:
-        self.event, self.at = event, at
+        self.event = event
+        self.at_step = at
 
-    def check(self, event: str, at: int) -> None:
-        if event == self.event and at >= self.at:
+    def raise_at(self, event: str, at: int) -> None:
+        if event == self.event and at >= self.at_step:
             raise LookupError("a mistake")
 
     def begin(self, run: Run) -> None:
-        self.check("begin", run.global_step)
+        self.raise_at("begin", run.global_step)
 
     def epoch_begin(self, run: Run) -> None:
-        self.check("epoch_begin", run.global_step)
+        self.raise_at("epoch_begin", run.global_step)
 
     def step(self, run: Run, row: Row) -> None:
-        self.check("step", row.global_step)
+        self.raise_at("step", row.global_step)
 
     def visit(self, run: Run) -> None:
-        self.check("visit", run.global_step)
+        self.raise_at("visit", run.global_step)
 
     def epoch_end(self, run: Run) -> None:
-        self.check("epoch_end", run.global_step)
+        self.raise_at("epoch_end", run.global_step)
 
 
-def logged(folder: Path, *more: Callback, **options: Any) -> dict[str, Any]:
+def train_and_log(folder: Path, *more: Callback, **options: Any) -> dict[str, Any]:
     """The end of a run with a log and a checkpoint at each epoch's end."""
-    snap, log = Snap(), JSONLLog(folder / "log", overwrite=True)
+    snapshots = Snapshots()
+    log = JSONLLog(folder / "log", overwrite=True)
     saver = options.pop("saver", None) or Checkpoint(folder / "run", best="acc")
-    fit(folder, *more, History(), log, saver, snap, resume="auto", **options)
-    return {**leaves(snap.taken["end"]), "log": (folder / "log").read_text()}
+    train_model(folder, *more, History(), log, saver, snapshots, resume="auto", **options)
+    return {**leaves_by_path(snapshots.trees["end"]), "log": (folder / "log").read_text()}

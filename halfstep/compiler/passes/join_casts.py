@@ -2,7 +2,7 @@
 
 A small network's step is as long as its chain of kernels, and each of these casts would be one.
 With batch_weight_grads.py, forward and backward of the seed MLP are 13 kernels in place of 26 in
-O1 (docs/reference/step.md); 5 epochs of it take 0.249 s in place of 0.291 (an H200,
+O1 (docs/internals/fast-paths.md); 5 epochs of it take 0.249 s in place of 0.291 (an H200,
 docs/internals/speed.md, both passes together). Casts give the same bits as before. To switch it
 off: a pass of your own in torch's `post_grad_custom_pre_pass`.
 
@@ -10,7 +10,7 @@ Imported when a program is compiled, not before: torch's compiler is a heavy imp
 registers torch.ops.halfstep.casts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import getitem
 from typing import Any
 
@@ -62,11 +62,13 @@ class JoinCasts(GraphPass):
         result_casts = [node for node in casts if _casts_result(node)]
 
         # Inputs are cast before the first operation, results at the end.
-        def first_operation() -> Node:
-            return next(node for node in graph.nodes if node.op != "placeholder")
-
-        _join(graph, input_casts, first_operation)
+        _join(graph, input_casts, lambda: _first_operation(graph))
         _join(graph, result_casts, graph.output_node)
+
+
+def _first_operation(graph: Graph) -> Node:
+    operations: Iterator[Node] = (node for node in graph.nodes if node.op != "placeholder")
+    return next(operations)
 
 
 def _is_low_cast(cast: Node, device: str) -> bool:
@@ -108,18 +110,18 @@ def _casts_result(cast: Node) -> bool:
     return is_only_use and _is_product(producer)
 
 
-def _join(graph: Graph, casts: list[Node], find_place: Callable[[], Node]) -> None:
-    """One node for the casts to each dtype, before the node that `find_place` returns."""
+def _join(graph: Graph, casts: list[Node], find_insertion_point: Callable[[], Node]) -> None:
+    """One node for the casts to each dtype, before the node that `find_insertion_point` returns."""
     for dtype in dict.fromkeys(cast.meta["val"].dtype for cast in casts):
         same_dtype = [cast for cast in casts if cast.meta["val"].dtype == dtype]
         total_bytes = sum(cast.meta["val"].nbytes for cast in same_dtype)
         if len(same_dtype) > 1 and total_bytes <= MAX_BYTES:
-            _replace(graph, same_dtype, dtype, find_place())
+            _replace(graph, same_dtype, dtype, find_insertion_point())
 
 
-def _replace(graph: Graph, casts: list[Node], dtype: torch.dtype, place: Node) -> None:
-    """Replaces the casts by one call of torch.ops.halfstep.casts before the node `place`."""
-    with graph.inserting_before(place):
+def _replace(graph: Graph, casts: list[Node], dtype: torch.dtype, insertion_point: Node) -> None:
+    """Replaces the casts by one call of torch.ops.halfstep.casts before that node."""
+    with graph.inserting_before(insertion_point):
         sources = [_copy_views(graph, cast.args[0]) for cast in casts]
         joined = graph.call_function(torch.ops.halfstep.casts.default, (sources, dtype))
         joined.meta["val"] = [cast.meta["val"] for cast in casts]

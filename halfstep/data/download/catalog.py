@@ -1,4 +1,4 @@
-"""The data sets known by name: what their files are called, where they are published, and how to recognise them."""
+"""The data sets known by name: their files, where these are published, how to recognise them."""
 
 import hashlib
 import re
@@ -8,13 +8,7 @@ from typing import Any, Literal
 
 from halfstep.errors import closest_name
 
-_LENGTHS = {"md5": 32, "sha256": 64}
-_IDX = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+DIGEST_LENGTHS = {"md5": 32, "sha256": 64}  # hex digits
 
 
 @dataclass(frozen=True)
@@ -25,11 +19,10 @@ class Checksum:
     hex: str
 
     def __post_init__(self) -> None:
-        length = _LENGTHS.get(self.algorithm)
+        length = DIGEST_LENGTHS.get(self.algorithm)
         if length is None:
-            raise ValueError(
-                f"expected a checksum of {' or '.join(_LENGTHS)}, got {self.algorithm!r}"
-            )
+            algorithms = " or ".join(DIGEST_LENGTHS)
+            raise ValueError(f"expected a checksum of {algorithms}, got {self.algorithm!r}")
         if not re.fullmatch(f"[0-9a-f]{{{length}}}", self.hex):
             raise ValueError(
                 f"expected {length} lower-case hex digits for {self.algorithm}, got {self.hex!r}"
@@ -37,21 +30,24 @@ class Checksum:
 
     @classmethod
     def of(cls, path: Path, algorithm: Literal["md5", "sha256"] = "sha256") -> "Checksum":
-        """The one that a file on disk has."""
+        """The checksum of a file on disk."""
         with open(path, "rb") as file:
-            digest = hashlib.file_digest(
-                file, lambda: hashlib.new(algorithm, usedforsecurity=False)
-            )
+            digest = hashlib.file_digest(file, lambda: _new_hasher(algorithm))
         return cls(algorithm, digest.hexdigest())
 
     def hasher(self) -> Any:
-        """A fresh hashlib object; md5 tells damage from a whole file, it does not guard a secret."""
-        return hashlib.new(self.algorithm, usedforsecurity=False)
+        """A new hashlib object of this algorithm."""
+        return _new_hasher(self.algorithm)
+
+
+def _new_hasher(algorithm: str) -> Any:
+    # md5 is good enough here: it tells a damaged file from a good one and guards no secret.
+    return hashlib.new(algorithm, usedforsecurity=False)
 
 
 @dataclass(frozen=True)
-class Source:
-    """One published file: its mirrors in the order to try, and the checksum its publisher gives."""
+class PublishedFile:
+    """One file to download: its mirrors in the order to try, and its publisher's checksum."""
 
     file: str
     urls: tuple[str, ...]
@@ -59,18 +55,18 @@ class Source:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A known set: `files` are its names after unpacking, `contents` their sha256 where somebody had the files."""
+class CatalogEntry:
+    """A known data set."""
 
     name: str
     title: str
     kind: Literal["idx", "cifar"]
-    files: tuple[str, ...]
-    sources: tuple[Source, ...]
+    files: tuple[str, ...]  # their names after unpacking
+    sources: tuple[PublishedFile, ...]
     classes: tuple[str, ...]
     licence: str
-    contents: tuple[Checksum, ...] = ()
-    folders: tuple[str, ...] = ()  # other names that its folder goes by, beside spellings of `name`
+    contents: tuple[Checksum, ...] = ()  # sha256 of each file, where somebody had the files
+    folders: tuple[str, ...] = ()  # names of its folder that are no spelling of `name`
     package: str = ""  # Debian's
 
     @property
@@ -78,47 +74,57 @@ class Entry:
         return len(self.classes)
 
     def is_called(self, name: str) -> bool:
-        """Whether a folder or a user means this set: capitals, dashes and underscores do not matter."""
-        return _key(name) in {_key(each) for each in (self.name, *self.folders)}
+        """Whether a folder or a user means this set; case, dashes and underscores do not matter."""
+        own_names = (self.name, *self.folders)
+        return _normalise(name) in {_normalise(own_name) for own_name in own_names}
 
 
-def known(name: str) -> Entry:
-    """The entry of that name in any spelling: "fashion-mnist", "FashionMNIST", "fashion_mnist"."""
+def _normalise(name: str) -> str:
+    return re.sub("[-_ ]", "", name).casefold()
+
+
+def catalog_entry(name: str) -> CatalogEntry:
+    """The data set of that name in any spelling: "fashion-mnist", "FashionMNIST"."""
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a data set, got {name!r}")
     for entry in CATALOG.values():
         if entry.is_called(name):
             return entry
-    close = closest_name(name, CATALOG)
-    hint = f" Did you mean {close!r}?" if close else ""
-    raise ValueError(f"expected one of {', '.join(CATALOG)}, got {name!r}.{hint}")
+    suggestion = ""
+    closest = closest_name(name, CATALOG)
+    if closest is not None:
+        suggestion = f" Did you mean {closest!r}?"
+    raise ValueError(f"expected one of {', '.join(CATALOG)}, got {name!r}.{suggestion}")
 
 
-def _key(name: str) -> str:
-    return re.sub("[-_ ]", "", name).casefold()
+# The MNIST family: four files of the same names, each published as .gz.
+
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 
-def _idx_sources(md5s: tuple[str, ...], *mirrors: str) -> tuple[Source, ...]:
-    files = [f"{name}.gz" for name in _IDX]
-    return tuple(
-        Source(file, tuple(mirror + file for mirror in mirrors), Checksum("md5", md5))
-        for file, md5 in zip(files, md5s, strict=True)
-    )
+def _idx_sources(md5s: tuple[str, ...], *mirrors: str) -> tuple[PublishedFile, ...]:
+    sources = []
+    for name, md5 in zip(IDX_FILES, md5s, strict=True):
+        file = f"{name}.gz"
+        urls = tuple(mirror + file for mirror in mirrors)
+        sources.append(PublishedFile(file, urls, Checksum("md5", md5)))
+    return tuple(sources)
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+def _sha256s(*digests: str) -> tuple[Checksum, ...]:
+    return tuple(Checksum("sha256", digest) for digest in digests)
 
 
-def _sha256s(*hexes: str) -> tuple[Checksum, ...]:
-    return tuple(Checksum("sha256", each) for each in hexes)
-
-
-_MNIST = Entry(
+_MNIST = CatalogEntry(
     name="mnist",
     title="MNIST, handwritten digits",
     kind="idx",
-    files=_IDX,
+    files=IDX_FILES,
     sources=_idx_sources(
         (
             "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -139,11 +145,11 @@ _MNIST = Entry(
     licence="CC BY-SA 3.0, Yann LeCun and Corinna Cortes, http://yann.lecun.com/exdb/mnist/",
 )
 
-_FASHION = Entry(
+_FASHION = CatalogEntry(
     name="fashion-mnist",
     title="Fashion-MNIST, articles of clothing",
     kind="idx",
-    files=_IDX,
+    files=IDX_FILES,
     sources=_idx_sources(
         (
             "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -160,23 +166,36 @@ _FASHION = Entry(
         "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
     ),
     classes=(
-        "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
-        "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
     ),
     licence="MIT, Zalando SE, https://github.com/zalandoresearch/fashion-mnist",
     package="dataset-fashion-mnist",
-)  # fmt: skip
+)
+
+# CIFAR: one archive each, in the binary version.
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz/"
-_KRIZHEVSKY = "no licence stated; cite Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
+_KRIZHEVSKY = (
+    "no licence stated; cite Krizhevsky, "
+    "Learning Multiple Layers of Features from Tiny Images, 2009"
+)
 
-_CIFAR10 = Entry(
+_CIFAR10 = CatalogEntry(
     name="cifar10",
     title="CIFAR-10, small colour images",
     kind="cifar",
     files=(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),
     sources=(
-        Source(
+        PublishedFile(
             "cifar-10-binary.tar.gz",
             (f"{_TORONTO}cifar-10-binary.tar.gz",),
             Checksum("md5", "c32a1d4ab5d03f1284b67883e8d87530"),
@@ -198,29 +217,34 @@ _CIFAR10 = Entry(
     folders=("cifar-10-batches-bin", "cifar-10-binary"),
 )
 
-_CIFAR100 = Entry(
+_CIFAR100_CLASSES = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+    butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
+    crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo
+    keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain
+    mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain
+    plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone
+    television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
+
+_CIFAR100 = CatalogEntry(
     name="cifar100",
     title="CIFAR-100, small colour images, fine labels",
     kind="cifar",
     files=("train.bin", "test.bin"),
     sources=(
-        Source(
+        PublishedFile(
             "cifar-100-binary.tar.gz",
             (f"{_TORONTO}cifar-100-binary.tar.gz",),
             Checksum("md5", "03b5dce01913d631647c71ecec9e9cb8"),
         ),
     ),
-    classes=_words(
-        """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
-        castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
-        elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
-        man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
-        pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
-        skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
-        tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"""
-    ),
+    classes=tuple(_CIFAR100_CLASSES.split()),
     licence=f"{_KRIZHEVSKY}, {_TORONTO}cifar.html",
     folders=("cifar-100-binary",),
 )
 
-CATALOG: dict[str, Entry] = {entry.name: entry for entry in (_MNIST, _FASHION, _CIFAR10, _CIFAR100)}
+CATALOG: dict[str, CatalogEntry] = {
+    entry.name: entry for entry in (_MNIST, _FASHION, _CIFAR10, _CIFAR100)
+}

@@ -1,4 +1,7 @@
-"""Fetch one file over http(s): checked while it streams, and under its final name only when it is whole."""
+"""Fetches one file over http(s).
+
+It is checked while it streams, and gets its final name only when it is complete.
+"""
 
 import glob
 import hashlib
@@ -9,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
@@ -19,15 +22,17 @@ from urllib.parse import urlsplit
 
 from halfstep.data.download.catalog import Checksum
 
-_CHUNK = 1 << 16
-_ABANDONED_S = (
-    24 * 3600
-)  # no work in progress is this old; a killed process cannot clean up after itself
+CHUNK_BYTES = 1 << 16
+# No download takes this long: what is older was left by a killed process.
+ABANDONED_AFTER_S = 24 * 3600
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A whole file and where it came from; pin an address without a known checksum by this `sha256`."""
+class FetchedFile:
+    """A complete file and where it came from.
+
+    `sha256` can pin an address that has no published checksum.
+    """
 
     path: Path
     url: str
@@ -35,11 +40,11 @@ class Fetched:
     size: int
 
 
-class _Failure(Exception):
+class MirrorError(Exception):
     """What went wrong with one mirror; the next may do better."""
 
 
-def download(
+def fetch_file(
     urls: str | Sequence[str],
     target: str | Path,
     *,
@@ -47,56 +52,71 @@ def download(
     limit_bytes: int = 4 << 30,
     timeout_s: float = 30.0,
     progress: bool | None = None,
-) -> Fetched:
-    """The first of `urls` that gives a whole file, at `target`; OSError with every mirror's failure when none does.
+) -> FetchedFile:
+    """Fetches `target` from the first of `urls` that gives a complete file.
 
-    A file already there is replaced, at once and only by a whole one. `timeout_s` is the longest silence, not the
-    longest download. A progress bar is drawn on a terminal unless `progress` is False.
+    If none does, an OSError lists the failure of each. A file that is already there is replaced in
+    one step, and only by a complete one. `timeout_s` is the longest silence, not the longest
+    download. A progress bar is drawn on a terminal unless `progress` is False.
     """
-    mirrors, target = _checked([urls] if isinstance(urls, str) else list(urls)), Path(target)
+    mirrors = [urls] if isinstance(urls, str) else list(urls)
+    _check_urls(mirrors)
+    target = Path(target)
     failures = []
     for url in mirrors:
         try:
-            with _opened(url, timeout_s) as response, _part(target) as part:
-                total, body = _declared(response, limit_bytes), _chunks(response, timeout_s)
-                with _bar(target.name, total, progress) as show:
-                    size, sha256, digest = _write(body, part, checksum, limit_bytes, show)
-                _check(size, total, digest, checksum)
-                os.replace(part, target)
-                return Fetched(target, url, sha256, size)
-        except _Failure as failure:
+            with _open_url(url, timeout_s) as response, _temporary_file(target) as temporary:
+                size, sha256 = _save_response(
+                    response,
+                    temporary,
+                    checksum=checksum,
+                    limit_bytes=limit_bytes,
+                    timeout_s=timeout_s,
+                    title=target.name,
+                    progress=progress,
+                )
+                os.replace(temporary, target)
+                return FetchedFile(target, url, sha256, size)
+        except MirrorError as failure:
             failures.append(f"\n  {url}: {failure}")
     raise OSError(
         f"{target.name} could not be fetched:{''.join(failures)}\n"
-        f"Check the connection and the address, or fetch the file by other means and put it at {target}."
+        "Check the connection and the address, "
+        f"or fetch the file by other means and put it at {target}."
     )
 
 
-def unfinished(target: Path) -> Path:
-    """A new hidden name beside `target` for work in progress; what killed processes left there a day ago is removed."""
+def temporary_path(target: Path) -> Path:
+    """A new hidden path beside `target` for unfinished work.
+
+    Also removes what killed processes left there more than a day ago.
+    """
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
         try:
-            if time.time() - path.lstat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            if time.time() - path.lstat().st_mtime > ABANDONED_AFTER_S:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         except OSError:
             continue  # another process was quicker, or it is not ours to remove
     return target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
 
 
-def _checked(urls: list[str]) -> list[str]:
+def _check_urls(urls: list[str]) -> None:
     if not urls:
         raise ValueError("expected at least one address to download from, got none")
     for url in urls:
-        if (
-            not isinstance(url, str)
-            or urlsplit(url).scheme not in ("http", "https")
-            or not urlsplit(url).hostname
-        ):
+        if not (isinstance(url, str) and _is_web_address(url)):
             raise ValueError(f"expected an address like https://host/file, got {url!r}")
-    return urls
 
 
-class _WebOnly(urllib.request.HTTPRedirectHandler):
+def _is_web_address(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+class _WebRedirects(urllib.request.HTTPRedirectHandler):
     """Redirects stay on http and https: urllib itself would also follow one to ftp."""
 
     def redirect_request(
@@ -110,90 +130,99 @@ class _WebOnly(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme not in ("http", "https"):
             fp.close()
-            raise _Failure(f"redirected to {newurl}, expected an http or https address")
+            raise MirrorError(f"redirected to {newurl}, expected an http or https address")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 @contextmanager
-def _opened(url: str, timeout_s: float) -> Iterator[HTTPResponse]:
-    # identity: the bytes as published, which is what checksums and lengths are about
-    request = urllib.request.Request(
-        url, headers={"Accept-Encoding": "identity", "User-Agent": "halfstep"}
-    )
-    with _named(timeout_s):
-        response = urllib.request.build_opener(_WebOnly).open(request, timeout=timeout_s)
+def _open_url(url: str, timeout_s: float) -> Iterator[HTTPResponse]:
+    # identity: the bytes as they were published, which checksums and lengths are about.
+    headers = {"Accept-Encoding": "identity", "User-Agent": "halfstep"}
+    request = urllib.request.Request(url, headers=headers)
+    with _as_mirror_errors(timeout_s):
+        opener = urllib.request.build_opener(_WebRedirects)
+        response = opener.open(request, timeout=timeout_s)
     with response:
         yield response
 
 
 @contextmanager
-def _named(timeout_s: float) -> Iterator[None]:
-    """Every way in which the other side can fail, as a _Failure in words."""
+def _as_mirror_errors(timeout_s: float) -> Iterator[None]:
+    """Turns every way in which the other side can fail into a MirrorError."""
     try:
         yield
     except urllib.error.HTTPError as error:
         error.close()
-        raise _Failure(f"the server answered {error.code} {error.reason}") from error
+        raise MirrorError(f"the server answered {error.code} {error.reason}") from error
     except (OSError, HTTPException, ValueError) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         if isinstance(reason, TimeoutError):
-            raise _Failure(f"no answer for {timeout_s:g} s") from error
-        raise _Failure(f"the connection failed ({reason or type(error).__name__})") from error
+            raise MirrorError(f"no answer for {timeout_s:g} s") from error
+        raise MirrorError(f"the connection failed ({reason or type(error).__name__})") from error
 
 
-def _declared(response: HTTPResponse, limit_bytes: int) -> int | None:
-    """The length that the server promises, None when it does not."""
-    if response.length is not None and response.length > limit_bytes:
-        raise _Failure(f"the file has {response.length} bytes, more than limit_bytes={limit_bytes}")
-    return response.length
+def _save_response(
+    response: HTTPResponse,
+    path: Path,
+    *,
+    checksum: Checksum | None,
+    limit_bytes: int,
+    timeout_s: float,
+    title: str,
+    progress: bool | None,
+) -> tuple[int, str]:
+    """Writes the body of a response to a new file; returns its size and its sha256.
+
+    A MirrorError if it is too long, shorter than the server said, or has another checksum.
+    """
+    declared_size = response.length  # None if the server does not say
+    if declared_size is not None and declared_size > limit_bytes:
+        raise MirrorError(
+            f"the file has {declared_size} bytes, more than limit_bytes={limit_bytes}"
+        )
+
+    size = 0
+    sha256 = hashlib.sha256()
+    hasher = None if checksum is None else checksum.hasher()
+    with _progress_bar(title, declared_size, progress) as show, open(path, "xb") as file:
+        for chunk in _read_chunks(response, timeout_s):
+            size += len(chunk)
+            if size > limit_bytes:
+                raise MirrorError(f"the file is larger than limit_bytes={limit_bytes}")
+            file.write(chunk)
+            sha256.update(chunk)
+            if hasher is not None:
+                hasher.update(chunk)
+            show(size)
+        # Without this, a power cut could leave the final name without the bytes.
+        file.flush()
+        os.fsync(file.fileno())
+
+    if declared_size is not None and size != declared_size:
+        raise MirrorError(f"expected {declared_size} bytes, the connection ended after {size}")
+    if checksum is not None and hasher is not None and hasher.hexdigest() != checksum.hex:
+        raise MirrorError(
+            f"expected {checksum.algorithm} {checksum.hex}, "
+            f"got {hasher.hexdigest()} of {size} bytes"
+        )
+    return size, sha256.hexdigest()
 
 
-def _chunks(response: HTTPResponse, timeout_s: float) -> Iterator[bytes]:
+def _read_chunks(response: HTTPResponse, timeout_s: float) -> Iterator[bytes]:
+    """The body piece by piece; the last piece is empty."""
     chunk = b"more"
     while chunk:
-        with _named(timeout_s):
-            chunk = response.read1(
-                _CHUNK
-            )  # read1: a trickle shows, and a silence is heard after one timeout
+        with _as_mirror_errors(timeout_s):
+            # read1 returns what is there: the bar moves, and one timeout ends a silence.
+            chunk = response.read1(CHUNK_BYTES)
         yield chunk
 
 
-def _write(
-    body: Iterable[bytes],
-    part: Path,
-    checksum: Checksum | None,
-    limit_bytes: int,
-    show: Callable[[int], None],
-) -> tuple[int, str, str | None]:
-    """The body on disk in `part`: its size, its sha256, and its digest by the checksum's algorithm."""
-    size, sha256, asked = 0, hashlib.sha256(), checksum.hasher() if checksum else None
-    with open(part, "xb") as file:
-        for chunk in body:
-            size += len(chunk)
-            if size > limit_bytes:
-                raise _Failure(f"the file is larger than limit_bytes={limit_bytes}")
-            file.write(chunk)
-            sha256.update(chunk)
-            if asked:
-                asked.update(chunk)
-            show(size)
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut could leave the name without the bytes
-    return size, sha256.hexdigest(), asked.hexdigest() if asked else None
-
-
-def _check(size: int, declared: int | None, digest: str | None, checksum: Checksum | None) -> None:
-    if declared is not None and size != declared:
-        raise _Failure(f"expected {declared} bytes, the connection ended after {size}")
-    if checksum and digest != checksum.hex:
-        raise _Failure(
-            f"expected {checksum.algorithm} {checksum.hex}, got {digest} of {size} bytes"
-        )
-
-
 @contextmanager
-def _bar(title: str, total: int | None, progress: bool | None) -> Iterator[Callable[[int], None]]:
-    """Shows the bytes so far, on a terminal only."""
+def _progress_bar(
+    title: str, total: int | None, progress: bool | None
+) -> Iterator[Callable[[int], None]]:
+    """A function that shows the number of bytes so far; it does nothing without a terminal."""
     if progress is False or not sys.stderr.isatty():
         yield lambda size: None
         return
@@ -201,24 +230,36 @@ def _bar(title: str, total: int | None, progress: bool | None) -> Iterator[Calla
     from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
         task = bar.add_task(escape(title), total=total)
         yield lambda size: bar.update(task, completed=size)
 
 
 @contextmanager
-def _part(target: Path) -> Iterator[Path]:
-    """A name for work in progress, gone afterwards; an OSError in here is this machine's, and says what to do."""
-    part = None
+def _temporary_file(target: Path) -> Iterator[Path]:
+    """A path for unfinished work, removed afterwards.
+
+    An OSError inside is this machine's, not the server's; it is raised with advice.
+    """
+    temporary = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = unfinished(target)
-        yield part
+        temporary = temporary_path(target)
+        yield temporary
     except OSError as error:
-        problem = f"{target} cannot be written: {error.strerror or error}"
-        advice = "Free space there, make the folder writable, or name another (find() writes to $HALFSTEP_CACHE)"
-        raise OSError(error.errno, f"{problem}. {advice}") from error
+        raise OSError(
+            error.errno,
+            f"{target} cannot be written: {error.strerror or error}. "
+            "Free space there, make the folder writable, "
+            "or name another (find() writes to $HALFSTEP_CACHE)",
+        ) from error
     finally:
-        if part is not None:
-            part.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""Checked reading of binary files, plain or gzip: in order, in bounded memory, with the byte named where trouble is."""
+"""Checked reading of binary files, plain or gzip: in order, in bounded memory.
+
+Every error names the file and the byte.
+"""
 
 import os
 import zlib
@@ -8,151 +11,193 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeAlias
 
-AGAIN = "Fetch the file again or name another one."
-_PIECE = 1 << 16  # unpacked fivefold, as images are, this still fits a core's cache
-_DENSEST = 1032  # deflate's best: 258 bytes from 2 bits
-_KINDS = (
+FETCH_AGAIN = "Fetch the file again or name another one."
+PACKED_CHUNK = 1 << 16  # bytes; unpacked fivefold, as images are, they still fit a core's cache
+READ_CHUNK = 16 * PACKED_CHUNK  # bytes of content read at once
+MAX_DEFLATE_RATIO = 1032  # deflate's best: 258 bytes from 2 bits
+GZIP_WBITS = 31  # for zlib: gzip's header and trailer, window of 32 KiB
+
+# What a file that begins so is. For web pages two bytes: one alone may be a wrong label.
+FILE_SIGNATURES = (
     (b"\x1f\x8b", "gzip"),
     (b"\xfd7zXZ", "xz"),
     (b"BZh", "bzip2"),
     (b"PK", "zip"),
-    *(
-        (start, "a web page") for start in (b"<!", b"<?", b"<h", b"<H")
-    ),  # one byte alone may be a wrong label
+    (b"<!", "a web page"),
+    (b"<?", "a web page"),
+    (b"<h", "a web page"),
+    (b"<H", "a web page"),
     (b"version https://git-lfs", "a Git LFS pointer, not the file itself"),
-    *((bytes([0x80, protocol]), "a pickle") for protocol in range(2, 6)),
+    (b"\x80\x02", "a pickle"),
+    (b"\x80\x03", "a pickle"),
+    (b"\x80\x04", "a pickle"),
+    (b"\x80\x05", "a pickle"),
 )
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BufferedReader]:
-    """The file, open for reading; whatever the system refuses, then or while it is read, names the file."""
+def open_binary(path: Path) -> Iterator[BufferedReader]:
+    """The file, open for reading. An OSError, now or while it is read, is raised with its name."""
     try:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        # two arguments: Python picks the subclass by the number, so a missing file stays a FileNotFoundError
-        came = error.strerror or str(error)
+        # Two arguments: Python picks the subclass by the number, so that a missing file stays a
+        # FileNotFoundError.
+        reason = error.strerror or str(error)
         raise OSError(
-            error.errno or 0, f"{path}: expected a file that can be read, found: {came}. {AGAIN}"
+            error.errno or 0,
+            f"{path}: expected a file that can be read, found: {reason}. {FETCH_AGAIN}",
         ) from error
 
 
-def damaged(path: Path, expected: str, came: str, *, at: str, advice: str = AGAIN) -> ValueError:
-    """The error that names the file, the place, what was expected there, what came and what to do."""
-    return ValueError(f"{path}: expected {expected} at {at}, found {came}. {advice}")
+def damaged_file_error(
+    path: Path, expected: str, actual: str, *, at: str, advice: str = FETCH_AGAIN
+) -> ValueError:
+    """An error with the file, the position, what was expected there, what was found, and advice."""
+    return ValueError(f"{path}: expected {expected} at {at}, found {actual}. {advice}")
 
 
-def kind(head: bytes) -> str | None:
-    """What a file that starts so is, when it is one of the usual mix-ups; the tar signature takes 262 bytes."""
+def guess_file_kind(head: bytes) -> str | None:
+    """What a file that begins so is, if it is a usual mix-up; a tar needs its first 262 bytes."""
     if head[257:262] == b"ustar":
         return "tar"
-    return next((name for start, name in _KINDS if head.startswith(start)), None)
+    for signature, kind in FILE_SIGNATURES:
+        if head.startswith(signature):
+            return kind
+    return None
 
 
-def shown(head: bytes, count: int = 4) -> str:
-    """The first bytes in hex, with the kind of file they betray."""
-    name = kind(head)
-    return (head[:count].hex(" ") or "the end of the file") + (f" ({name})" if name else "")
+def describe_head(head: bytes) -> str:
+    """The first four bytes in hex, and the kind of file if they give it away."""
+    text = head[:4].hex(" ") or "the end of the file"
+    kind = guess_file_kind(head)
+    if kind is None:
+        return text
+    return f"{text} ({kind})"
 
 
-class Plain:
+class PlainContent:
     """A file's bytes in order."""
 
     unit = "byte"
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
-        self.path, self._file = path, file
+        self.path = path
+        self._file = file
 
     def read(self, count: int) -> bytes:
         """The next bytes, at most `count`; none at the end."""
         return self._file.read(count)
 
-    def room(self) -> int | None:
-        """The most bytes the file can hold, where reading to the end to find out would be unwise."""
+    def max_size(self) -> int | None:
+        """None: a plain file is read to find out how much it holds."""
         return None
 
 
-class Gzip:
-    """A gzip file's content in order, unpacked as it is asked for; each member's checksum is verified at its end."""
+class GzipContent:
+    """The content of a gzip file in order, unpacked while it is read.
+
+    The checksum of each member is verified at its end.
+    """
 
     unit = "unpacked byte"
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
-        self.path, self._file = path, file
-        self._inflate = zlib.decompressobj(wbits=31)  # 31: gzip's header and trailer, 32 KiB window
-        self._packed = b""  # read from the file, not yet used
-        self._used = 0  # packed bytes before those
+        self.path = path
+        self._file = file
+        self._decoder = zlib.decompressobj(wbits=GZIP_WBITS)
+        self._packed = b""  # read from the file, not yet unpacked
+        self._packed_offset = 0  # where `_packed` begins in the file
 
     def read(self, count: int) -> bytes:
         """The next bytes, at most `count`; none at the end."""
         while True:
-            last = not self._packed and not self._refill()
-            if self._inflate.eof:
-                if last:
+            if not self._packed:
+                self._packed = self._file.read(PACKED_CHUNK)
+            at_end = not self._packed
+            if self._decoder.eof:
+                if at_end:
                     return b""
-                self._next_member()
+                self._start_member()
             data = self._unpack(count)
             if data:
                 return data
-            if last and not self._inflate.eof:
-                raise damaged(
+            if at_end and not self._decoder.eof:
+                raise damaged_file_error(
                     self.path,
                     "more of a gzip stream",
                     "the end of the file",
-                    at=f"byte {self._used}",
+                    at=f"byte {self._packed_offset}",
                 )
 
-    def room(self) -> int | None:
-        """The most bytes the file can hold, by its size: more is known to be missing before any is unpacked."""
-        return _DENSEST * os.fstat(self._file.fileno()).st_size
+    def max_size(self) -> int | None:
+        """The most bytes a gzip file of this size can hold.
 
-    def _refill(self) -> bool:
-        self._packed = self._file.read(_PIECE)
-        return bool(self._packed)
+        A file that declares more is known to be cut off before anything is unpacked.
+        """
+        return MAX_DEFLATE_RATIO * os.fstat(self._file.fileno()).st_size
 
-    def _next_member(self) -> None:
+    def _start_member(self) -> None:
         if not self._packed.startswith(b"\x1f"):
-            expected = "another gzip member or the end of the file"
-            raise damaged(self.path, expected, shown(self._packed), at=f"byte {self._used}")
-        self._inflate = zlib.decompressobj(wbits=31)
+            raise damaged_file_error(
+                self.path,
+                "another gzip member or the end of the file",
+                describe_head(self._packed),
+                at=f"byte {self._packed_offset}",
+            )
+        self._decoder = zlib.decompressobj(wbits=GZIP_WBITS)
 
     def _unpack(self, count: int) -> bytes:
-        before = self._inflate.copy()
+        decoder_before = self._decoder.copy()
         try:
-            data = self._inflate.decompress(self._packed, count)
+            data = self._decoder.decompress(self._packed, count)
         except zlib.error as error:
-            at = f"byte {self._used + _first_bad(before, self._packed)}"
-            raise damaged(
-                self.path, "a sound gzip stream", f"a damaged one ({error})", at=at
+            bad_byte = self._packed_offset + _first_bad_byte(decoder_before, self._packed)
+            raise damaged_file_error(
+                self.path,
+                "a sound gzip stream",
+                f"a damaged one ({error})",
+                at=f"byte {bad_byte}",
             ) from error
-        rest = self._inflate.unconsumed_tail or self._inflate.unused_data
-        self._used += len(self._packed) - len(rest)
-        self._packed = rest
+        remaining = self._decoder.unconsumed_tail or self._decoder.unused_data
+        self._packed_offset += len(self._packed) - len(remaining)
+        self._packed = remaining
         return data
 
 
-Content: TypeAlias = Plain | Gzip
+Content: TypeAlias = PlainContent | GzipContent
 
 
-def unpacked(path: Path, file: BufferedReader) -> Content:
-    """The file's content, unpacked when it starts as gzip does: the name need not tell."""
-    return (Gzip if file.peek(2).startswith(b"\x1f\x8b") else Plain)(path, file)
+def open_content(path: Path, file: BufferedReader) -> Content:
+    """The file's content, unpacked if it begins as gzip does, whatever its name."""
+    if file.peek(2).startswith(b"\x1f\x8b"):
+        return GzipContent(path, file)
+    return PlainContent(path, file)
 
 
-def take(content: Content, count: int) -> bytearray:
-    """The next `count` bytes, fewer only at the end; memory grows with what comes, never with what is asked for."""
+def read_up_to(content: Content, count: int) -> bytearray:
+    """The next `count` bytes, fewer only at the end of the content.
+
+    Memory grows with the bytes that are there, not with `count`.
+    """
     data = bytearray()
-    while len(data) < count and (piece := content.read(min(count - len(data), 16 * _PIECE))):
-        data += piece
+    while len(data) < count:
+        chunk = content.read(min(count - len(data), READ_CHUNK))
+        if not chunk:
+            break
+        data += chunk
     return data
 
 
-def _first_bad(inflate: "zlib._Decompress", packed: bytes) -> int:
-    """Where zlib first objects: it says only that a piece is bad, so the piece goes in again byte by byte."""
-    for at in range(len(packed)):
+def _first_bad_byte(decoder: "zlib._Decompress", packed: bytes) -> int:
+    """The index of the byte that zlib rejects.
+
+    zlib only says that a chunk is bad, so the chunk is decoded again, byte by byte.
+    """
+    for index in range(len(packed)):
         try:
-            inflate.decompress(packed[at : at + 1])
+            decoder.decompress(packed[index : index + 1])
         except zlib.error:
-            return at
+            return index
     return len(packed)

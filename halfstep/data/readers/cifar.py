@@ -1,4 +1,7 @@
-"""Strict reader of CIFAR-10 and CIFAR-100 in their binary version; the Python version, a pickle, is never loaded."""
+"""Strict reader of CIFAR-10 and CIFAR-100 in their binary version.
+
+The Python version is a pickle, and is never loaded.
+"""
 
 import os
 import re
@@ -12,40 +15,53 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from halfstep.data.readers.binary import damaged, kind, opened, shown
+from halfstep.data.readers.binary import (
+    damaged_file_error,
+    describe_head,
+    guess_file_kind,
+    open_binary,
+)
+from halfstep.utils.checks import expect
 
-Bytes = npt.NDArray[np.uint8]
-_PIXELS = 3 * 32 * 32
-_PIECE = 1000  # records turned to HWC at a time: 3 MB, so that a file is never in memory twice
+ByteArray = npt.NDArray[np.uint8]
+IMAGE_BYTES = 3 * 32 * 32
+RECORDS_AT_ONCE = 1000  # turned to HWC together: 3 MB, so that a file is never in memory twice
 
 
 @dataclass(frozen=True)
-class _Set:
-    """One data set's layout: the label bytes before each image, and where its files are found."""
+class CifarFormat:
+    """The layout of one data set: label bytes before each image, and the names of its files."""
 
     name: str
-    limits: dict[str, int]  # label byte -> how many values it has, in the order of the bytes
+    label_counts: dict[str, int]  # number of values of each label byte, in the order of the bytes
     folder: str  # inside the archive
-    train: str
-    test: str
+    train_pattern: str
+    test_pattern: str
 
     @property
-    def record(self) -> int:
-        return len(self.limits) + _PIXELS
+    def record_bytes(self) -> int:
+        return len(self.label_counts) + IMAGE_BYTES
 
     @property
     def advice(self) -> str:
-        return (
-            f"Fetch {self.name.lower()}-binary.tar.gz, unpack it and name its folder {self.folder}."
-        )
+        archive = f"{self.name.lower()}-binary.tar.gz"
+        return f"Fetch {archive}, unpack it and name its folder {self.folder}."
 
 
-_SETS = {
-    10: _Set(
-        "CIFAR-10", {"fine": 10}, "cifar-10-batches-bin", "data_batch*.bin", "test_batch*.bin"
+FORMATS = {
+    10: CifarFormat(
+        name="CIFAR-10",
+        label_counts={"fine": 10},
+        folder="cifar-10-batches-bin",
+        train_pattern="data_batch*.bin",
+        test_pattern="test_batch*.bin",
     ),
-    100: _Set(
-        "CIFAR-100", {"coarse": 20, "fine": 100}, "cifar-100-binary", "train.bin", "test.bin"
+    100: CifarFormat(
+        name="CIFAR-100",
+        label_counts={"coarse": 20, "fine": 100},
+        folder="cifar-100-binary",
+        train_pattern="train.bin",
+        test_pattern="test.bin",
     ),
 }
 
@@ -57,127 +73,169 @@ def read_cifar(
     classes: Literal[10, 100] = 10,
     labels: Literal["fine", "coarse"] = "fine",
 ) -> tuple[Tensor, Tensor]:
-    """One split: uint8 images [N, 32, 32, 3], contiguous, and int64 labels [N]; files in the order of their names.
+    """One split: uint8 images [N, 32, 32, 3], contiguous, and int64 labels [N].
 
-    The files lie in `folder`, in its sub-folder train or test, or in the archive's own folder inside it.
+    The files lie in `folder`, in its sub-folder train or test, or in the archive's own folder
+    inside it. They are read in the order of their names.
     """
-    if classes not in _SETS:
-        raise ValueError(f"expected classes to be one of {list(_SETS)}, got {classes!r}")
-    layout = _SETS[classes]
-    if labels not in layout.limits:
-        raise ValueError(
-            f"expected labels to be one of {list(layout.limits)} for {layout.name}, got {labels!r}"
-        )
-    paths = _find(Path(folder), layout, train)
-    counts = [_count_records(path, layout) for path in paths]
-    images, found = np.empty((sum(counts), 32, 32, 3), np.uint8), np.empty(sum(counts), np.int64)
-    column, start = list(layout.limits).index(labels), 0
+    expect(classes in FORMATS, "classes", f"one of {list(FORMATS)}", classes)
+    cifar = FORMATS[classes]
+    label_names = list(cifar.label_counts)
+    expect(labels in label_names, "labels", f"one of {label_names} for {cifar.name}", labels)
+
+    paths = _find_files(Path(folder), cifar, train)
+    counts = [_count_records(path, cifar) for path in paths]
+    total = sum(counts)
+    all_images = np.empty((total, 32, 32, 3), np.uint8)
+    all_labels = np.empty(total, np.int64)
+    label_column = label_names.index(labels)
+    start = 0
     for path, count in zip(paths, counts, strict=True):
-        _read_file(
-            path, layout, column, images[start : start + count], found[start : start + count]
-        )
-        start += count
-    return torch.from_numpy(images), torch.from_numpy(found)
+        end = start + count
+        _read_file(path, cifar, label_column, all_images[start:end], all_labels[start:end])
+        start = end
+    return torch.from_numpy(all_images), torch.from_numpy(all_labels)
 
 
 def _read_file(
-    path: Path, layout: _Set, column: int, images: Bytes, labels: npt.NDArray[np.int64]
+    path: Path,
+    cifar: CifarFormat,
+    label_column: int,
+    images: ByteArray,
+    labels: npt.NDArray[np.int64],
 ) -> None:
-    with opened(path) as file:
-        for start in range(0, len(labels), _PIECE):
-            part = slice(start, min(start + _PIECE, len(labels)))
-            records = _read_records(path, file, layout, start, part.stop - start)
-            marks, pixels = np.split(records, [len(layout.limits)], axis=1)
-            _check_labels(path, layout, start, marks)
-            labels[part] = marks[:, column]
-            images[part] = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    """Fills `images` and `labels` from one file."""
+    with open_binary(path) as file:
+        for start in range(0, len(labels), RECORDS_AT_ONCE):
+            end = min(start + RECORDS_AT_ONCE, len(labels))
+            records = _read_records(path, file, cifar, start, end - start)
+            label_bytes, pixels = np.split(records, [len(cifar.label_counts)], axis=1)
+            _check_labels(path, cifar, start, label_bytes)
+            labels[start:end] = label_bytes[:, label_column]
+            images[start:end] = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
 
 
-def _read_records(path: Path, file: BufferedReader, layout: _Set, start: int, count: int) -> Bytes:
-    data = file.read(count * layout.record)
-    if len(data) != count * layout.record:  # it had that size a moment ago
-        at = f"byte {start * layout.record + len(data)}"
-        raise damaged(
-            path, "more records", "the end of a file that shrank while it was read", at=at
+def _read_records(
+    path: Path, file: BufferedReader, cifar: CifarFormat, start: int, count: int
+) -> ByteArray:
+    size = count * cifar.record_bytes
+    data = file.read(size)
+    if len(data) != size:  # the file was this long a moment ago
+        raise damaged_file_error(
+            path,
+            "more records",
+            "the end of a file that shrank while it was read",
+            at=f"byte {start * cifar.record_bytes + len(data)}",
         )
-    return np.frombuffer(data, np.uint8).reshape(count, layout.record)
+    return np.frombuffer(data, np.uint8).reshape(count, cifar.record_bytes)
 
 
-def _check_labels(path: Path, layout: _Set, start: int, marks: Bytes) -> None:
-    wrong = np.argwhere(marks >= np.array(list(layout.limits.values())))
-    if len(wrong):
-        row, column = map(int, wrong[0])
-        name, limit = list(layout.limits.items())[column]
-        expected = f"a {name} label in 0..{limit - 1} in record {start + row}"
-        at = f"byte {(start + row) * layout.record + column}"
-        raise damaged(path, expected, str(marks[row, column]), at=at, advice=layout.advice)
+def _check_labels(path: Path, cifar: CifarFormat, start: int, label_bytes: ByteArray) -> None:
+    """Raises a ValueError for the first label that is no class; `start` is the first record."""
+    limits = np.array(list(cifar.label_counts.values()))
+    out_of_range = np.argwhere(label_bytes >= limits)
+    if len(out_of_range) == 0:
+        return
+    row, column = map(int, out_of_range[0])
+    record = start + row
+    label_name, label_count = list(cifar.label_counts.items())[column]
+    raise damaged_file_error(
+        path,
+        f"a {label_name} label in 0..{label_count - 1} in record {record}",
+        str(label_bytes[row, column]),
+        at=f"byte {record * cifar.record_bytes + column}",
+        advice=cifar.advice,
+    )
 
 
-def _count_records(path: Path, layout: _Set) -> int:
-    with opened(path) as file:
-        head, size = file.read(512), os.fstat(file.fileno()).st_size
-    if (
-        head and head[0] >= next(iter(layout.limits.values())) and kind(head)
-    ):  # no signature starts like a label
-        expected = f"records of {layout.name}'s binary version"
-        raise damaged(
-            path, expected, shown(head), at="byte 0", advice=_way_out(str(kind(head)), layout)
+def _count_records(path: Path, cifar: CifarFormat) -> int:
+    with open_binary(path) as file:
+        head = file.read(512)
+        size = os.fstat(file.fileno()).st_size
+
+    # A file of another kind. No signature begins with a byte that is a label.
+    first_label_count = next(iter(cifar.label_counts.values()))
+    if head and head[0] >= first_label_count:
+        kind = guess_file_kind(head)
+        if kind is not None:
+            raise damaged_file_error(
+                path,
+                f"records of {cifar.name}'s binary version",
+                describe_head(head),
+                at="byte 0",
+                advice=_advice_for_kind(kind, cifar),
+            )
+
+    count, extra_bytes = divmod(size, cifar.record_bytes)
+    if extra_bytes or count == 0:
+        actual = "an empty file"
+        if size > 0:
+            actual = f"the end of the file {extra_bytes} bytes into record {count}"
+        raise damaged_file_error(
+            path,
+            f"whole records of {cifar.record_bytes} bytes",
+            actual,
+            at=f"byte {count * cifar.record_bytes}",
+            advice=cifar.advice,
         )
-    records, rest = divmod(size, layout.record)
-    if rest or not records:
-        expected = f"whole records of {layout.record} bytes"
-        came = (
-            f"the end of the file {rest} bytes into record {records}" if size else "an empty file"
+    return count
+
+
+def _advice_for_kind(kind: str, cifar: CifarFormat) -> str:
+    if kind == "a pickle":
+        return (
+            f"This is the Python version of {cifar.name}, a pickle, which is never loaded. "
+            f"{cifar.advice}"
         )
-        raise damaged(
-            path, expected, came, at=f"byte {records * layout.record}", advice=layout.advice
-        )
-    return records
+    if kind in ("gzip", "tar"):
+        return f"Unpack it (tar -xf) and name the folder {cifar.folder} that comes out."
+    return cifar.advice
 
 
-def _way_out(found: str, layout: _Set) -> str:
-    if found == "a pickle":
-        return f"This is the Python version of {layout.name}, a pickle, which is never loaded. {layout.advice}"
-    if found in ("gzip", "tar"):
-        return f"Unpack it (tar -xf) and name the folder {layout.folder} that comes out."
-    return layout.advice
+def _find_files(folder: Path, cifar: CifarFormat, train: bool) -> list[Path]:
+    """The files of a split, by name; they must all be in one of the three usual folders."""
+    pattern = cifar.train_pattern if train else cifar.test_pattern
+    split_folder = folder / ("train" if train else "test")
+    matches = []
+    for candidate in (folder, split_folder, folder / cifar.folder):
+        paths = sorted(candidate.glob(pattern))
+        if paths:
+            matches.append(paths)
 
-
-def _find(folder: Path, layout: _Set, train: bool) -> list[Path]:
-    pattern = layout.train if train else layout.test
-    places = (folder, folder / ("train" if train else "test"), folder / layout.folder)
-    found = [files for place in places if (files := sorted(place.glob(pattern)))]
-    if not found:
-        inside = ", ".join(sorted(path.name for path in folder.glob("*"))[:8]) or "nothing"
+    if not matches:
+        names = sorted(path.name for path in folder.glob("*"))
+        actual = ", ".join(names[:8]) or "nothing"
         raise FileNotFoundError(
-            f"{folder}: expected {pattern} of {layout.name}, found {inside}. {layout.advice}"
+            f"{folder}: expected {pattern} of {cifar.name}, found {actual}. {cifar.advice}"
         )
-    if len(found) > 1:
-        where = " and ".join(str(files[0].parent) for files in found)
+    if len(matches) > 1:
+        folders = " and ".join(str(paths[0].parent) for paths in matches)
         raise ValueError(
-            f"{folder}: expected {pattern} in one place, found it in {where}. Name one of these folders."
+            f"{folder}: expected {pattern} in one place, found it in {folders}. "
+            "Name one of these folders."
         )
-    _check_numbers(found[0], layout)
-    return found[0]
+    _check_batch_numbers(matches[0], cifar)
+    return matches[0]
 
 
-def _check_numbers(paths: list[Path], layout: _Set) -> None:
-    """Batches with numbers have all of them, from 1 on: a batch that is missing, or there twice, would go unnoticed."""
+def _check_batch_numbers(paths: list[Path], cifar: CifarFormat) -> None:
+    """Numbered batches must all be there, from 1 on, each once: else a gap would go unnoticed."""
     matches = {path: re.fullmatch(r"(.*_)(\d+)\.bin", path.name) for path in paths}
-    numbered = [match for match in matches.values() if match]
+    numbered = [match for match in matches.values() if match is not None]
     numbers = sorted(int(match[2]) for match in numbered)
     if not numbers:
         return
     for path, match in matches.items():
         if match is None or numbers.count(int(match[2])) > 1:
-            expected, advice = "each batch once, under its number", "Move the file elsewhere."
             raise ValueError(
-                f"{path}: expected {expected}, found it beside {numbered[0].string}. {advice}"
+                f"{path}: expected each batch once, under its number, "
+                f"found it beside {numbered[0].string}. Move the file elsewhere."
             )
     missing = sorted(set(range(min(1, numbers[0]), numbers[-1])) - set(numbers))
     if missing:
-        name = f"{numbered[0][1]}{missing[0]}.bin"
-        came = ", ".join(path.name for path in paths)
+        missing_name = f"{numbered[0][1]}{missing[0]}.bin"
+        names = ", ".join(path.name for path in paths)
         raise FileNotFoundError(
-            f"{paths[0].parent / name}: expected this file, found only {came}. {layout.advice}"
+            f"{paths[0].parent / missing_name}: expected this file, found only {names}. "
+            f"{cifar.advice}"
         )

@@ -1,4 +1,8 @@
-"""Strict reader of idx files, the format of the MNIST family: two zero bytes, type, rank, big-endian sizes, data."""
+"""Strict reader of idx files, the format of the MNIST family.
+
+A file is two zero bytes, one for the type, one for the rank, then the sizes (big-endian) and the
+data.
+"""
 
 import math
 import struct
@@ -8,9 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.data.readers.binary import Content, damaged, opened, shown, take, unpacked
+from halfstep.data.readers.binary import (
+    Content,
+    damaged_file_error,
+    describe_head,
+    open_binary,
+    open_content,
+    read_up_to,
+)
 
-_TYPES = {
+TYPE_NAMES = {
     0x08: "uint8",
     0x09: "int8",
     0x0B: "int16",
@@ -18,126 +29,61 @@ _TYPES = {
     0x0D: "float32",
     0x0E: "float64",
 }
-_UINT8 = 0x08
-_LARGEST = 1 << 40  # bytes of one sample; beyond 2^63 in all, even an empty tensor has no strides
-_FILES = {
-    True: ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-    False: ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-}
+UINT8 = 0x08
+MAX_DIMS = 64  # numpy's and torch's limit
+# Bytes of one sample. Beyond 2^63 in all, even an empty tensor has no strides.
+MAX_SAMPLE_BYTES = 1 << 40
+TRAIN_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+TEST_FILES = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 def read_idx(path: str | Path, *, dims: int) -> Tensor:
-    """The file's uint8 tensor of rank `dims`, plain or gzip; anything but exactly that in the file is a ValueError.
+    """The uint8 tensor of rank `dims` in an idx file, plain or gzip.
 
-    The first size may be 0. Memory follows the bytes that are in the file, never the sizes it declares.
+    Anything but exactly that in the file is a ValueError. The first size may be 0. Memory follows
+    the bytes that are in the file, never the sizes it declares.
     """
-    if not 1 <= dims <= 64:  # numpy's and torch's limit
+    if not 1 <= dims <= MAX_DIMS:
         raise ValueError(f"expected 1 to 64 dims, got {dims!r}. Pass 3 for images, 1 for labels.")
-    with opened(Path(path)) as file:
-        content = unpacked(Path(path), file)
+    path = Path(path)
+    with open_binary(path) as file:
+        content = open_content(path, file)
         shape = _read_shape(content, dims)
         values = _read_values(content, shape, start=4 + 4 * dims)
-    return torch.from_numpy(
-        np.frombuffer(values, np.uint8).reshape(shape)
-    )  # a bytearray's memory is writable
+    # The memory of a bytearray is writable, so the tensor is too.
+    return torch.from_numpy(np.frombuffer(values, np.uint8).reshape(shape))
 
 
 def read_split(
     folder: str | Path, *, train: bool = True, classes: int = 10
 ) -> tuple[Tensor, Tensor]:
-    """One split of an MNIST-family folder under its original file names, plain or .gz: uint8 images [N, H, W] and int64
-    labels [N], N at least 1, each label in 0..classes−1."""
+    """One split of an MNIST-family folder: uint8 images [N, H, W] and int64 labels [N].
+
+    The files have their original names, plain or .gz. N is at least 1, and each label is in
+    0..classes−1.
+    """
     if not 1 <= classes <= 256:
         raise ValueError(f"expected 1 to 256 classes, got {classes!r}. A label is one byte.")
-    images_path, labels_path = (_find(Path(folder), name) for name in _FILES[train])
-    images, labels = read_idx(images_path, dims=3), read_idx(labels_path, dims=1).long()
-    if not len(images):
-        raise damaged(images_path, "at least one image", "a count of 0", at="byte 4")
+    images_name, labels_name = TRAIN_FILES if train else TEST_FILES
+    images_path = _find_file(Path(folder), images_name)
+    labels_path = _find_file(Path(folder), labels_name)
+    images = read_idx(images_path, dims=3)
+    labels = read_idx(labels_path, dims=1).long()
+    if len(images) == 0:
+        raise damaged_file_error(images_path, "at least one image", "a count of 0", at="byte 4")
     if len(images) != len(labels):
-        expected = f"{len(images)} labels, one per image of {images_path.name},"
-        advice = "Fetch both files again, from one place."
-        raise damaged(labels_path, expected, f"{len(labels)}", at="byte 4", advice=advice)
+        raise damaged_file_error(
+            labels_path,
+            f"{len(images)} labels, one per image of {images_path.name},",
+            str(len(labels)),
+            at="byte 4",
+            advice="Fetch both files again, from one place.",
+        )
     _check_labels(labels_path, labels, classes)
     return images, labels
 
 
-def _read_shape(content: Content, dims: int) -> tuple[int, ...]:
-    magic = bytes([0, 0, _UINT8, dims])
-    head = bytes(take(content, 4))
-    if head != magic:
-        came = shown(head + content.read(258)) + _described(head)
-        raise _error(content, 0, f"magic {magic.hex(' ')} (uint8, {_ranked(dims)})", came)
-    sizes = take(content, 4 * dims)
-    if len(sizes) != 4 * dims:
-        raise _error(
-            content, 4 + len(sizes), f"a header of {4 + 4 * dims} bytes", "the end of the file"
-        )
-    shape = struct.unpack(f">{dims}I", sizes)
-    if 0 in shape[1:]:
-        raise _error(content, 4 + 4 * shape.index(0, 1), "a size of 1 or more", "0")
-    if math.prod(shape[1:]) > _LARGEST:
-        raise _error(
-            content, 8, "sizes of a sample within 2^40 bytes", " × ".join(map(str, shape[1:]))
-        )
-    return shape
-
-
-def _read_values(content: Content, shape: tuple[int, ...], start: int) -> bytearray:
-    """Exactly the declared bytes; one more, packed or not, is found and refused without reading on."""
-    count, room = math.prod(shape), content.room()
-    expected = f"{count} data bytes for shape {shape}"
-    if room is not None and start + count > room:
-        raise _error(
-            content,
-            start,
-            expected,
-            f"a gzip file too small for it: {room} bytes at the very best (truncated)",
-        )
-    values = take(content, count)
-    if len(values) < count:
-        raise _error(
-            content,
-            start + len(values),
-            expected,
-            f"the end of the file after {len(values)} (truncated)",
-        )
-    if content.read(1):
-        raise _error(
-            content, start + count, f"the end of the file, after {expected},", "other bytes"
-        )
-    return values
-
-
-def _check_labels(path: Path, labels: Tensor, classes: int) -> None:
-    wrong = (labels >= classes).nonzero()
-    if len(wrong):
-        first, advice = (
-            int(wrong[0]),
-            "Pass classes= as the data set has them, or fetch the file again.",
-        )
-        came = (
-            f"{int(labels[first])} as label number {first} ({len(wrong)} labels are out of range)"
-        )
-        raise damaged(
-            path,
-            f"labels in 0..{classes - 1}",
-            came,
-            at=f"byte {8 + first} of its content",
-            advice=advice,
-        )
-
-
-def _described(head: bytes) -> str:
-    """What another idx file's magic means."""
-    known = len(head) == 4 and head[:2] == b"\0\0" and head[2] in _TYPES
-    return f" ({_TYPES[head[2]]}, {_ranked(head[3])})" if known else ""
-
-
-def _ranked(dims: int) -> str:
-    return f"{dims} dimension{'' if dims == 1 else 's'}"
-
-
-def _find(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
@@ -146,5 +92,71 @@ def _find(folder: Path, name: str) -> Path:
     )
 
 
-def _error(content: Content, at: int, expected: str, came: str) -> ValueError:
-    return damaged(content.path, expected, came, at=f"{content.unit} {at}")
+def _read_shape(content: Content, dims: int) -> tuple[int, ...]:
+    magic = bytes([0, 0, UINT8, dims])
+    head = bytes(read_up_to(content, 4))
+    if head != magic:
+        actual = describe_head(head + content.read(258)) + _describe_magic(head)
+        expected = f"magic {magic.hex(' ')} (uint8, {_describe_rank(dims)})"
+        raise _damaged(content, 0, expected, actual)
+
+    sizes = read_up_to(content, 4 * dims)
+    if len(sizes) != 4 * dims:
+        expected = f"a header of {4 + 4 * dims} bytes"
+        raise _damaged(content, 4 + len(sizes), expected, "the end of the file")
+    shape = struct.unpack(f">{dims}I", sizes)
+    if 0 in shape[1:]:
+        raise _damaged(content, 4 + 4 * shape.index(0, 1), "a size of 1 or more", "0")
+    if math.prod(shape[1:]) > MAX_SAMPLE_BYTES:
+        actual = " × ".join(map(str, shape[1:]))
+        raise _damaged(content, 8, "sizes of a sample within 2^40 bytes", actual)
+    return shape
+
+
+def _read_values(content: Content, shape: tuple[int, ...], start: int) -> bytearray:
+    """Exactly the declared bytes. If there is one more, it is refused without reading further."""
+    count = math.prod(shape)
+    expected = f"{count} data bytes for shape {shape}"
+    max_size = content.max_size()
+    if max_size is not None and start + count > max_size:
+        actual = f"a gzip file too small for it: {max_size} bytes at the very best (truncated)"
+        raise _damaged(content, start, expected, actual)
+    values = read_up_to(content, count)
+    if len(values) < count:
+        actual = f"the end of the file after {len(values)} (truncated)"
+        raise _damaged(content, start + len(values), expected, actual)
+    if content.read(1):
+        expected = f"the end of the file, after {expected},"
+        raise _damaged(content, start + count, expected, "other bytes")
+    return values
+
+
+def _check_labels(path: Path, labels: Tensor, classes: int) -> None:
+    out_of_range = (labels >= classes).nonzero()
+    if len(out_of_range) == 0:
+        return
+    first = int(out_of_range[0])
+    raise damaged_file_error(
+        path,
+        f"labels in 0..{classes - 1}",
+        f"{int(labels[first])} as label number {first} "
+        f"({len(out_of_range)} labels are out of range)",
+        at=f"byte {8 + first} of its content",
+        advice="Pass classes= as the data set has them, or fetch the file again.",
+    )
+
+
+def _describe_magic(head: bytes) -> str:
+    """What the magic of another idx file means; an empty text if it is none."""
+    is_idx = len(head) == 4 and head[:2] == b"\0\0" and head[2] in TYPE_NAMES
+    if not is_idx:
+        return ""
+    return f" ({TYPE_NAMES[head[2]]}, {_describe_rank(head[3])})"
+
+
+def _describe_rank(dims: int) -> str:
+    return "1 dimension" if dims == 1 else f"{dims} dimensions"
+
+
+def _damaged(content: Content, offset: int, expected: str, actual: str) -> ValueError:
+    return damaged_file_error(content.path, expected, actual, at=f"{content.unit} {offset}")

@@ -1,4 +1,7 @@
-"""What a folder of data may hold, read one way by every command: splits of images, MNIST-family files, CIFAR-10's."""
+"""Folders that can be trained on, read in one way by every command.
+
+train/ and test/ with images, the files of the MNIST family, or those of CIFAR-10.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +13,16 @@ from halfstep.data.download.catalog import CATALOG
 from halfstep.data.readers.idx import read_split
 from halfstep.errors import closest_name
 
-READ = "train/ and test/ (or val/) with one folder of images per class, or MNIST's or CIFAR-10's own files"
-_OTHERS = ("test", "val", "valid")
+READABLE_FOLDERS = (
+    "train/ and test/ (or val/) with one folder of images per class, "
+    "or MNIST's or CIFAR-10's own files"
+)
+TEST_NAMES = ("test", "val", "valid")  # what the second part of a split may be called
+SPLIT_NAMES = ("train", *TEST_NAMES)
 
 
 @dataclass(frozen=True)
-class Folder:
+class SplitFolder:
     """A folder that can be trained on: its kind, and the names of its two parts."""
 
     root: Path
@@ -23,83 +30,106 @@ class Folder:
     parts: tuple[str, str] = ("train", "test")
 
     def read(self, part: str) -> Dataset:
-        """Samples as they are on the disk: uint8 images and labels."""
-        train = part == "train"
+        """The samples as they are on the disk: uint8 images and labels."""
         if self.kind == "images":
             return Dataset(ImageFolder(self.root / part), ["image", "label"])
-        images, labels = (
-            read_split(self.root, train=train)
-            if self.kind == "idx"
-            else data.read_cifar(self.root, train=train)
-        )
-        images = images[..., None] if images.dim() == 3 else images
+        if self.kind == "idx":
+            images, labels = read_split(self.root, train=part == "train")
+        else:
+            images, labels = data.read_cifar(self.root, train=part == "train")
+        if images.dim() == 3:
+            images = images[..., None]
         return Dataset({"image": images, "label": labels}, classes=[str(i) for i in range(10)])
 
-    def mismatch(self) -> str | None:
-        """Labels are numbers by the order of the class folders: other folders in one part are other labels."""
+    def class_mismatch(self) -> str | None:
+        """What is wrong if the parts have different class folders; None if nothing.
+
+        A label is the position of its class folder: other folders in one part are other labels.
+        """
         if self.kind != "images":
             return None
-        first, second = (ImageFolder(self.root / part).classes for part in self.parts)
-        odd = [f"{part}/{name}" for part, a, b in zip(self.parts, (first, second), (second, first), strict=True)
-               for name in a if name not in b]  # fmt: skip
-        if not odd:
+        train, test = self.parts
+        train_classes = ImageFolder(self.root / train).classes
+        test_classes = ImageFolder(self.root / test).classes
+        unmatched = [f"{train}/{name}" for name in train_classes if name not in test_classes]
+        unmatched += [f"{test}/{name}" for name in test_classes if name not in train_classes]
+        if not unmatched:
             return None
-        return f"{self.root}: expected the same classes in {' and '.join(self.parts)}, found {', '.join(odd)} in one only"
+        return (
+            f"{self.root}: expected the same classes in {train} and {test}, "
+            f"found {', '.join(unmatched)} in one only"
+        )
 
 
-def found(name: str, *, own: bool = True) -> Folder:
-    """The folder by that name; what it lacks is told. `own`: a function of the user's would do too."""
+def open_split_folder(name: str, *, allow_function: bool = True) -> SplitFolder:
+    """The folder of that name; a ValueError says what it lacks.
+
+    `own`: whether a function of the user's would do as well; the message then says so.
+    """
     root = Path(name).expanduser()
     if not root.is_dir():
-        close = closest_name(name.rstrip("/"), ["sample", *CATALOG])
-        known = f"sample, {', '.join(CATALOG)}" + (
-            ", a folder, or a function of yours as package.module:function"
-            if own
-            else ", or a folder"
+        raise _no_such_folder(name, allow_function=allow_function)
+
+    names = {path.name for path in root.iterdir()}
+    if any(file_name.startswith("train-images-idx3") for file_name in names):
+        return SplitFolder(root, "idx")
+    if "data_batch_1.bin" in names:
+        return SplitFolder(root, "cifar")
+    test_name = next((part for part in TEST_NAMES if (root / part).is_dir()), None)
+    if (root / "train").is_dir() and test_name is not None:
+        return SplitFolder(root, "images", ("train", test_name))
+
+    # Perhaps the user named only a part of a split, or one class.
+    split_root = enclosing_split(root)
+    if split_root is not None:
+        parts = " and ".join(f"{part}/" for part in SPLIT_NAMES if (split_root / part).is_dir())
+        argument = f"--data {split_root}" if allow_function else str(split_root)
+        raise ValueError(
+            f"data: {root} is a part of {split_root}, which has {parts}: say {argument}"
         )
-        hint = f". Did you mean {close!r}?" if close else ""
-        raise ValueError(f"data: expected {known}; got {name!r}, and there is no such folder{hint}")
-    held = {path.name for path in root.iterdir()}
-    if any(each.startswith("train-images-idx3") for each in held):
-        return Folder(root, "idx")
-    if "data_batch_1.bin" in held:
-        return Folder(root, "cifar")
-    other = next((part for part in _OTHERS if (root / part).is_dir()), None)
-    if (root / "train").is_dir() and other is not None:
-        return Folder(root, "images", ("train", other))
-    above = split_above(root)
-    if above is not None:
-        parts = " and ".join(f"{part}/" for part in ("train", *_OTHERS) if (above / part).is_dir())
-        say = f"--data {above}" if own else str(above)
-        raise ValueError(f"data: {root} is a part of {above}, which has {parts}: say {say}")
-    raise ValueError(f"data: expected {READ}; {_lacking(root, other)}")
+    raise ValueError(f"data: expected {READABLE_FOLDERS}; {_describe_lack(root, test_name)}")
 
 
-def classes_alone(root: Path) -> bool:
-    """One folder per class, not yet split into train and test."""
-    split = any((root / part).is_dir() for part in ("train", *_OTHERS))
-    return not split and any(
-        path.is_dir() and not path.name.startswith(".") for path in root.iterdir()
+def _no_such_folder(name: str, allow_function: bool) -> ValueError:
+    known = f"sample, {', '.join(CATALOG)}"
+    if allow_function:
+        known += ", a folder, or a function of yours as package.module:function"
+    else:
+        known += ", or a folder"
+    suggestion = ""
+    closest = closest_name(name.rstrip("/"), ["sample", *CATALOG])
+    if closest is not None:
+        suggestion = f". Did you mean {closest!r}?"
+    return ValueError(
+        f"data: expected {known}; got {name!r}, and there is no such folder{suggestion}"
     )
 
 
-def split_above(root: Path) -> Path | None:
-    """The folder with train and test that `root` is a part of, or a class in one of its parts."""
-    for part in (root, root.parent):
-        beside = (
-            any((part.parent / other).is_dir() for other in _OTHERS)
-            and (part.parent / "train").is_dir()
-        )
-        if part.name in ("train", *_OTHERS) and beside:
-            return part.parent
-    return None
-
-
-def _lacking(root: Path, other: str | None) -> str:
+def _describe_lack(root: Path, test_name: str | None) -> str:
     if (root / "train").is_dir():
         return f"{root} has train/ and no test/. Put some of its images there, by the same classes."
-    if other is not None:
-        return f"{root} has {other}/ and no train/"
-    if classes_alone(root):
-        return f"{root} holds folders that are neither. Move those of its classes below {root}/train and {root}/test."
+    if test_name is not None:
+        return f"{root} has {test_name}/ and no train/"
+    if has_unsplit_classes(root):
+        return (
+            f"{root} holds folders that are neither. "
+            f"Move those of its classes below {root}/train and {root}/test."
+        )
     return f"{root} holds none of these"
+
+
+def has_unsplit_classes(root: Path) -> bool:
+    """Whether it has one folder per class, not yet split into train and test."""
+    if any((root / part).is_dir() for part in SPLIT_NAMES):
+        return False
+    return any(path.is_dir() and not path.name.startswith(".") for path in root.iterdir())
+
+
+def enclosing_split(root: Path) -> Path | None:
+    """The folder with train and test of which `root` is a part, or a class in a part."""
+    for part in (root, root.parent):
+        split_root = part.parent
+        has_test = any((split_root / name).is_dir() for name in TEST_NAMES)
+        if part.name in SPLIT_NAMES and has_test and (split_root / "train").is_dir():
+            return split_root
+    return None

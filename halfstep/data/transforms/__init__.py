@@ -1,7 +1,8 @@
-"""Transforms of whole batches, on the device, inside a captured step: uint8 travels, floats do not.
+"""Transforms of whole batches on the device, also inside a captured step.
 
-Every random number is a hash of (seed, epoch, sample, place in the chain, draw): a sample comes out the same whatever
-batch, worker or device it came through.
+The host sends uint8; floats first appear on the device. Every random number is a hash of (seed,
+epoch, sample, index in the chain, draw), so a sample comes out the same in whatever batch, worker
+or device.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from halfstep.data.transforms.fused import resize
-from halfstep.data.transforms.fused__window import window
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
-from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
-from halfstep.data.transforms.values__affine import affine, linear
-from halfstep.data.transforms.words import Words, draws_of
+from halfstep.data.transforms.random_words import RandomWords, count_draws
+from halfstep.data.transforms.values import (
+    Cast,
+    Flatten,
+    Normalize,
+    OneHot,
+    Rescale,
+    apply_affine,
+    count_affine,
+)
+from halfstep.utils.text import dtype_name
 
 __all__ = [
     "Cast",
@@ -35,10 +42,11 @@ __all__ = [
 
 
 class Transform(Protocol):
-    """A function of a whole batch and its random words: no host sync, and no shape that depends on values.
+    """A function of a whole batch and its random words.
 
-    `words` is int64 [draws, B] on the batch's device, uniform over 0..2^32−1: row d is draw d of every sample. Whatever
-    is random comes from it, `halfstep.data.hashing` turns words into numbers.
+    It makes no host sync, and no shape that depends on values. `words` is int64 [draws, B] on the
+    batch's device, uniform over 0..2^32−1: row d is draw d of every sample. Whatever is random
+    comes from it; `halfstep.data.hashing` turns words into numbers.
     """
 
     @property
@@ -50,54 +58,83 @@ class Transform(Protocol):
 def apply(
     transforms: Sequence[Transform], batch: Tensor, *, seed: int, epochs: Tensor, samples: Tensor
 ) -> Tensor:
-    """The chain on a batch of `samples` (their numbers in the data set) in their `epochs`: int64 [B], on its device."""
-    for name, given in (("epochs", epochs), ("samples", samples)):
-        if (
-            given.dtype != torch.int64
-            or given.shape != batch.shape[:1]
-            or given.device != batch.device
-        ):
-            came = f"{given.dtype} {list(given.shape)} on {given.device}"
-            raise ValueError(
-                f"apply: expected {name} as int64 {list(batch.shape[:1])} on {batch.device}, got {came}"
-            )
-    words = Words(transforms, seed, epochs, samples)
-    place = 0
-    while place < len(transforms):
-        rest = transforms[place:]
-        done = window(rest, batch, words, place) or resize(rest, batch)
-        if done:
-            batch, count = done
-        elif (count := linear(rest)) > 1:
-            batch = affine(rest[:count], batch)  # type: ignore[arg-type]
+    """The batch after the chain of transforms.
+
+    `samples` are the numbers of the batch's samples in the data set, `epochs` the epoch of each:
+    int64 [B], on the batch's device.
+    """
+    _check_numbers("epochs", epochs, batch)
+    _check_numbers("samples", samples, batch)
+    words = RandomWords(transforms, seed, epochs, samples)
+
+    applied_count = 0
+    while applied_count < len(transforms):
+        remaining = transforms[applied_count:]
+        fused = _apply_by_one_kernel(remaining, batch, words, applied_count)
+        if fused is not None:
+            batch, count = fused
+            applied_count += count
+            continue
+
+        affine_count = count_affine(remaining)
+        if affine_count > 1:
+            batch = apply_affine(remaining[:affine_count], batch)  # type: ignore[arg-type]
+            applied_count += affine_count
         else:
-            batch, count = rest[0](batch, words[place]), 1
-        place += count
+            batch = remaining[0](batch, words[applied_count])
+            applied_count += 1
     return batch
+
+
+def _apply_by_one_kernel(
+    transforms: Sequence[Transform], batch: Tensor, words: RandomWords, first: int
+) -> tuple[Tensor, int] | None:
+    """The batch after several transforms, and how many; None where no kernel does them."""
+    try:
+        from halfstep.data.transforms.fused_augment import crop_flip_cutout
+        from halfstep.data.transforms.fused_resize import resize_and_convert
+    except ImportError:  # the folder halfstep/kernels holds only speed, and may be left out
+        return None
+    fused = crop_flip_cutout(transforms, batch, words, first)
+    if fused is None:
+        fused = resize_and_convert(transforms, batch)
+    return fused
+
+
+def _check_numbers(name: str, numbers: Tensor, batch: Tensor) -> None:
+    shape = batch.shape[:1]
+    has_shape = numbers.dtype == torch.int64 and numbers.shape == shape
+    if not has_shape or numbers.device != batch.device:
+        raise ValueError(
+            f"apply: expected {name} as int64 {list(shape)} on {batch.device}, "
+            f"got {numbers.dtype} {list(numbers.shape)} on {numbers.device}"
+        )
 
 
 def spec(
     transforms: Sequence[Transform], shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype that the chain makes of a batch; nothing is computed. What would fail fails here, by name."""
+    """Shape and dtype that the chain gives a batch, without computing anything.
+
+    A transform that would fail on such a batch fails here, and is named.
+    """
     if not shape:
         raise ValueError("spec: expected the shape of a batch, samples first, got ()")
     batch = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    for place, transform in enumerate(transforms):
-        words = torch.empty(
-            (draws_of(place, transform), len(batch)), dtype=torch.int64, device="meta"
-        )
+    for number, transform in enumerate(transforms):
+        draw_count = count_draws(number, transform)
+        words = torch.empty((draw_count, len(batch)), dtype=torch.int64, device="meta")
         try:
-            out = transform(batch, words)
+            transformed = transform(batch, words)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
-            came = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
             raise ValueError(
-                f"transform {place}, {transform!r}, does not take a batch {came}: {error}"
+                f"transform {number}, {transform!r}, does not take a batch "
+                f"{dtype_name(batch.dtype)} {list(batch.shape)}: {error}"
             ) from error
-        if out.shape[:1] != batch.shape[:1]:
-            came = f"{len(batch)} samples as shape {tuple(out.shape)}"
+        if transformed.shape[:1] != batch.shape[:1]:
             raise ValueError(
-                f"transform {place}, {transform!r}: expected as many samples as before, got {came}"
+                f"transform {number}, {transform!r}: expected as many samples as before, "
+                f"got {len(batch)} samples as shape {tuple(transformed.shape)}"
             )
-        batch = out
+        batch = transformed
     return tuple(batch.shape), batch.dtype

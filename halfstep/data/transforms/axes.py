@@ -1,4 +1,4 @@
-"""Where rows, columns and channels are in a batch of images, and the checks that image transforms share."""
+"""Where rows, columns and channels are in a batch of images; checks that image transforms share."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -6,110 +6,118 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from halfstep.utils.checks import expect
+
 Layout: TypeAlias = Literal["HWC", "CHW"]
-CHANNELS = (1, 3, 4)  # gray, colour, colour with alpha: what a found layout may have
 
 
 class Axes(NamedTuple):
-    """Dimensions of a batch; gray batches [B, H, W] have no channel."""
+    """The dimensions of a batch that hold rows, columns and channels (None in gray batches)."""
 
     row: int
     column: int
     channel: int | None
 
 
-GRAY = Axes(1, 2, None)
-TABLE: dict[str, Axes] = {"HWC": Axes(1, 2, 3), "CHW": Axes(2, 3, 1)}
+GRAY_AXES = Axes(row=1, column=2, channel=None)
+AXES_BY_LAYOUT: dict[str, Axes] = {
+    "HWC": Axes(row=1, column=2, channel=3),
+    "CHW": Axes(row=2, column=3, channel=1),
+}
+USUAL_CHANNEL_COUNTS = (1, 3, 4)  # gray, colour, colour with alpha
 
 
-def axes(name: str, batch: Tensor, layout: Layout | None) -> Axes:
-    """The stated layout's axes, or those that the shape leaves no doubt about."""
+def image_axes(name: str, batch: Tensor, layout: Layout | None) -> Axes:
+    """The axes of the stated layout, or of the only one that fits the shape of the batch.
+
+    `name` is the transform that asks; errors begin with it.
+    """
     if layout is None and batch.dim() == 3:
-        return GRAY
+        return GRAY_AXES
     if batch.dim() != 4:
-        wanted = (
-            "[B, H, W], [B, H, W, C] or [B, C, H, W]"
-            if layout is None
-            else f"[B, {', '.join(layout)}]"
-        )
-        advice = "Add the dimension that is missing" + (
-            ", or leave layout= out for gray." if layout else "."
-        )
+        if layout is None:
+            expected = "[B, H, W], [B, H, W, C] or [B, C, H, W]"
+            advice = "Add the dimension that is missing."
+        else:
+            expected = f"[B, {', '.join(layout)}]"
+            advice = "Add the dimension that is missing, or leave layout= out for gray."
         raise ValueError(
-            f"{name}: expected a batch {wanted}, got shape {tuple(batch.shape)}. {advice}"
+            f"{name}: expected a batch {expected}, got shape {tuple(batch.shape)}. {advice}"
         )
-    return TABLE[layout or _found(name, batch)]
+    if layout is None:
+        layout = _infer_layout(name, batch)
+    return AXES_BY_LAYOUT[layout]
 
 
-def to_chw(batch: Tensor, channel: int | None) -> Tensor:
-    """[B, C, H, W] where it lies; gray has one channel."""
-    return batch.unsqueeze(1) if channel is None else batch.movedim(channel, 1)
+def _infer_layout(name: str, batch: Tensor) -> Layout:
+    """The layout whose channel dimension has a usual size; an error if both fit, or none."""
+    hwc_fits = batch.shape[3] in USUAL_CHANNEL_COUNTS
+    chw_fits = batch.shape[1] in USUAL_CHANNEL_COUNTS
+    if hwc_fits != chw_fits:
+        return "HWC" if hwc_fits else "CHW"
+    both_or_neither = "both" if hwc_fits else "neither"
+    raise ValueError(
+        f"{name}: expected 1, 3 or 4 channels in either the last or the second place, "
+        f"got shape {tuple(batch.shape)}, where {both_or_neither} would do. "
+        "State layout='HWC' or layout='CHW'."
+    )
+
+
+def to_chw(batch: Tensor, channel_axis: int | None) -> Tensor:
+    """The batch as a view [B, C, H, W]; gray images get one channel."""
+    if channel_axis is None:
+        return batch.unsqueeze(1)
+    return batch.movedim(channel_axis, 1)
 
 
 def check_layout(name: str, layout: Any) -> None:
-    if layout is not None and layout not in TABLE:
-        raise ValueError(
-            f"{name}: expected layout {', '.join(map(repr, TABLE))} or None, got {layout!r}"
-        )
+    """Raises a ValueError unless the layout is "HWC", "CHW" or None."""
+    choices = ", ".join(map(repr, AXES_BY_LAYOUT))
+    is_known = layout is None or layout in AXES_BY_LAYOUT
+    expect(is_known, name, f"layout {choices} or None", layout)
 
 
-def pair(name: str, size: Any) -> tuple[int, int]:
-    """(height, width) of a size given as one number or two."""
-    given = (size, size) if _is_whole(size) else size
-    if (
-        not isinstance(given, Sequence)
-        or len(given) != 2
-        or not all(_is_whole(n) and n >= 1 for n in given)
-    ):
-        raise ValueError(
-            f"{name}: expected size as a positive integer or (height, width), got {size!r}"
-        )
-    return given[0], given[1]
+def parse_size(name: str, size: Any) -> tuple[int, int]:
+    """(height, width) of a size that is written as one number or two."""
+    pair = (size, size) if _is_int(size) else size
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2
+    ok = is_pair and all(_is_int(n) and n >= 1 for n in pair)
+    expect(ok, name, "size as a positive integer or (height, width)", size)
+    return pair[0], pair[1]
 
 
-def borders(name: str, padding: Any) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of a padding given as one number or four."""
-    given = (padding,) * 4 if _is_whole(padding) else padding
-    if (
-        not isinstance(given, Sequence)
-        or len(given) != 4
-        or not all(_is_whole(n) and n >= 0 for n in given)
-    ):
-        wanted = "an integer of at least 0 or (left, top, right, bottom)"
-        raise ValueError(f"{name}: expected padding as {wanted}, got {padding!r}")
-    return given[0], given[1], given[2], given[3]
+def parse_padding(name: str, padding: Any) -> tuple[int, int, int, int]:
+    """(left, top, right, bottom) of a padding that is written as one number or four."""
+    sides = (padding,) * 4 if _is_int(padding) else padding
+    is_four = isinstance(sides, Sequence) and len(sides) == 4
+    ok = is_four and all(_is_int(n) and n >= 0 for n in sides)
+    expected = "padding as an integer of at least 0 or (left, top, right, bottom)"
+    expect(ok, name, expected, padding)
+    return sides[0], sides[1], sides[2], sides[3]
 
 
-def plain(value: Any) -> Any:
-    """numpy's and torch's numbers and vectors as Python's; each float32 is exact in them."""
+def to_python(value: Any) -> Any:
+    """Numbers and vectors of numpy or torch as Python's own, which hold every float32 exactly."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_fill(name: str, fill: float, dtype: torch.dtype) -> None:
-    """A fill that the batch's dtype would change is refused: 0.5 in uint8 would be 0."""
+    """Raises a ValueError for a fill that the dtype would change: 0.5 in uint8 would become 0."""
     if dtype.is_floating_point:
-        fits = abs(fill) <= torch.finfo(dtype).max
-        wanted = f"within ±{torch.finfo(dtype).max:.4g}"
+        largest = torch.finfo(dtype).max
+        fits = abs(fill) <= largest
+        expected = f"within ±{largest:.4g}"
     else:
-        low, high = (
-            (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-        )
+        if dtype == torch.bool:
+            low = 0
+            high = 1
+        else:
+            low = torch.iinfo(dtype).min
+            high = torch.iinfo(dtype).max
         fits = low <= fill <= high and fill == int(fill)
-        wanted = f"a whole number in {low}..{high}"
-    if not fits:
-        raise ValueError(f"{name}: expected fill {wanted} for a {dtype} batch, got {fill!r}")
+        expected = f"a whole number in {low}..{high}"
+    expect(fits, name, f"fill {expected} for a {dtype} batch", fill)
 
 
-def _found(name: str, batch: Tensor) -> str:
-    fits = [layout for layout, at in TABLE.items() if batch.shape[at.channel or 0] in CHANNELS]
-    if len(fits) == 1:
-        return fits[0]
-    both = "both" if fits else "neither"
-    raise ValueError(
-        f"{name}: expected 1, 3 or 4 channels in either the last or the second place, got shape {tuple(batch.shape)}, "
-        f"where {both} would do. State layout='HWC' or layout='CHW'."
-    )
-
-
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from halfstep.engine.captured.eval_runner import Outputs, Scores
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import check_verify, verify_replays
 from halfstep.engine.captured.step_program import StepProgram
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, why_not_capturable
+from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.evaluate import Labels
 from halfstep.engine.feed import Feed
@@ -35,29 +35,29 @@ class DeviceDataset(NamedTuple):
 class ModelCaptures:
     """The captured runs of a Model: training, evaluation, prediction. Each method gives one.
 
-    They give None where that part runs eagerly. `wish` is the Model's `capture`: True, False or
+    They give None where that part runs eagerly. `mode` is the Model's `capture`: True, False or
     "auto".
     """
 
-    def __init__(self, cell: EvalStep, wish: bool | str, verify: int) -> None:
-        expect(wish in (True, False, "auto"), "capture", "True, False or 'auto'", wish)
+    def __init__(self, eval_step: EvalStep, mode: bool | str, verify: int) -> None:
+        expect(mode in (True, False, "auto"), "capture", "True, False or 'auto'", mode)
         check_verify(verify)
-        self.cell = cell
-        self.device = cell.device
-        self.wish = wish
+        self.eval_step = eval_step
+        self.device = eval_step.device
+        self.mode = mode
         self.verify = verify
-        self._runs_graphs = self.device.type == "cuda" and bool(wish)
+        self._runs_graphs = self.device.type == "cuda" and bool(mode)
         self._runner: CapturedRunner | None = None
         self._scores: Scores | None = None
         self._outputs: Outputs | None = None
         self._device_datasets: list[DeviceDataset] = []
 
-    def training(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
+    def training_runner(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
         """The runner that captures `step` over `feed`, for about `steps` steps."""
         reason = why_not_capturable(step, self.device)
-        if reason and self.wish is True:
+        if reason and self.mode is True:
             raise ValueError(f"capture=True: this run cannot be captured: {reason}")
-        if reason or not self.wish:
+        if reason or not self.mode:
             return None
 
         # The graphs of the last fit serve again if step and data are the same.
@@ -75,24 +75,24 @@ class ModelCaptures:
             program.polish()
         return runner
 
-    def scores(self, cell: Any, metrics: Metrics, labels: Labels) -> Scores | None:
+    def eval_runner(self, eval_step: Any, metrics: Metrics, labels: Labels) -> Scores | None:
         """The evaluation of a step by these metrics."""
-        if not self._runs_graphs or not isinstance(cell, EvalStep):
+        if not self._runs_graphs or not isinstance(eval_step, EvalStep):
             return None
         scores = self._scores
-        parts = (cell, metrics, labels)
+        parts = (eval_step, metrics, labels)
         if scores is None or (scores.cell, scores.metrics, scores.labels) != parts:
-            scores = Scores(cell, metrics, labels)
+            scores = Scores(eval_step, metrics, labels)
             self._scores = scores
         return scores
 
-    def outputs(self) -> Outputs | None:
+    def predict_runner(self) -> Outputs | None:
         """The predictions of the network."""
         if self._runs_graphs and self._outputs is None:
-            self._outputs = Outputs(self.cell.net, self.device)
+            self._outputs = Outputs(self.eval_step.net, self.device)
         return self._outputs
 
-    def feed(self, data: Any, *, named: bool) -> Feed:
+    def make_feed(self, data: Any, *, named: bool) -> Feed:
         """Batches of `data`. A data set that fits is on the device from its first use on."""
         if not self._runs_graphs or not isinstance(data, Dataset):
             return Feed(data, named=named)
@@ -104,7 +104,7 @@ class ModelCaptures:
         """How a fit runs, for report()."""
         program = self._step_program()
         reason = why_not_capturable(step, self.device)
-        if not reason and not self.wish:
+        if not reason and not self.mode:
             reason = "capture=False"
         if program is not None and program.why:
             reason = program.why
@@ -131,7 +131,7 @@ class ModelCaptures:
         return self._runner.program
 
     def _make_runner(self, step: Any, feed: Feed) -> CapturedRunner:
-        on_uncapturable: OnUncapturable = "raise" if self.wish is True else "eager"
+        on_uncapturable: OnUncapturable = "raise" if self.mode is True else "eager"
         make_runner = partial(CapturedRunner.for_step, step, on_uncapturable=on_uncapturable)
         if self.verify:
             verified_step = VerifiedStep(step)

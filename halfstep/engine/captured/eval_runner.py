@@ -1,15 +1,20 @@
-"""Evaluation and prediction as graphs: one per shape, counters on the device, outputs through pinned memory."""
+"""Evaluation and prediction from CUDA graphs, one graph for each shape of a batch.
+
+What it buys: one launch a batch in place of one for each operation, which for small networks is
+most of the time (docs/internals/speed.md). The same kernels with the same bits. Switched off by
+`Model(capture=False)`; engine/evaluate.py then does the same batch by batch.
+"""
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from halfstep.cuda_graphs.capture import rng_generation
-from halfstep.cuda_graphs.capture__graph import GraphCache
+from halfstep.cuda_graphs.capture import CapturedGraph, GraphCache, rng_generation
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     addresses,
@@ -17,10 +22,11 @@ from halfstep.cuda_graphs.guards import (
     module_guards,
     restore_attributes,
 )
-from halfstep.engine.captured import uncapturable as blame
+from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import HostThrottle
+from halfstep.engine.captured.uncapturable import locate_error
 from halfstep.engine.evaluate import Labels, final_scores
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
@@ -29,155 +35,210 @@ from halfstep.metrics.counters import logits_of
 from halfstep.step import EvalStep
 
 
-class Forward:
-    """A function of a batch over one network without gradients, eager the first time and as a graph from then on."""
+class CapturedForward:
+    """Runs a function of a batch over one network, without gradients.
+
+    The first batch of a kind runs eagerly. From the second on it is replayed from a graph.
+    """
 
     def __init__(self, net: nn.Module, device: torch.device, *, direct: bool = False) -> None:
-        self.net, self.device = net, device
-        self.graphs, self.ring = GraphCache(device, direct=direct), RecordBuffer(ROWS, device)
+        self.net = net
+        self.device = device
+        self.graphs = GraphCache(device, direct=direct)
+        self.record_buffer = RecordBuffer(ROWS, device)  # only its count of batches is used
         self.inputs: Resident | Staged | None = None
-        self._seen: set[Hashable] = set()
-        self._held: tuple[Any, ...] = ()
-        self._filed = ContainerTensors(net)
+        self._seen_kinds: set[Hashable] = set()
+        self._guards: tuple[Any, ...] = ()
+        self._container_tensors = ContainerTensors(net)
 
-    def start(self, feed: Feed, *baked: Any) -> Resident | Staged:
-        """One pass from its start. `baked`: what graphs hold besides the network."""
-        data = resident_dataset(feed, self.device)
-        mine = self.inputs.data if isinstance(self.inputs, Resident) else None
-        same = self.inputs is not None and (data and data.plan) is (mine and mine.plan)
-        held = (*baked, rng_generation(self.device), *module_guards(self.net))
-        if not same or held != self._held or (len(self.graphs) and self._filed.were_replaced):
+    def start(self, feed: Feed, *extra_guards: Any) -> Resident | Staged:
+        """Begins a pass at its first batch. Graphs are dropped if they are stale.
+
+        `extra_guards`: what graphs bake in beside the network.
+        """
+        dataset = resident_dataset(feed, self.device)
+        guards = (*extra_guards, rng_generation(self.device), *module_guards(self.net))
+        is_stale = guards != self._guards
+        if len(self.graphs) and self._container_tensors.were_replaced:
+            is_stale = True
+        inputs = self.inputs
+
+        # Graphs read their batches from these inputs: new inputs, new graphs.
+        if inputs is None or is_stale or _plan(_resident_data(inputs)) is not _plan(dataset):
             self.graphs.clear()
-            self._seen.clear()
-            self.inputs = (
-                Staged(feed, self.ring) if data is None else Resident(feed, self.ring, data)
-            )
-        self._held = held
-        assert self.inputs is not None
-        self.inputs.feed = feed
-        if isinstance(self.inputs, Resident) and data is not None:
-            self.inputs.data = data
+            self._seen_kinds.clear()
+            if dataset is None:
+                inputs = Staged(feed, self.record_buffer)
+            else:
+                inputs = Resident(feed, self.record_buffer, dataset)
+            self.inputs = inputs
+        self._guards = guards
+
+        inputs.feed = feed
+        if isinstance(inputs, Resident) and dataset is not None:
+            inputs.data = dataset
         feed.go_to_pass(0)
-        self.inputs.start()
-        return self.inputs
+        inputs.start()
+        return inputs
 
-    def __call__(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        captured = self.graphs.get(key)
-        if captured is None and key in self._seen and self.graphs.usable:
-            captured = self._capture(key, body)
-        if captured is None:
-            if (
-                self.graphs.usable
-                and key is not UNCAPTURABLE
-                and self.graphs.has_capacity(len(self._seen))
-            ):
-                self._seen.add(key)
-            return body()
-        captured.replay()
-        return captured.result[0] if self.graphs.direct else captured.result
+    def __call__(self, kind: Hashable, body: Callable[[], Any]) -> Any:
+        """What `body` returns for the current batch, which is of this kind."""
+        captured = self.graphs.get(kind)
+        if captured is None and kind in self._seen_kinds and self.graphs.usable:
+            captured = self._capture(kind, body)
+        if captured is not None:
+            captured.replay()
+            return captured.result
 
-    def _capture(self, key: Hashable, body: Callable[[], Any]) -> Any:
-        places = module_attributes(self.net)
+        # Eagerly; the next batch of this kind may be captured.
+        is_capturable = self.graphs.usable and kind is not UNCAPTURABLE
+        if is_capturable and self.graphs.has_capacity(len(self._seen_kinds)):
+            self._seen_kinds.add(kind)
+        return body()
+
+    def count_batch(self) -> None:
+        """Moves the device's count of batches, by which a graph finds its next one."""
+        self.record_buffer.next_row.add_(1)
+
+    def _capture(self, kind: Hashable, body: Callable[[], Any]) -> CapturedGraph | None:
+        attributes = module_attributes(self.net)
         try:
-            with self._filed.during_capture():
-                return self.graphs.capture(key, body)
+            with self._container_tensors.during_capture():
+                return self.graphs.capture(kind, body)
         except Exception as error:
-            restore_attributes(places)
+            restore_attributes(attributes)
             self.graphs.clear()
             self.graphs.stop()
-            said = f"evaluation cannot be captured as a CUDA graph:\n  {blame.locate_error(error, self.net)}\nIt runs eagerly."
-            warnings.warn(said, Notice, stacklevel=3)
+            message = (
+                "evaluation cannot be captured as a CUDA graph:\n"
+                f"  {locate_error(error, self.net)}\n"
+                "It runs eagerly."
+            )
+            warnings.warn(message, Notice, stacklevel=3)
             return None
 
 
 class Scores:
-    """Mean loss and metrics over one pass: what engine.evaluate gives, in one graph launch per batch."""
+    """Mean loss and metrics over one pass, as engine.evaluate gives them, from graphs.
+
+    The loss and halfstep's own metrics are counted inside the graph, others from its outputs.
+    """
 
     def __init__(
         self, cell: EvalStep, metrics: Metrics, labels: Labels, *, direct: bool = False
     ) -> None:
-        self.cell, self.metrics, self.labels = cell, metrics, labels
-        self.forward = Forward(cell.net, cell.device, direct=direct)
-        self.mean, (self.inside, self.outside) = Loss().to(cell.device), metrics.split()
+        self.cell = cell
+        self.metrics = metrics
+        self.labels = labels
+        self.forward = CapturedForward(cell.net, cell.device, direct=direct)
+        self.mean_loss = Loss().to(cell.device)
+        self.metrics_in_graph, self.metrics_outside = metrics.split()
 
     def __call__(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
-        """None when `stop` cut it short."""
-        self.mean.reset()
+        """The scores; None when `stop` cut the pass short."""
+        device = self.cell.device
+        self.mean_loss.reset()
         self.metrics.reset()
-        self.metrics.to(self.cell.device)
-        loss, device = self.cell.objective.loss, self.cell.device
-        inputs, pace = (
-            self.forward.start(feed, self.cell.applied, *module_guards(loss), *self._counters()),
-            HostThrottle(device),
+        self.metrics.to(device)
+
+        inputs = self.forward.start(
+            feed,
+            self.cell.applied,
+            *module_guards(self.cell.objective.loss),
+            *self._counter_addresses(),
         )
-        while (key := inputs.next()) is not None:
+        run_batch = partial(self._run_batch, inputs)
+        throttle = HostThrottle(device)
+        while (kind := inputs.next()) is not None:
             if stop():
                 return None
-            outputs, truth = self.forward(key, lambda: self._batch(inputs))
-            if len(
-                self.outside
-            ):  # they may keep what they are given, and the next replay writes over it
-                self.outside.update(
-                    *tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (outputs, truth))
-                )
-            pace.tick()
-        return final_scores(self.mean, self.metrics)
-
-    def _counters(self) -> list[int]:
-        counters = [
-            v for m in self.inside.each.values() for v in vars(m).values() if isinstance(v, Tensor)
-        ]
-        return addresses([*counters, self.mean.total, self.mean.count])
+            outputs, labels = self.forward(kind, run_batch)
+            # Metrics may keep what they get, and the next replay overwrites the graph's tensors.
+            if len(self.metrics_outside):
+                self.metrics_outside.update(*_clone_tensors((outputs, labels)))
+            throttle.tick()
+        return final_scores(self.mean_loss, self.metrics)
 
     @torch.no_grad()
-    def _batch(self, inputs: Resident | Staged) -> tuple[Any, Any]:
+    def _run_batch(self, inputs: Resident | Staged) -> tuple[Any, Any]:
+        """Evaluates the current batch. Returns its outputs and labels."""
         args = inputs.batch()
         record = self.cell(*args)
-        self.mean.update(record.loss, record.count)
-        outputs, truth = logits_of(record.outputs), None
+        self.mean_loss.update(record.loss, record.count)
+        outputs = logits_of(record.outputs)
+        labels = None
         if len(self.metrics):
-            found = self.labels(args[0] if len(args) == 1 else args)
-            truth = found.to(self.cell.device) if isinstance(found, Tensor) else found
-            self.inside.update(outputs, truth, loss=record.loss, count=record.count)
-        self.forward.ring.next_row.add_(1)
-        return outputs, truth
+            labels = self.labels(args[0] if len(args) == 1 else args)
+            if isinstance(labels, Tensor):
+                labels = labels.to(self.cell.device)
+            self.metrics_in_graph.update(outputs, labels, loss=record.loss, count=record.count)
+        self.forward.count_batch()
+        return outputs, labels
+
+    def _counter_addresses(self) -> list[int]:
+        """Where the graphs count: the loss and the metrics."""
+        counters = [self.mean_loss.total, self.mean_loss.count]
+        for metric in self.metrics_in_graph.by_name.values():
+            counters += [value for value in vars(metric).values() if isinstance(value, Tensor)]
+        return addresses(counters)
 
 
 class Outputs:
-    """Predictions batch by batch on the host; one is copied while the next is computed."""
+    """Predictions on the host, batch by batch. One is copied while the next is computed."""
 
     def __init__(self, net: nn.Module, device: torch.device, *, direct: bool = False) -> None:
-        self.forward = Forward(net, device, direct=direct)
+        self.forward = CapturedForward(net, device, direct=direct)
 
-    def __call__(self, feed: Feed, cell: Callable[[Args], Any], *baked: Any) -> Iterator[Any]:
-        inputs, waiting = self.forward.start(feed, *baked), None
-        while (key := inputs.next()) is not None:
-            out = self.forward(key, lambda: self._batch(inputs, cell))
-            landed = tree_map(_sent, out)
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.forward.device))
-            if waiting is not None:
-                yield _arrived(*waiting)
-            waiting = landed, event
-        if waiting is not None:
-            yield _arrived(*waiting)
+    def __call__(
+        self, feed: Feed, predict: Callable[[Args], Any], *extra_guards: Any
+    ) -> Iterator[Any]:
+        """The outputs of `predict` for each batch. `extra_guards`: what it reads beside the net."""
+        inputs = self.forward.start(feed, *extra_guards)
+        run_batch = partial(self._run_batch, inputs, predict)
+        previous: _HostCopy | None = None
+        while (kind := inputs.next()) is not None:
+            copy = _HostCopy(self.forward(kind, run_batch), self.forward.device)
+            if previous is not None:
+                yield previous.wait()
+            previous = copy
+        if previous is not None:
+            yield previous.wait()
 
     @torch.no_grad()
-    def _batch(self, inputs: Resident | Staged, cell: Callable[[Args], Any]) -> Any:
-        out = cell(inputs.batch())
-        self.forward.ring.next_row.add_(1)
-        return out
+    def _run_batch(self, inputs: Resident | Staged, predict: Callable[[Args], Any]) -> Any:
+        outputs = predict(inputs.batch())
+        self.forward.count_batch()
+        return outputs
 
 
-def _sent(leaf: Any) -> Any:
+class _HostCopy:
+    """A copy of outputs in pinned memory, under way behind the work that is launched already."""
+
+    def __init__(self, outputs: Any, device: torch.device) -> None:
+        self._pinned = tree_map(_start_copy, outputs)
+        self._copy_done = torch.cuda.Event()
+        self._copy_done.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> Any:
+        """The outputs once they have arrived, in ordinary memory: pinned memory is scarce."""
+        self._copy_done.synchronize()
+        return _clone_tensors(self._pinned)
+
+
+def _start_copy(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    landing = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
-    return landing.copy_(leaf, non_blocking=True)
+    pinned = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
+    return pinned.copy_(leaf, non_blocking=True)
 
 
-def _arrived(landed: Any, event: torch.cuda.Event) -> Any:
-    event.synchronize()
-    return tree_map(
-        lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, landed
-    )  # pageable, the user's own
+def _clone_tensors(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _resident_data(inputs: Resident | Staged) -> Dataset | None:
+    return inputs.data if isinstance(inputs, Resident) else None
+
+
+def _plan(dataset: Dataset | None) -> Any:
+    return None if dataset is None else dataset.plan

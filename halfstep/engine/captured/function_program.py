@@ -6,8 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.cuda_graphs.capture import rng_generation
-from halfstep.cuda_graphs.capture__graph import MOST, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import MOST, CapturedGraph, GraphCache, rng_generation
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     module_attributes,
@@ -17,8 +16,12 @@ from halfstep.cuda_graphs.guards import (
 )
 from halfstep.engine.captured.inputs import UNCAPTURABLE, MakeBatches
 from halfstep.engine.captured.record_buffer import RecordBuffer
-from halfstep.engine.captured.uncapturable import locate_error, record_host_syncs
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
+from halfstep.engine.captured.uncapturable import (
+    OnUncapturable,
+    locate_error,
+    raise_or_warn,
+    record_host_syncs,
+)
 from halfstep.step import Record
 
 # Calls before a capture: then optimizer state, autotuned kernels and gradients exist.

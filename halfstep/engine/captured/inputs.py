@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from halfstep.cuda_graphs.capture__graph import MOST
+from halfstep.cuda_graphs.capture import MOST
 from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import Batch
 from halfstep.data.pipeline.source import Columns

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from halfstep.cuda_graphs.capture__graph import Compiles, GraphCache
+from halfstep.cuda_graphs.capture import Compiles, GraphCache
 from halfstep.engine.captured.inputs import ROWS, MakeBatches, make_inputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.step_program import StepProgram
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable
+from halfstep.engine.captured.uncapturable import OnUncapturable
 from halfstep.engine.feed import Feed
 from halfstep.step import TrainStep
 

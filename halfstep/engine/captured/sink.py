@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -10,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.cuda_graphs.capture__graph import GraphCache
+from halfstep.cuda_graphs.capture import GraphCache
 from halfstep.data import Dataset
 from halfstep.engine.captured import verify as verification
 from halfstep.engine.captured.function_program import FunctionProgram
 from halfstep.engine.captured.inputs import ROWS
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, why_not_capturable
+from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.feed import Feed
-from halfstep.engine.memory import kept
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.step.overflow import raise_device_errors
@@ -75,13 +73,6 @@ class Sink:
         return self.runner.program.graphs.captures
 
     def __iter__(self) -> Iterator[Records]:
-        memory_kept: AbstractContextManager[Any] = nullcontext()
-        if self.runner.records.device.type == "cpu":
-            memory_kept = kept()
-        with memory_kept:
-            yield from self._visits()
-
-    def _visits(self) -> Iterator[Records]:
         runner = self.runner
         feed = runner.feed
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from halfstep.cuda_graphs.capture__graph import MOST, OFTEN, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import MOST, OFTEN, CapturedGraph, GraphCache
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
@@ -22,8 +22,12 @@ from halfstep.engine.captured.static_step import (
     StaticStep,
     step_guards,
 )
-from halfstep.engine.captured.uncapturable import locate_error, record_host_syncs
-from halfstep.engine.captured.uncapturable__refusal import OnUncapturable, raise_or_warn
+from halfstep.engine.captured.uncapturable import (
+    OnUncapturable,
+    locate_error,
+    raise_or_warn,
+    record_host_syncs,
+)
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice
 from halfstep.step import TrainStep

@@ -1,8 +1,13 @@
-"""Proof that a captured step is the step: the same batches eagerly, eagerly again and replayed, bit for bit."""
+"""verify=K: proves on the first batches that a captured step gives the bits of the eager step.
+
+The batches run eagerly, eagerly again and replayed; afterwards everything is as it was before. It
+checks a fast path and is off by default (verify=0). What captured steps buy is in
+docs/internals/speed.md, and `Model(capture=False)` switches them off.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,151 +20,201 @@ from halfstep.step import TrainStep
 from halfstep.step.fingerprint import fingerprint
 from halfstep.utils import rng
 from halfstep.utils.device_values import is_capturing
+from halfstep.utils.text import list_some
 
-Prints = list[dict[str, int]]
-_BAKED = "the captured step is not the eager one: does it branch on values, count in Python, or replace its tensors?"
+# Of each tensor, by its name.
+Fingerprints: TypeAlias = dict[str, int]
+
+# Calls of a function of the user's before its first replay.
+FUNCTION_WARMUP_STEPS = 3
+
+# Of a TrainStep: cycles (one more where it is compiled), and steps that may be skipped at first.
+WARMUP_CYCLES = 3
+WARMUP_EXTRA_STEPS = 4
+
+MAX_NAMES = 4  # tensors that a message names
+
+_REPLAY_DIFFERS = (
+    "the captured step is not the eager one: "
+    "does it branch on values, count in Python, or replace its tensors?"
+)
 
 
 class VerifyError(AssertionError):
-    """A replay, or an eager step done twice, gave other bits: the message names the step and the tensors."""
+    """A replay, or an eager step done twice, gave other bits.
+
+    The message names the step and the tensors.
+    """
 
 
 class VerifiedStep:
-    """What is verified: how to call it, and everything that must come out the same."""
+    """A step and everything it changes: saved, restored, and compared by fingerprints.
+
+    A TrainStep knows what it changes. For a function, `state` names it: (net, optimizer, …).
+    """
 
     def __init__(self, step: Any, state: Sequence[Any] = ()) -> None:
-        self.step, self.state = step, tuple(state)
-        lacking = [type(s).__name__ for s in state if not hasattr(s, "load_state_dict")]
-        if not isinstance(step, TrainStep) and (not state or lacking):
-            came = f"{', '.join(lacking)} without load_state_dict" if lacking else "none"
-            raise ValueError(
-                f"verify: expected state=(net, optimizer, …), all that the function changes, to start again from; "
-                f"received {came}"
-            )
+        self.step = step
+        self.state = tuple(state)
+        self._is_train_step = isinstance(step, TrainStep)
+        if not self._is_train_step:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        unloadable = [
+            type(owner).__name__ for owner in self.state if not hasattr(owner, "load_state_dict")
+        ]
+        if self.state and not unloadable:
+            return
+        received = f"{', '.join(unloadable)} without load_state_dict" if unloadable else "none"
+        raise ValueError(
+            "verify: expected state=(net, optimizer, …), all that the function changes, "
+            f"to start again from; received {received}"
+        )
 
     def save(self) -> list[Any]:
-        if isinstance(self.step, TrainStep):
+        """A copy of the state, for `load`."""
+        if self._is_train_step:
             return [self.step.state_dict()]
-        return [copy.deepcopy(s.state_dict()) for s in self.state]
+        return [copy.deepcopy(owner.state_dict()) for owner in self.state]
 
     def load(self, saved: list[Any]) -> None:
-        owners = [self.step] if isinstance(self.step, TrainStep) else self.state
-        for owner, each in zip(owners, saved, strict=True):
-            owner.load_state_dict(copy.deepcopy(each))
+        """Restores what `save` returned. It may be loaded several times."""
+        owners = (self.step,) if self._is_train_step else self.state
+        for owner, state in zip(owners, saved, strict=True):
+            owner.load_state_dict(copy.deepcopy(state))
 
-    def prints(self) -> dict[str, int]:
+    def fingerprints(self) -> Fingerprints:
         """A fingerprint of every tensor, on the host."""
-        if isinstance(self.step, TrainStep):
+        if self._is_train_step:
             return {name: int(value) for name, value in self.step.fingerprints().items()}
-        trees = {f"state[{i}]": s.state_dict() for i, s in enumerate(self.state)}
-        leaves = tree_flatten_with_path(trees)[0]
+        trees = {f"state[{i}]": owner.state_dict() for i, owner in enumerate(self.state)}
+        leaves, _ = tree_flatten_with_path(trees)
         return {
-            _name(path): int(fingerprint(leaf)) for path, leaf in leaves if isinstance(leaf, Tensor)
+            "".join(str(part) for part in path): int(fingerprint(leaf))
+            for path, leaf in leaves
+            if isinstance(leaf, Tensor)
         }
 
 
 def verify(
     subject: VerifiedStep,
     batches: list[Args],
-    replayed: Callable[[list[Args], Callable[[], None]], None],
+    run_captured: Callable[[list[Args], Callable[[], None]], None],
 ) -> None:
-    """Raises VerifyError unless all three ways agree; afterwards state and random numbers are as they were before.
+    """Raises VerifyError unless two eager runs and a captured one agree after every step.
 
-    `replayed(batches, look)` runs them sunk, one visit each, and calls `look` after every step.
+    `run_captured(batches, after_step)` runs the batches captured, one visit each, and calls
+    `after_step` after every step. State and random numbers are afterwards as they were before.
     """
-    saved, numbers = subject.save(), rng.save()
+    saved = subject.save()
+    random_states = rng.save()
 
-    def ways(run: Callable[[Callable[[], None]], None]) -> Prints:
-        seen: Prints = []
+    def restore() -> None:
         subject.load(saved)
-        rng.load(numbers)
-        run(lambda: seen.append(subject.prints()))
-        return seen
+        rng.load(random_states)
 
-    def eager(look: Callable[[], None]) -> None:
+    def run_eagerly(batches: list[Args], after_step: Callable[[], None]) -> None:
         for args in batches:
             subject.step(*args)
-            look()
+            after_step()
+
+    def fingerprints_of(
+        run: Callable[[list[Args], Callable[[], None]], None],
+    ) -> list[Fingerprints]:
+        steps: list[Fingerprints] = []
+        restore()
+        run(batches, lambda: steps.append(subject.fingerprints()))
+        return steps
 
     try:
-        first, again = ways(eager), ways(eager)
-        _compare(
-            first,
-            again,
-            lambda: _unrepeatable(subject, batches, lambda: _again(subject, saved, numbers)),
-        )
-        third = ways(lambda look: replayed(batches, look))
-        _compare(first, third, lambda: _BAKED)
+        # Eager steps must repeat themselves, or no comparison means anything.
+        eager = fingerprints_of(run_eagerly)
+        eager_again = fingerprints_of(run_eagerly)
+        difference = _first_difference(eager, eager_again)
+        if difference:
+            reason = _explain_unrepeatable(subject, batches, restore)
+            raise VerifyError(f"verify: {difference}: {reason}")
+
+        captured = fingerprints_of(run_captured)
+        difference = _first_difference(eager, captured)
+        if difference:
+            raise VerifyError(f"verify: {difference}: {_REPLAY_DIFFERS}")
     finally:
-        subject.load(saved)
-        rng.load(numbers)
+        restore()
 
 
-def _again(subject: VerifiedStep, saved: list[Any], numbers: dict[str, Any]) -> None:
-    subject.load(saved)
-    rng.load(numbers)
-
-
-def _compare(a: Prints, b: Prints, why: Callable[[], str]) -> None:
-    for i, (one, other) in enumerate(zip(a, b, strict=True), 1):
-        names = [n for n in dict.fromkeys([*one, *other]) if one.get(n) != other.get(n)]
+def _first_difference(steps: list[Fingerprints], other_steps: list[Fingerprints]) -> str:
+    """The first step that differs, and its tensors, in words; "" if there is none."""
+    for number, (prints, other) in enumerate(zip(steps, other_steps, strict=True), 1):
+        all_names = dict.fromkeys([*prints, *other])
+        names = [name for name in all_names if prints.get(name) != other.get(name)]
         if names:
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            raise VerifyError(f"verify: step {i} differs in {', '.join(names[:4])}{more}: {why()}")
+            return f"step {number} differs in {list_some(names, MAX_NAMES)}"
+    return ""
 
 
-def _unrepeatable(subject: VerifiedStep, batches: list[Args], restart: Callable[[], None]) -> str:
-    """The first operation that gave other bits from the same inputs."""
-    traces = []
+def _explain_unrepeatable(
+    subject: VerifiedStep, batches: list[Args], restore: Callable[[], None]
+) -> str:
+    """Names the first operation that gives other bits from the same inputs."""
+    runs: list[list[_Operation]] = []
     for _ in range(2):
-        restart()
-        with _Trace() as trace:
+        restore()
+        with _OperationTrace() as trace:
             for args in batches:
                 subject.step(*args)
-        traces.append(trace.seen)
-    pairs = zip(*traces, strict=False)
-    other = next(((name, place) for (name, place, x), (_, _, y) in pairs if x != y), None)
-    said = (
-        f"{other[0]} ({other[1]})"
-        if other
-        else "an operation that repeats itself when it is watched"
+        runs.append(trace.operations)
+
+    operation = "an operation that repeats itself when it is watched"
+    for first, second in zip(*runs, strict=False):
+        if first.fingerprints != second.fingerprints:
+            operation = f"{first.name} ({first.location})"
+            break
+    return (
+        f"eager steps do not repeat themselves, first in {operation}; deterministic=True makes them"
     )
-    return f"eager steps do not repeat themselves, first in {said}; deterministic=True makes them"
 
 
-class _Trace(TorchDispatchMode):
-    """Every operation with its place and a fingerprint of its outputs."""
+class _Operation(NamedTuple):
+    name: str
+    location: str  # the user's line
+    fingerprints: tuple[int, ...]  # of its outputs
+
+
+class _OperationTrace(TorchDispatchMode):
+    """Lists every operation of torch that runs inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[tuple[str, str, tuple[int, ...]]] = []
-        self._inside = False
+        self.operations: list[_Operation] = []
+        self._is_fingerprinting = False  # those operations are not listed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if not self._inside and not is_capturing():
-            self._inside = True
-            try:
-                tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor) and not t.is_sparse]
-                marks = tuple(int(fingerprint(t)) for t in tensors)
-            finally:
-                self._inside = False
-            self.seen.append((str(func), user_location(), marks))
-        return out
-
-
-def _name(path: Any) -> str:
-    return "".join(str(part) for part in path)
+        outputs = func(*args, **(kwargs or {}))
+        if self._is_fingerprinting or is_capturing():
+            return outputs
+        self._is_fingerprinting = True
+        try:
+            tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and not t.is_sparse]
+            fingerprints = tuple(int(fingerprint(t)) for t in tensors)
+        finally:
+            self._is_fingerprinting = False
+        self.operations.append(_Operation(str(func), user_location(), fingerprints))
+        return outputs
 
 
 def warmup_steps(step: Any) -> int:
-    """Steps before the first replay: some cycles of a TrainStep, the first ones maybe skipped; a function's first."""
-    return (
-        (3 + step.compiled.on) * step.options.accumulate + 4 if isinstance(step, TrainStep) else 3
-    )
+    """How many steps may run before the first replay."""
+    if not isinstance(step, TrainStep):
+        return FUNCTION_WARMUP_STEPS
+    cycles = WARMUP_CYCLES + step.compiled.on
+    return cycles * step.options.accumulate + WARMUP_EXTRA_STEPS
 
 
 def cloned(args: Args, device: torch.device) -> Args:
-    """A batch that nobody else writes to."""
-    copied: Args = tree_map(lambda x: x.to(device, copy=True) if isinstance(x, Tensor) else x, args)
+    """A copy of a batch on the device, which nobody else writes to."""
+    copied: Args = tree_map(
+        lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, args
+    )
     return copied

@@ -30,7 +30,7 @@ MAX_COMPILED_SHAPES = 6  # torch keeps 8 programs; two are left for a frozen lay
 MAX_SHAPES_SEEN = 256  # shapes remembered; beyond that every batch has one of its own
 ASSUMED_SPEEDUP = 1.2  # of compiled steps
 
-# Seconds to compile: at least, and for each leaf module. CPU measured, see docs/reference/step.md;
+# Seconds to compile: at least, and for each leaf module. CPU measured, see docs/internals/fast-paths.md;
 # CUDA assumed.
 COMPILE_COST_S = {"cpu": (20.0, 1.8), "cuda": (15.0, 0.5)}
 
@@ -40,16 +40,16 @@ def count_leaf_modules(net: nn.Module) -> int:
     return sum(1 for module in net.modules() if next(module.children(), None) is None)
 
 
-def compiling_pays(seconds_left: float, leaf_modules: int, device: str = "cpu") -> tuple[bool, str]:
+def compiling_pays(seconds_left: float, modules: int, device: str = "cpu") -> tuple[bool, str]:
     """Whether a run of `seconds_left` repays the time to compile, and why."""
     base_cost, module_cost = COMPILE_COST_S.get(device, COMPILE_COST_S["cuda"])
-    cost = base_cost + module_cost * leaf_modules
+    cost = base_cost + module_cost * modules
     saved = max(seconds_left, 0.0) * (1 - 1 / ASSUMED_SPEEDUP)
     pays = saved > cost
     verb = "saves" if pays else "would save"
     verdict = "pays" if pays else "does not pay"
     return pays, (
-        f"compiling {leaf_modules} modules takes about {cost:.0f} s "
+        f"compiling {modules} modules takes about {cost:.0f} s "
         f"and {verb} about {saved:.0f} s of the {seconds_left:.0f} s left "
         f"({ASSUMED_SPEEDUP} times the speed assumed): it {verdict}"
     )

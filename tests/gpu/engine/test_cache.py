@@ -173,7 +173,7 @@ def make_wide_model(capture: Any) -> Model:
 
 
 # False is what newer versions of torch need.
-@pytest.mark.parametrize("shared", sorted({capture_module.SHARED, False}))
+@pytest.mark.parametrize("shared", sorted({capture_module.SHARES_STREAM, False}))
 def test_graphs_that_are_gone_take_nothing_along(
     shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,8 +182,8 @@ def test_graphs_that_are_gone_take_nothing_along(
     torch frees the memory of cuBLAS with the graphs that were recorded on a stream. torch 2.11
     frees nothing: what can go wrong there is the capture stream itself.
     """
-    monkeypatch.setattr(capture_module, "SHARED", shared)
-    monkeypatch.setattr(capture_module, "_STREAMS", {})
+    monkeypatch.setattr(capture_module, "SHARES_STREAM", shared)
+    monkeypatch.setattr(capture_module, "_shared_streams", {})
     weights = []
     for capture in ("auto", False):
         freed_model = make_wide_model(capture)

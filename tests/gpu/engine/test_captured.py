@@ -93,8 +93,8 @@ def test_fit_is_the_same_captured_or_not(sink: int | None, accumulate: int) -> N
     assert captured_run.history == eager_run.history
     for name, value in eager.net.state_dict().items():
         assert torch.equal(value, captured.net.state_dict()[name]), name
-    assert captured.graphs._runner is not None
-    assert captured.graphs._runner.program.graphs.captures >= 2
+    assert captured.captures._runner is not None
+    assert captured.captures._runner.program.graphs.captures >= 2
 
     # The second prediction and evaluation come from graphs.
     x = next(iter(data(CUDA, samples=50)))[0]

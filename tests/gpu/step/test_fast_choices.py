@@ -197,13 +197,13 @@ def test_a_compiled_forward_can_be_captured() -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step.objective.run(step.applied, (x, y), weighted=False)[0].sum().backward()
+        step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)[0].sum().backward()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss, _ = step.objective.run(step.applied, (x, y), weighted=False)
+        loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
     graph.replay()
-    again, _ = step.objective.run(step.applied, (x, y), weighted=False)
+    again, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
     assert torch.equal(loss, again)
 
 

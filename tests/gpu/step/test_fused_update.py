@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import write_row
-from halfstep.step.fast.fused_update import COUNTS, LARGE
+from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
 from halfstep.step.fast.update_graph import capturable_optimizer
 from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
@@ -81,7 +81,7 @@ def fill(step: Any, seed: int, bad: int | None = None) -> None:
 
 MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
 MANY = (
-    [(64, 64)] * 20 + [(7,)] * (COUNTS[-1] + 13) + [(1025, 2049), (0,), (3, 5)]
+    [(64, 64)] * 20 + [(7,)] * (GRADS_PER_LAUNCH[-1] + 13) + [(1025, 2049), (0,), (3, 5)]
 )  # two launches' worth, and large
 
 
@@ -106,7 +106,7 @@ def test_a_replayed_capture_equals_the_eager_update(
         step.update.on_device(step.state, live)
     quick.update.use_fused_kernels = quick.update.commit.step_in_pieces = True
     graph, outcome = capture(quick, live)
-    assert list(quick.update._fused_update._plans.values()) != [None]
+    assert list(quick.update.fused_update._plans.values()) != [None]
     for at in range(1, 6):
         for step in (plain, quick):
             fill(step, at, bad=len(shapes) - 3 if at in (2, 3) else None)
@@ -151,8 +151,8 @@ def test_an_update_is_captured_again(options: dict[str, Any]) -> None:
 
 
 def test_the_large_case_is_large() -> None:
-    assert sum(torch.Size(s).numel() for s in MANY) >= LARGE
-    assert len(MANY) > COUNTS[-1]
+    assert sum(torch.Size(s).numel() for s in MANY) >= LARGE_ELEMENTS
+    assert len(MANY) > GRADS_PER_LAUNCH[-1]
 
 
 def test_the_norm_repeats_bit_for_bit() -> None:
@@ -224,7 +224,7 @@ def test_training_equals_the_plain_update(precision: str, make: Callable[..., An
             step(*batch(i))
     one, two = (step.fingerprints() for step in steps)
     assert [k for k in one if one[k].item() != two[k].item()] == []
-    assert steps[0].update._fused_update._plans
+    assert steps[0].update.fused_update._plans
 
 
 def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
@@ -266,7 +266,7 @@ def test_a_capture_that_nothing_prepared_takes_torchs_kernels() -> None:
     step.state.cycle.buffers = step.buffers.copy([])
     with torch.cuda.graph(graph):
         step.update.on_device(step.state, list(range(len(step.params))))
-    assert step.update._fused_update._plans == {}
+    assert step.update.fused_update._plans == {}
     step.update.use_fused_kernels = True  # now what the capture saw is known
-    assert len(step.update._fused_update._plans) == 1
+    assert len(step.update.fused_update._plans) == 1
     run(step, "good", 1)

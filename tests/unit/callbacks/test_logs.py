@@ -1,4 +1,4 @@
-"""CSV and JSONL logs: exact numbers, and after a kill and a resume the very bytes of an uninterrupted run."""
+"""CSV and JSONL logs: exact numbers, and after a resume the bytes of an uninterrupted run."""
 
 import csv
 import json
@@ -31,32 +31,45 @@ from halfstep.callbacks import (
 )
 from halfstep.engine import Row, Run
 from halfstep.model import Model
-from tests.unit.callbacks.test_monitors import SINKS, fit, model, plain_losses, samples, spoiled
+from tests.unit.callbacks.test_monitors import (
+    SINKS,
+    data_with_inf,
+    fit,
+    make_model,
+    make_samples,
+    plain_losses,
+)
 
-STEP = "kind,epoch,step,global_step,samples,loss,cycle_loss,lr,scale,skipped,grad_norm,updated,fingerprint"
+STEP = (
+    "kind,epoch,step,global_step,samples,loss,cycle_loss,lr,scale,skipped,grad_norm,updated,"
+    "fingerprint"
+)
 
 
-def both(folder: Path, **how: Any) -> list[Any]:
+def both_logs(folder: Path, **how: Any) -> list[Any]:
     return [CSVLog(folder / "log.csv", **how), JSONLLog(folder / "log.jsonl", **how)]
 
 
-def texts(folder: Path) -> list[bytes]:
+def log_bytes(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in ("log.csv", "log.jsonl")]
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def objects(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize("sink", SINKS)
 def test_lines_are_exact_and_the_same_for_every_sink(tmp_path: Path, sink: int | None) -> None:
-    run = fit(2, *both(tmp_path), sink=sink, valid=samples(30).batch(7), valid_every_steps=10)
-    rows, lines = table(tmp_path / "log.csv"), objects(tmp_path / "log.jsonl")
+    run = fit(
+        2, *both_logs(tmp_path), sink=sink, valid=make_samples(30).batch(7), valid_every_steps=10
+    )
+    rows = read_csv(tmp_path / "log.csv")
+    lines = read_jsonl(tmp_path / "log.jsonl")
     assert (tmp_path / "log.csv").read_text().splitlines()[0] == f"{STEP},valid_loss,valid_acc"
     kinds = [(int(r["global_step"]), r["kind"]) for r in rows]
     steps = [(n, "step") for n in range(1, 27)]
@@ -80,10 +93,10 @@ def test_lines_are_exact_and_the_same_for_every_sink(tmp_path: Path, sink: int |
 
 def test_every_and_times(tmp_path: Path) -> None:
     before = time.time()
-    fit(1, *both(tmp_path, every=5, times=True))
-    assert [r["global_step"] for r in table(tmp_path / "log.csv")] == ["5", "10"]
-    assert [o["global_step"] for o in objects(tmp_path / "log.jsonl")] == [5, 10]
-    first, second = [float(r["time"]) for r in table(tmp_path / "log.csv")]
+    fit(1, *both_logs(tmp_path, every=5, times=True))
+    assert [r["global_step"] for r in read_csv(tmp_path / "log.csv")] == ["5", "10"]
+    assert [o["global_step"] for o in read_jsonl(tmp_path / "log.jsonl")] == [5, 10]
+    first, second = [float(r["time"]) for r in read_csv(tmp_path / "log.csv")]
     assert before <= first <= second <= time.time()
 
 
@@ -91,8 +104,9 @@ def test_numbers_that_are_none_and_several_groups(tmp_path: Path) -> None:
     net = nn.Linear(4, 3)
     groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias], "lr": 1e-07}]
     trained = Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(groups), nonfinite="skip")
-    trained.fit(1, spoiled(6), callbacks=both(tmp_path))
-    row, line = table(tmp_path / "log.csv")[5], objects(tmp_path / "log.jsonl")[5]
+    trained.fit(1, data_with_inf(6), callbacks=both_logs(tmp_path))
+    row = read_csv(tmp_path / "log.csv")[5]
+    line = read_jsonl(tmp_path / "log.jsonl")[5]
     assert math.isnan(float(row["loss"]))
     assert (row["lr_0"], row["lr_1"], row["skipped"], row["updated"]) == ("0.1", "1e-07", "1", "0")
     assert (line["loss"], line["lr"], line["skipped"]) == ("NaN", [0.1, 1e-07], True)
@@ -116,10 +130,10 @@ def test_scores_that_are_tables(tmp_path: Path) -> None:
         torch.optim.SGD(net.parameters()),
         metrics={"table": Confusion()},
     )
-    fit(1, *both(tmp_path), of=trained, valid=samples(6).batch(6))
+    fit(1, *both_logs(tmp_path), of=trained, valid=make_samples(6).batch(6))
     expected = [[1.0, "Infinity"], [0.0, 2.0]]
-    assert json.loads(table(tmp_path / "log.csv")[-1]["valid_table"]) == expected
-    assert objects(tmp_path / "log.jsonl")[-1]["valid_table"] == expected
+    assert json.loads(read_csv(tmp_path / "log.csv")[-1]["valid_table"]) == expected
+    assert read_jsonl(tmp_path / "log.jsonl")[-1]["valid_table"] == expected
 
 
 def test_a_cell_of_ones_own_is_logged(tmp_path: Path) -> None:
@@ -131,37 +145,40 @@ def test_a_cell_of_ones_own_is_logged(tmp_path: Path) -> None:
         optimizer,
         step=lambda x, y: nn.functional.cross_entropy(net(x), y),
     )
-    fit(1, *both(tmp_path), of=own)
-    assert [len(table(tmp_path / "log.csv")), len(objects(tmp_path / "log.jsonl"))] == [13, 13]
+    fit(1, *both_logs(tmp_path), of=own)
+    assert [len(read_csv(tmp_path / "log.csv")), len(read_jsonl(tmp_path / "log.jsonl"))] == [
+        13,
+        13,
+    ]
 
 
 # stop and resume
 
-HOW: dict[str, Any] = {"valid_every_steps": 4}
+EVALUATION: dict[str, Any] = {"valid_every_steps": 4}
 
 
-def logged(folder: Path, *more: Any, sink: int | None = 7, **how: Any) -> Run:
+def train_logged(folder: Path, *more: Any, sink: int | None = 7, **how: Any) -> Run:
     """Two epochs of 13 steps; a checkpoint at every fifth step, and none when it fails."""
     saved = Checkpoint(folder / "run", every_steps=5, every_epochs=None, on_error=False)
-    trained = model(precision="O2", accumulate=4)
-    valid = samples(30).batch(7)
+    trained = make_model(precision="O2", accumulate=4)
+    valid = make_samples(30).batch(7)
     return fit(
         2,
-        *both(folder, overwrite=True),
+        *both_logs(folder, overwrite=True),
         *more,
         saved,
         of=trained,
         sink=sink,
         valid=valid,
-        **{**HOW, **how},
+        **{**EVALUATION, **how},
     )
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+def uninterrupted_logs(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     folder = tmp_path_factory.mktemp("whole")
-    logged(folder)
-    return texts(folder)
+    train_logged(folder)
+    return log_bytes(folder)
 
 
 def stop_at(n: int) -> Lambda:
@@ -176,24 +193,26 @@ def stop_at(n: int) -> Lambda:
     ("n", "sink"), [(1, 7), (5, 1), (6, 7), (13, 7), (14, 1), (16, 7), (21, None), (26, 1)]
 )
 def test_a_run_stopped_at_step_n_and_resumed_has_the_same_bytes(
-    tmp_path: Path, whole: list[bytes], n: int, sink: int | None
+    tmp_path: Path, uninterrupted_logs: list[bytes], n: int, sink: int | None
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
-        logged(tmp_path, stop_at(n), sink=sink)
-    logged(tmp_path, sink=sink, resume="auto")
-    assert texts(tmp_path) == whole
+        train_logged(tmp_path, stop_at(n), sink=sink)
+    train_logged(tmp_path, sink=sink, resume="auto")
+    assert log_bytes(tmp_path) == uninterrupted_logs
 
 
-def test_a_signal_before_an_evaluation_loses_no_line(tmp_path: Path, whole: list[bytes]) -> None:
+def test_a_signal_before_an_evaluation_loses_no_line(
+    tmp_path: Path, uninterrupted_logs: list[bytes]
+) -> None:
     """SIGTERM at step 16, whose evaluation is then left for the resumed run."""
-    ask = Lambda(
+    send_signal = Lambda(
         step=lambda run, row: row.global_step == 16 and os.kill(os.getpid(), signal.SIGTERM)
     )
     with pytest.raises(SystemExit):
-        logged(tmp_path, ask, sink=1)
-    assert objects(tmp_path / "log.jsonl")[-1]["kind"] == "step"
-    logged(tmp_path, resume="auto")
-    assert texts(tmp_path) == whole
+        train_logged(tmp_path, send_signal, sink=1)
+    assert read_jsonl(tmp_path / "log.jsonl")[-1]["kind"] == "step"
+    train_logged(tmp_path, resume="auto")
+    assert log_bytes(tmp_path) == uninterrupted_logs
 
 
 def test_what_callbacks_know_goes_on_over_a_resume(
@@ -208,66 +227,66 @@ def test_what_callbacks_know_goes_on_over_a_resume(
             ProgressLines(4, start=0),
         ]
 
-    logged(tmp_path / "whole", *(full := watchers()))
+    train_logged(tmp_path / "whole", *(full := watchers()))
     lines = re.findall(r"^(?:loss: |epoch: ).*", capsys.readouterr().out, re.MULTILINE)
     with pytest.raises(KeyboardInterrupt):
-        logged(tmp_path, *watchers(), stop_at(8), sink=1)
+        train_logged(tmp_path, *watchers(), stop_at(8), sink=1)
     first = re.findall(r"^(?:loss: |epoch: ).*", capsys.readouterr().out, re.MULTILINE)
-    logged(tmp_path, *(again := watchers()), resume="auto")
+    train_logged(tmp_path, *(again := watchers()), resume="auto")
     second = re.findall(r"^(?:loss: |epoch: ).*", capsys.readouterr().out, re.MULTILINE)
     assert (again[0].rows, again[0].epochs) == (full[0].rows, full[0].epochs)
     assert (again[1].steps, again[1].rates) == (full[1].steps, full[1].rates)
-    assert (
-        again[2].times().steps == 3 + 18
-    )  # 3 to 5 of the first process; of the second all but its first visit, 6 to 8
+    # Steps 3 to 5 of the first process; of the second all but its first visit, 6 to 8.
+    assert again[2].times().steps == 3 + 18
     assert first == lines[:4]  # 1, 3, 5, 6: the last one again after the resume
     assert second == lines[3:]
 
 
 def test_a_log_that_does_not_fit_its_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        logged(tmp_path, stop_at(12))
-    log, kept = tmp_path / "log.csv", (tmp_path / "log.csv").read_bytes()
-    log.write_bytes(kept[:300])
+        train_logged(tmp_path, stop_at(12))
+    log = tmp_path / "log.csv"
+    content = log.read_bytes()
+    log.write_bytes(content[:300])
     with pytest.raises(
         ValueError,
         match=r"CSVLog: expected the log .*log\.csv, with \d+ bytes or more, found one of 300",
     ):
-        logged(tmp_path, resume="auto")
+        train_logged(tmp_path, resume="auto")
     assert log.stat().st_size == 300  # nothing is cut before all is known to fit
     log.unlink()
     with pytest.raises(
         FileNotFoundError,
         match=r"found no file\. Put the file back, resume from an older checkpoint",
     ):
-        logged(tmp_path, resume="auto")
-    log.write_bytes(kept.replace(b"valid_acc", b"valid_top", 1))
+        train_logged(tmp_path, resume="auto")
+    log.write_bytes(content.replace(b"valid_acc", b"valid_top", 1))
     with pytest.raises(
         ValueError, match=r"has the columns kind.*valid_top, this run has kind.*valid_acc"
     ):
-        logged(tmp_path, resume="auto")
-    log.write_bytes(kept)
-    logged(tmp_path, resume="auto")
+        train_logged(tmp_path, resume="auto")
+    log.write_bytes(content)
+    train_logged(tmp_path, resume="auto")
 
 
 def test_a_new_run_leaves_an_old_log_alone(tmp_path: Path) -> None:
-    fit(1, *both(tmp_path / "new folder"))
-    kept = texts(tmp_path / "new folder")
-    for log in both(tmp_path / "new folder"):
+    fit(1, *both_logs(tmp_path / "new folder"))
+    before = log_bytes(tmp_path / "new folder")
+    for log in both_logs(tmp_path / "new folder"):
         with pytest.raises(
             FileExistsError, match=r"exists, and this run starts anew.*or throw .* overwrite=True"
         ):
             fit(1, log)
-    assert texts(tmp_path / "new folder") == kept
-    fit(1, *both(tmp_path / "new folder", overwrite=True))
-    assert texts(tmp_path / "new folder") == kept
+    assert log_bytes(tmp_path / "new folder") == before
+    fit(1, *both_logs(tmp_path / "new folder", overwrite=True))
+    assert log_bytes(tmp_path / "new folder") == before
     (tmp_path / "empty.csv").touch()
     fit(1, CSVLog(tmp_path / "empty.csv"))
-    assert (tmp_path / "empty.csv").read_bytes() == kept[0]
+    assert (tmp_path / "empty.csv").read_bytes() == before[0]
 
 
 @contextmanager
-def files_up_to(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Writes beyond `size` bytes fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -279,7 +298,8 @@ def files_up_to(size: int) -> Iterator[None]:
 
 def test_a_full_disk_is_a_notice_and_no_line_is_lost(tmp_path: Path) -> None:
     fit(2, CSVLog(tmp_path / "whole.csv"), sink=1)
-    log, full = CSVLog(tmp_path / "log.csv"), files_up_to(1000)
+    log = CSVLog(tmp_path / "log.csv")
+    full = limit_file_size(1000)
     saved: list[dict[str, Any]] = []
 
     def visit(run: Run) -> None:
@@ -291,30 +311,30 @@ def test_a_full_disk_is_a_notice_and_no_line_is_lost(tmp_path: Path) -> None:
 
     with pytest.warns(
         hs.Notice, match=r"log\.csv cannot be written \(File too large\); its lines wait"
-    ) as told:
+    ) as caught:
         fit(2, Lambda(visit=visit), log, sink=1)
-    assert len(told) == 1
-    assert texts_of(tmp_path) == (tmp_path / "whole.csv").read_bytes()
-    offset = saved[0][
-        "offset"
-    ]  # asked before the log's own visit: what waited went out with the question
-    assert texts_of(tmp_path)[:offset].count(b"\n") == 1 + 13
+    assert len(caught) == 1
+    assert csv_bytes(tmp_path) == (tmp_path / "whole.csv").read_bytes()
+    # state_dict was called before the log's own visit, and wrote what waited.
+    offset = saved[0]["offset"]
+    assert csv_bytes(tmp_path)[:offset].count(b"\n") == 1 + 13
     assert saved[0]["waiting"] == []
 
 
-def texts_of(folder: Path) -> bytes:
+def csv_bytes(folder: Path) -> bytes:
     return (folder / "log.csv").read_bytes()
 
 
 def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     fit(1, CSVLog(tmp_path / "whole.csv"), sink=1)
-    log, states = CSVLog(tmp_path / "log.csv"), []
+    log = CSVLog(tmp_path / "log.csv")
+    states = []
 
     def visit(run: Run) -> None:
         states.append(log.state_dict())
 
     with (
-        files_up_to(600),
+        limit_file_size(600),
         pytest.warns(hs.Notice),
         pytest.raises(OSError, match="lines could not be written"),
     ):
@@ -323,8 +343,7 @@ def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     assert 0 < len(state["waiting"]) < 10
     again = CSVLog(tmp_path / "log.csv")
     again.load_state_dict(state)
-    again.begin(Run(model(), 1, 13))
-    again.end(Run(model(), 1, 13))
-    assert (
-        texts_of(tmp_path).splitlines() == (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
-    )
+    again.begin(Run(make_model(), 1, 13))
+    again.end(Run(make_model(), 1, 13))
+    expected = (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
+    assert csv_bytes(tmp_path).splitlines() == expected

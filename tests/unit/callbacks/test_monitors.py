@@ -1,4 +1,4 @@
-"""Callbacks that look: every step once and in order, sunk or not; the seeds' lines, to the letter."""
+"""Callbacks that watch: every step once and in order; the seeds' lines, to the letter."""
 
 import io
 import math
@@ -19,13 +19,13 @@ from halfstep.model import Model
 SINKS = (1, 7, 100, None)
 
 
-def samples(count: int = 78, seed: int = 1) -> hs.data.Dataset:
+def make_samples(count: int = 78, seed: int = 1) -> hs.data.Dataset:
     """13 batches of 6 when batched by 6; the class is where the largest of three features is."""
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     return hs.data.Dataset((x, x[:, :3].argmax(1)))
 
 
-def model(**options: Any) -> Model:
+def make_model(**options: Any) -> Model:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     options = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.5), **options}
@@ -35,16 +35,19 @@ def model(**options: Any) -> Model:
 def fit(
     epochs: int, *callbacks: Callback, sink: int | None = None, of: Model | None = None, **how: Any
 ) -> Run:
-    return (of or model()).fit(epochs, samples().batch(6), callbacks=callbacks, sink=sink, **how)
+    return (of or make_model()).fit(
+        epochs, make_samples().batch(6), callbacks=callbacks, sink=sink, **how
+    )
 
 
 def plain_losses(epochs: int) -> list[float]:
     """The same training, in a bare loop."""
     torch.manual_seed(3)
-    net, losses = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), []
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    losses = []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     for _ in range(epochs):
-        for x, y in samples().batch(6):
+        for x, y in make_samples().batch(6):
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(net(x), y)
             loss.backward()
@@ -65,7 +68,7 @@ def test_every_row_comes_once_and_in_order(sink: int | None) -> None:
         history,
         Lambda(step=lambda run, row: seen.append(row)),
         sink=sink,
-        valid=samples(30).batch(7),
+        valid=make_samples(30).batch(7),
     )
     assert [r.global_step for r in seen] == list(range(1, 27))
     assert [(r.epoch, r.step) for r in seen] == [(e, s) for e in (1, 2) for s in range(1, 14)]
@@ -74,9 +77,8 @@ def test_every_row_comes_once_and_in_order(sink: int | None) -> None:
     assert history.rows["samples"] == [6] * 26
     assert history.epochs["step"] == [13, 26]
     mean = np.mean(np.array(plain_losses(2)).reshape(2, 13), axis=1)
-    assert history.epochs["loss"] == pytest.approx(
-        mean.tolist(), rel=1e-15
-    )  # sums in another order
+    # The sums are added in another order.
+    assert history.epochs["loss"] == pytest.approx(mean.tolist(), rel=1e-15)
     assert all(0 <= acc <= 1 for acc in history.epochs["valid_acc"])
 
 
@@ -88,7 +90,7 @@ def test_events_come_in_the_order_of_the_diagram() -> None:
         2,
         Lambda(step=lambda run, row: events.append("step"), **calls),
         sink=7,
-        valid=samples(30).batch(7),
+        valid=make_samples(30).batch(7),
     )
     epoch = ["epoch_begin", *["step"] * 7, "visit", *["step"] * 6, "epoch_end", "visit"]
     assert events == ["begin", *epoch, *epoch, "end"]
@@ -161,10 +163,10 @@ def test_the_seeds_losses_are_printed_with_the_seeds_digits() -> None:
         ("mindspore", 1.2800476551055908, "epoch: 1 step: 1000, loss is 1.2800476551055908"),
         ("plain", 1.2800476551055908, "epoch: 1 step: 1000, loss is 1.2800477"),
     ):
-        assert line_of(float(np.float32(loss)), style) == line + "\n"
+        assert loss_line(float(np.float32(loss)), style) == line + "\n"
 
 
-def line_of(loss: float, style: Any) -> str:
+def loss_line(loss: float, style: Any) -> str:
     out = io.StringIO()
     row = Row(1, 1000, 1000, 32, loss, loss, 0.1, 1.0, False, 0.0, False)
     LossMonitor(1000, style=style, file=out).step(Run(None, 1, 1000), row)
@@ -174,19 +176,21 @@ def line_of(loss: float, style: Any) -> str:
 @pytest.mark.parametrize(
     ("loss", "digits"),
     [
-        *(
-            (0.5, "0.5"),
-            (0.1, "0.1"),
-            (1 / 3, "0.3333333333333333"),
-            (float(np.float32(1 / 3)), "0.33333334"),
-        ),
-        *((2e-45, "2e-45"), (float(np.float32(1e-45)), "1e-45"), (1e300, "1e+300"), (-0.0, "-0.0")),
-        *((math.inf, "inf"), (math.nan, "nan")),
+        (0.5, "0.5"),
+        (0.1, "0.1"),
+        (1 / 3, "0.3333333333333333"),
+        (float(np.float32(1 / 3)), "0.33333334"),
+        (2e-45, "2e-45"),
+        (float(np.float32(1e-45)), "1e-45"),
+        (1e300, "1e+300"),
+        (-0.0, "-0.0"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
     ],
 )
 def test_a_line_has_the_digits_of_the_loss_and_no_more(loss: float, digits: str) -> None:
-    """Of a float32 at most nine, of a float64 (under "fp64") all; what is read back is the loss, bit for bit."""
-    line = line_of(loss, "plain")
+    """At most nine of a float32, all of a float64; reading gives the loss, bit for bit."""
+    line = loss_line(loss, "plain")
     assert line.endswith(f"loss is {digits}\n")
     read = torch.tensor(float(line.split()[-1]), dtype=torch.float64)
     assert math.isnan(loss) or loss in (read.item(), read.float().item())
@@ -200,18 +204,19 @@ def test_the_types_of_a_callback_of_ones_own_are_at_the_top() -> None:
 
 def test_every_counts_steps_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     fit(2, LossMonitor(5), sink=7)
-    found = re.findall(r"epoch: (\d) step: (\d+),", capsys.readouterr().out)
-    assert found == [("1", "5"), ("1", "10"), ("2", "2"), ("2", "7"), ("2", "12")]
+    printed = re.findall(r"epoch: (\d) step: (\d+),", capsys.readouterr().out)
+    assert printed == [("1", "5"), ("1", "10"), ("2", "2"), ("2", "7"), ("2", "12")]
     for wrong in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="expected every as a whole number of 1 or more"):
+        with pytest.raises(ValueError, match="every: expected a whole number, 1 or more"):
             LossMonitor(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'plain', 'mindspore', 'seed002', 'seed003', got 'keras'"):
+    styles = "'plain', 'mindspore', 'seed002', 'seed003'"
+    with pytest.raises(ValueError, match=f"style: expected one of {styles}, received 'keras'"):
         LossMonitor(style="keras")  # type: ignore[arg-type]
 
 
-def spoiled(step: int) -> hs.data.Dataset:
+def data_with_inf(step: int) -> hs.data.Dataset:
     """The batches of samples(), with an inf in one."""
-    x, y = next(iter(samples().batch(78)))
+    x, y = next(iter(make_samples().batch(78)))
     x[6 * (step - 1)] = torch.inf
     return hs.data.Dataset((x, y)).batch(6)
 
@@ -219,14 +224,13 @@ def spoiled(step: int) -> hs.data.Dataset:
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_nan_loss_ends_the_run_and_names_the_step(sink: int | None, accumulate: int) -> None:
-    step = {1: 6, 4: 8}[
-        accumulate
-    ]  # the inf is in step 6; in cycles of four, step 8 is the one that moved the weights
+    # The inf is in step 6; in cycles of four, step 8 is the one that moved the weights.
+    step = {1: 6, 4: 8}[accumulate]
     with pytest.raises(
         hs.NonFiniteError, match=rf"epoch 1 step {step} \(step {step} of the run\): .*(nan|inf)"
     ):
-        model(nonfinite="ignore", accumulate=accumulate).fit(
-            1, spoiled(6), callbacks=LossMonitor(100), sink=sink
+        make_model(nonfinite="ignore", accumulate=accumulate).fit(
+            1, data_with_inf(6), callbacks=LossMonitor(100), sink=sink
         )
 
 
@@ -234,16 +238,16 @@ def test_a_nan_loss_ends_the_run_and_names_the_step(sink: int | None, accumulate
 def test_a_skipped_step_is_said_to_be_skipped(
     capsys: pytest.CaptureFixture[str], accumulate: int
 ) -> None:
-    trained = model(
+    trained = make_model(
         precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)), accumulate=accumulate
     )
-    trained.fit(1, spoiled(6), callbacks=LossMonitor(), sink=7)
+    trained.fit(1, data_with_inf(6), callbacks=LossMonitor(), sink=7)
     lines = capsys.readouterr().out.splitlines()
     skipped = [line for line in lines if "skipped" in line]
     assert len(lines) == 13
     assert len(skipped) == 1
-    place = {1: 6, 4: 8}[accumulate]
-    assert skipped[0].startswith(f"epoch: 1 step: {place}, skipped at scale 1024, loss is ")
+    step = {1: 6, 4: 8}[accumulate]
+    assert skipped[0].startswith(f"epoch: 1 step: {step}, skipped at scale 1024, loss is ")
 
 
 # progress, rates
@@ -270,16 +274,17 @@ def test_progress_lines_of_data_that_does_not_say_its_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Known after one epoch."""
-    batches = list(samples(78).batch(6))
-    model().fit(2, batches, callbacks=[ProgressLines(5)])
+    batches = list(make_samples(78).batch(6))
+    make_model().fit(2, batches, callbacks=[ProgressLines(5)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[1] for line in lines] == ["    ?]"] * 3 + ["   78]"] * 3
 
 
 def test_the_seeds_whole_log(capsys: pytest.CaptureFixture[str]) -> None:
-    run = fit(1, ProgressLines(100, total=60000, accuracy="acc"), valid=samples(30).batch(7))
+    run = fit(1, ProgressLines(100, total=60000, accuracy="acc"), valid=make_samples(30).batch(7))
     lines = capsys.readouterr().out.splitlines()
-    acc, loss = run.history[-1]["valid_acc"], run.history[-1]["valid_loss"]
+    acc = run.history[-1]["valid_acc"]
+    loss = run.history[-1]["valid_loss"]
     first = f"loss: {plain_losses(1)[0]:.6f}  [    6/60000]"
     error = ["Test Error:", f"Accuracy: {100 * acc:.1f}%, Avg loss: {loss:.6f}", ""]
     assert lines[:-1] == ["Epoch 1", "-------------------------------", first, *error]
@@ -295,7 +300,7 @@ def test_rates_are_those_of_the_schedule(
     torch.manual_seed(3)
     table = torch.linspace(0.5, 0.1, 13, dtype=torch.float64)
     monitor = LRMonitor(4)
-    fit(1, monitor, of=model(schedule=table.tolist()), sink=sink)
+    fit(1, monitor, of=make_model(schedule=table.tolist()), sink=sink)
     assert monitor.steps == [4, 8, 12]
     assert monitor.rates == table[[3, 7, 11]].tolist()
     expected = [f"epoch: 1 step: {s}, lr is {table[s - 1].item()!r}" for s in (4, 8, 12)]
@@ -305,23 +310,26 @@ def test_rates_are_those_of_the_schedule(
 def test_rates_of_several_groups(capsys: pytest.CaptureFixture[str]) -> None:
     net = nn.Linear(4, 3)
     groups = [{"params": [net.weight], "lr": 0.25}, {"params": [net.bias], "lr": 0.125}]
-    monitor, history = LRMonitor(13), History()
+    monitor = LRMonitor(13)
+    history = History()
     fit(1, monitor, history, of=Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(groups)))
     assert capsys.readouterr().out == "epoch: 1 step: 13, lr is 0.25, 0.125\n"
-    again, rows = LRMonitor(13), History()
+    again = LRMonitor(13)
+    history_again = History()
     again.load_state_dict(monitor.state_dict())
-    rows.load_state_dict(history.state_dict())
+    history_again.load_state_dict(history.state_dict())
     assert again.rates == monitor.rates == [(0.25, 0.125)]
-    assert (rows.rows, rows.epochs) == (history.rows, history.epochs)
+    assert history_again.rows == history.rows
+    assert history_again.epochs == history.epochs
 
 
-def test_events_of_other_libraries_are_told() -> None:
-    class Mine(Callback):
+def test_events_of_other_libraries_are_a_notice() -> None:
+    class Custom(Callback):
         def on_epoch_end(self, run: Run) -> None: ...
         def _end(self) -> None: ...
 
     with pytest.warns(
-        hs.Notice, match=r"Mine.on_epoch_end is no event and is never called; events are begin, "
-    ) as said:
-        model().fit(1, samples().batch(6), callbacks=[Mine()])
-    assert len(said) == 1
+        hs.Notice, match=r"Custom.on_epoch_end is no event and is never called; events are begin, "
+    ) as caught:
+        make_model().fit(1, make_samples().batch(6), callbacks=[Custom()])
+    assert len(caught) == 1

@@ -1,4 +1,4 @@
-"""A callback object used for a second run: it begins like a new one; a resumed run keeps what its checkpoint gave."""
+"""A callback used for a second run begins like a new one; a resumed run keeps its state."""
 
 import io
 import shutil
@@ -24,8 +24,8 @@ from halfstep.callbacks import (
 )
 from halfstep.checkpoint import listing
 from halfstep.engine import Callback, Run
-from tests.unit.callbacks.test_monitors import fit, model, samples, spoiled
-from tests.unit.callbacks.test_plateau import go, planned
+from tests.unit.callbacks.test_monitors import data_with_inf, fit, make_model, make_samples
+from tests.unit.callbacks.test_plateau import planned_model, train_planned
 
 MAKERS: dict[str, Callable[[], Callback]] = {
     "stopping": lambda: EarlyStopping("loss", 99, restore_best=True),
@@ -40,14 +40,14 @@ MAKERS: dict[str, Callable[[], Callback]] = {
 
 
 def train(epochs: int, *callbacks: Callback, **how: Any) -> Run:
-    """13 steps an epoch, an evaluation at every seventh; the second step is skipped, which is all that a bar keeps."""
-    trained = model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
-    how = {"valid": samples(30).batch(7), "valid_every_steps": 7, **how}
-    return trained.fit(epochs, spoiled(2), callbacks=callbacks, sink=1, **how)
+    """13 steps an epoch, an evaluation at every seventh; the second step is skipped."""
+    trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    how = {"valid": make_samples(30).batch(7), "valid_every_steps": 7, **how}
+    return trained.fit(epochs, data_with_inf(2), callbacks=callbacks, sink=1, **how)
 
 
-def known_at_begin(callback: Callback) -> str:
-    """What a run's checkpoint would have of the callback before the first step; tensors by their values."""
+def state_at_begin(callback: Callback) -> str:
+    """The state of the callback that a checkpoint would have before the first step, as text."""
     seen: list[str] = []
     witness = Lambda(begin=lambda run: seen.append(repr(callback.state_dict())))
     train(1, callback, witness)
@@ -57,15 +57,17 @@ def known_at_begin(callback: Callback) -> str:
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_second_run_begins_with_what_a_new_callback_knows(name: str) -> None:
     used = MAKERS[name]()
-    new = known_at_begin(used)
+    new = state_at_begin(used)
     assert repr(used.state_dict()) != new  # it did learn something
-    assert known_at_begin(used) == new
+    assert state_at_begin(used) == new
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_resumed_run_begins_with_what_was_saved(name: str, tmp_path: Path) -> None:
-    """Saved by one object in the middle of an epoch, and given to another that has run elsewhere since."""
-    callback, other, saved = MAKERS[name](), MAKERS[name](), []
+    """Saved by one object in the middle of an epoch, loaded by another that ran elsewhere."""
+    callback = MAKERS[name]()
+    other = MAKERS[name]()
+    saved = []
 
     def stop(run: Run) -> None:
         if run.position == 7:
@@ -74,39 +76,44 @@ def test_a_resumed_run_begins_with_what_was_saved(name: str, tmp_path: Path) -> 
 
     train(2, callback, Lambda(visit=stop), Checkpoint(tmp_path, every_epochs=None))
     train(1, other)
-    found: list[Any] = []
-    witness = Lambda(begin=lambda run: found.append(other.state_dict()))
+    loaded: list[Any] = []
+    witness = Lambda(begin=lambda run: loaded.append(other.state_dict()))
     train(1, other, witness, resume=tmp_path)
     if name == "lines":
-        saved[0]["spent"] = found[0]["spent"]  # the clock has gone on in between
-    assert repr(found[0]) == repr(saved[0])
+        saved[0]["spent"] = loaded[0]["spent"]  # the clock has gone on in between
+    assert repr(loaded[0]) == repr(saved[0])
 
 
 def test_early_stopping_again_trains_another_model_as_a_new_one_would() -> None:
-    used, plan = EarlyStopping("err", 2, restore_best=True), [5, 4, 6, 6, 0, 0, 0, 0]
-    go(planned("err", [3, 1, 2, 2, 2, 2, 2, 2]), used)
-    second, fresh = planned("err", plan), planned("err", plan)
+    plan = [5, 4, 6, 6, 0, 0, 0, 0]
+    used = EarlyStopping("err", 2, restore_best=True)
+    train_planned(planned_model("err", [3, 1, 2, 2, 2, 2, 2, 2]), used)
+    second = planned_model("err", plan)
+    fresh = planned_model("err", plan)
     for trained in (second, fresh):
         with torch.no_grad():
             trained.net.weight.neg_()  # another start than the first model's
-    run, expected = go(second, used), go(fresh, EarlyStopping("err", 2, restore_best=True))
+    run = train_planned(second, used)
+    expected = train_planned(fresh, EarlyStopping("err", 2, restore_best=True))
     assert (run.global_step, run.stopped) == (expected.global_step, expected.stopped)
     assert run.global_step == 12
     assert torch.equal(second.net.weight, fresh.net.weight)
     with pytest.warns(hs.Notice, match="nothing was evaluated in this run"):
-        fit(1, used, of=planned("err", []))
+        fit(1, used, of=planned_model("err", []))
 
 
 def test_a_plateau_again_forgets_the_first_runs_best() -> None:
-    plateau, second = ReduceLROnPlateau("err", 0.5, 1), planned("err", [9, 8, 7])
-    go(planned("err", [1, 1]), plateau, epochs=2)
-    go(second, plateau, epochs=3)
+    plateau = ReduceLROnPlateau("err", 0.5, 1)
+    second = planned_model("err", [9, 8, 7])
+    train_planned(planned_model("err", [1, 1]), plateau, epochs=2)
+    train_planned(second, plateau, epochs=3)
     assert second.optimizer is not None
     assert second.optimizer.param_groups[0]["lr"] == 0.5  # every score was better: no cut
 
 
 def test_a_history_again_has_the_second_run_alone_and_leaves_the_first_to_its_reader() -> None:
-    history, new = History(), History()
+    history = History()
+    new = History()
     fit(2, history)
     first = history.rows
     fit(1, history)
@@ -118,10 +125,11 @@ def test_a_history_again_has_the_second_run_alone_and_leaves_the_first_to_its_re
 def test_a_total_that_was_learned_is_not_the_next_data_sets() -> None:
     """Lists of batches do not say how many samples they have."""
     out = io.StringIO()
-    lines, given = ProgressLines(100, file=out), ProgressLines(100, total=99, file=out)
-    for callback in (lines, given):
-        model().fit(1, list(samples(78).batch(6)), callbacks=callback)
-        model().fit(2, list(samples(30).batch(6)), callbacks=callback)
+    without_total = ProgressLines(100, file=out)
+    with_total = ProgressLines(100, total=99, file=out)
+    for callback in (without_total, with_total):
+        make_model().fit(1, list(make_samples(78).batch(6)), callbacks=callback)
+        make_model().fit(2, list(make_samples(30).batch(6)), callbacks=callback)
     totals = [line.split("/")[1].strip(" ]") for line in out.getvalue().splitlines()]
     assert totals == ["?", "?", "30", "99", "99", "99"]
 
@@ -132,21 +140,23 @@ def test_a_checkpoint_again_looks_for_the_best_of_its_own_run(
 ) -> None:
     """In an emptied folder; or on from a run that was saved without a best."""
     saver = Checkpoint(tmp_path, keep=1, best="err")
-    go(planned("err", [3, 1, 2]), saver, epochs=3)
+    train_planned(planned_model("err", [3, 1, 2]), saver, epochs=3)
     assert saver.best_step == 6
     shutil.rmtree(tmp_path)
     if resumed:
-        go(planned("err", [9]), Checkpoint(tmp_path), epochs=1)
+        train_planned(planned_model("err", [9]), Checkpoint(tmp_path), epochs=1)
     how = {"resume": "auto"} if resumed else {}
-    go(planned("err", [9, 5, 6, 7][resumed:]), saver, epochs=4, **how)
+    train_planned(planned_model("err", [9, 5, 6, 7][resumed:]), saver, epochs=4, **how)
     assert saver.best is not None
     assert (saver.best.value, saver.best_step) == (5, 6)
     assert [path.name for path in listing(tmp_path)] == ["step-000000006", "step-000000012"]
 
 
 def test_a_resumed_run_keeps_the_saved_best_if_it_has_one(tmp_path: Path) -> None:
-    go(planned("err", [1, 2]), Checkpoint(tmp_path, keep=1, best="err"), epochs=2)
-    go(planned("err", [3]), Checkpoint(tmp_path, keep=1, best="err"), epochs=3, resume="auto")
+    train_planned(planned_model("err", [1, 2]), Checkpoint(tmp_path, keep=1, best="err"), epochs=2)
+    train_planned(
+        planned_model("err", [3]), Checkpoint(tmp_path, keep=1, best="err"), epochs=3, resume="auto"
+    )
     assert [path.name for path in listing(tmp_path)] == ["step-000000003", "step-000000009"]
-    go(planned("err", [4]), Checkpoint(tmp_path, keep=1), epochs=4, resume="auto")
+    train_planned(planned_model("err", [4]), Checkpoint(tmp_path, keep=1), epochs=4, resume="auto")
     assert [path.name for path in listing(tmp_path)] == ["step-000000012"]

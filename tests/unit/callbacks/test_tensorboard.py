@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from halfstep.callbacks import TensorBoard
-from tests.unit.callbacks.test_logs import logged, stop_at
-from tests.unit.callbacks.test_monitors import fit, plain_losses, samples
+from tests.unit.callbacks.test_logs import stop_at, train_logged
+from tests.unit.callbacks.test_monitors import fit, make_samples, plain_losses
 
 
 def test_without_its_package_tensorboard_names_the_extra(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_without_its_package_tensorboard_names_the_extra(tmp_path: Path) -> None
 
 def test_tensorboard_holds_every_scalar(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    fit(2, TensorBoard(tmp_path), valid=samples(30).batch(7), sink=7)
+    fit(2, TensorBoard(tmp_path), valid=make_samples(30).batch(7), sink=7)
     events = reader.EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
     assert set(events.Tags()["scalars"]) >= {
         "loss",
@@ -43,8 +43,8 @@ def test_tensorboard_holds_every_scalar(tmp_path: Path) -> None:
 def test_a_resumed_tensorboard_shows_every_step_once(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with pytest.raises(KeyboardInterrupt):
-        logged(tmp_path, TensorBoard(tmp_path / "tb"), stop_at(18), sink=1)
-    logged(tmp_path, TensorBoard(tmp_path / "tb"), resume="auto")
+        train_logged(tmp_path, TensorBoard(tmp_path / "tb"), stop_at(18), sink=1)
+    train_logged(tmp_path, TensorBoard(tmp_path / "tb"), resume="auto")
     events = reader.EventAccumulator(str(tmp_path / "tb"), size_guidance={"scalars": 0}).Reload()
     assert [e.step for e in events.Scalars("loss")] == list(range(1, 27))
     assert [e.step for e in events.Scalars("valid/acc")] == [4, 8, 12, 13, 16, 20, 24, 26]

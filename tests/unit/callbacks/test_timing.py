@@ -1,4 +1,4 @@
-"""Times: an epoch's without evaluations and callbacks, and statistics of steps without the warm-up."""
+"""Times of epochs without evaluations and callbacks, and of steps without the warm-up."""
 
 import io
 import re
@@ -33,15 +33,16 @@ def test_epoch_times_are_training_times(
     spent: list[float] = []
     times = Lambda(epoch_end=lambda run: spent.append(1000 * run.seconds))
     fit(1, TimeMonitor(style=style), times, Slow(), sink=1)
-    found = re.findall(rf"^{pattern}$", capsys.readouterr().out, re.MULTILINE)
-    assert found == [(f"{ms:.3f}", f"{ms / 13:.3f}") for ms in spent]
+    printed = re.findall(rf"^{pattern}$", capsys.readouterr().out, re.MULTILINE)
+    assert printed == [(f"{ms:.3f}", f"{ms / 13:.3f}") for ms in spent]
     assert all(ms < 13 * 30 for ms in spent)  # the visits alone took 390 ms
 
 
 def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monitor, row = TimeMonitor(), Row(1, 5, 5, 6, 0.0, 0.0, 0.1, 1.0, False, 0.0, True)
+    monitor = TimeMonitor()
+    row = Row(1, 5, 5, 6, 0.0, 0.0, 0.1, 1.0, False, 0.0, True)
     monitor.step(Run(None, 1, 10, seconds=2.0), row)
     again = TimeMonitor()
     again.load_state_dict(monitor.state_dict())
@@ -52,9 +53,10 @@ def test_an_epoch_that_was_resumed_has_the_time_of_both_parts(
 
 
 def test_step_times_leave_the_warm_up_out() -> None:
-    """Ten visits of 10 steps, of 100 (warm-up), 1, 2, … 9 ms a step: statistics by hand, as numpy has them."""
+    """Ten visits of 10 steps, of 100 (warm-up), 1, 2, … 9 ms a step: statistics as numpy's."""
     out = io.StringIO()
-    timer, run = StepTimer(warmup=3, every=50, file=out), Run(None, 1, 100)
+    timer = StepTimer(warmup=3, every=50, file=out)
+    run = Run(None, 1, 100)
     timer.begin(run)
     for visit, ms in enumerate((100, 1, 2, 3, 4, 5, 6, 7, 8, 9)):
         for i in range(10):
@@ -63,11 +65,12 @@ def test_step_times_leave_the_warm_up_out() -> None:
         run.seconds += ms * 10 / 1024  # binary fractions: exact sums
         timer.visit(run)
     timer.end(run)
-    each, unit = np.repeat(np.arange(1, 10), 10), 1000 / 1024
+    step_times = np.repeat(np.arange(1, 10), 10)
+    unit = 1000 / 1024
     times = timer.times()
     assert times is not None
-    assert (times.steps, times.mean) == (90, pytest.approx(each.mean() * unit, rel=1e-14))
-    quantiles = np.quantile(each, (0.5, 0.1, 0.9, 0.99), method="inverted_cdf") * unit
+    assert (times.steps, times.mean) == (90, pytest.approx(step_times.mean() * unit, rel=1e-14))
+    quantiles = np.quantile(step_times, (0.5, 0.1, 0.9, 0.99), method="inverted_cdf") * unit
     assert [times.median, times.p10, times.p90, times.p99] == pytest.approx(
         quantiles.tolist(), rel=1e-14
     )

@@ -28,7 +28,7 @@ from halfstep.checkpoint import (
 FILES = {"manifest.json", "tensors.safetensors", "tree.json"}
 
 
-def state(step: int = 0) -> dict[str, Any]:
+def make_state(step: int = 0) -> dict[str, Any]:
     weight = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
     return {
         "step": step,
@@ -38,22 +38,18 @@ def state(step: int = 0) -> dict[str, Any]:
     }
 
 
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def equal_states(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """The two are states of one step, to the bit."""
-    tensors = all(torch.equal(a["net"][name], b["net"][name]) for name in a["net"])
-    return tensors and [a["step"], a["scale"], a[7], list(a)] == [
-        b["step"],
-        b["scale"],
-        b[7],
-        list(b),
-    ]
+    if not all(torch.equal(a["net"][name], b["net"][name]) for name in a["net"]):
+        return False
+    return list(a) == list(b) and all(a[key] == b[key] for key in ("step", "scale", 7))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def damage(folder: Path) -> None:
+def damage_checkpoint(folder: Path) -> None:
     """One bit of the last weight."""
     path = folder / "tensors.safetensors"
     content = bytearray(path.read_bytes())
@@ -62,11 +58,11 @@ def damage(folder: Path) -> None:
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    path = save(tmp_path / "deep" / "er" / "one", state(3))
+    path = save(tmp_path / "deep" / "er" / "one", make_state(3))
     assert path == tmp_path / "deep" / "er" / "one"
     assert set(os.listdir(path)) == FILES
     loaded = load(path)
-    assert equal(loaded.tree, state(3))
+    assert equal_states(loaded.tree, make_state(3))
     assert loaded.files == {}
     loaded.tree["net"]["weight"].zero_()
     assert not loaded.tree["net"]["tied"].any()  # still one memory
@@ -75,7 +71,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 def test_relative_paths_and_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert equal(load(str(save("here", state()))).tree, state())
+    assert equal_states(load(str(save("here", make_state()))).tree, make_state())
 
 
 @pytest.mark.parametrize("tree", [None, {}, [], 1.5, torch.empty(0), torch.tensor(2)])
@@ -91,15 +87,15 @@ def test_larger_than_every_buffer(tmp_path: Path) -> None:
     assert torch.equal(load(path).tree[0], tensor)
 
 
-def test_manifest_tells_the_truth(tmp_path: Path) -> None:
-    path = save(tmp_path / "one", state(), extra_files={"log.csv": b"step,loss\n"})
+def test_manifest_lists_sizes_and_checksums(tmp_path: Path) -> None:
+    path = save(tmp_path / "one", make_state(), extra_files={"log.csv": b"step,loss\n"})
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["version"]) == ("halfstep checkpoint", 1)
     assert manifest["torch"] == torch.__version__
     files = {name: content for name, content in contents(path).items() if name != "manifest.json"}
-    expected = {
-        n: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()
-    }
+    expected = {}
+    for name, content in files.items():
+        expected[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert manifest["files"] == expected
     assert load(path).manifest.files["log.csv"].size == 10
 
@@ -117,7 +113,7 @@ def test_safetensors_itself_reads_the_file(tmp_path: Path) -> None:
 
 
 def test_same_tree_gives_the_same_files(tmp_path: Path) -> None:
-    first, second = (save(tmp_path / name, state(5), extra_files={"a": b"1"}) for name in "xy")
+    first, second = (save(tmp_path / name, make_state(5), extra_files={"a": b"1"}) for name in "xy")
     assert contents(first) == contents(second)
 
 
@@ -157,26 +153,26 @@ def test_what_does_not_fit_is_refused_before_the_disk_is_touched(tmp_path: Path)
 def test_nothing_is_overwritten(tmp_path: Path, taken: str) -> None:
     path = tmp_path / "one"
     make = {"folder": path.mkdir, "file": path.touch, "link": lambda: path.symlink_to("nowhere")}
-    make.get(taken, lambda: save(path, state(1)))()
+    make.get(taken, lambda: save(path, make_state(1)))()
     with pytest.raises(
         CheckpointError, match=r"one: expected a name that is not taken, found .* never overwritten"
     ):
-        save(path, state(2))
+        save(path, make_state(2))
     assert os.listdir(tmp_path) == ["one"]
     if taken == "checkpoint":
-        assert equal(load(path).tree, state(1))
+        assert equal_states(load(path).tree, make_state(1))
 
 
 def test_a_moved_checkpoint_and_a_link_to_one_load(tmp_path: Path) -> None:
-    save(tmp_path / "one", state(1))
+    save(tmp_path / "one", make_state(1))
     os.rename(tmp_path / "one", tmp_path / "two")
     (tmp_path / "last").symlink_to("two")
-    assert equal(load(tmp_path / "last").tree, state(1))
+    assert equal_states(load(tmp_path / "last").tree, make_state(1))
 
 
 def test_unverified_load_skips_only_the_tensors_checksum(tmp_path: Path) -> None:
-    path = save(tmp_path / "one", state(), extra_files={"a": b"1"})
-    damage(path)
+    path = save(tmp_path / "one", make_state(), extra_files={"a": b"1"})
+    damage_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"tensors\.safetensors: expected sha256"):
         load(path)
     assert load(path, verify=False).tree["step"] == 0
@@ -186,10 +182,10 @@ def test_unverified_load_skips_only_the_tensors_checksum(tmp_path: Path) -> None
 
 
 def test_default_device_does_not_matter(tmp_path: Path) -> None:
-    path = save(tmp_path / "one", state())
+    path = save(tmp_path / "one", make_state())
     with torch.device("meta"):
         loaded = load(path)
-    assert equal(loaded.tree, state())
+    assert equal_states(loaded.tree, make_state())
 
 
 def test_load_to_a_device(tmp_path: Path, device: torch.device) -> None:
@@ -227,18 +223,18 @@ def test_names_and_steps() -> None:
 def root(tmp_path: Path) -> Path:
     """Five checkpoints, and things that are none."""
     for step in (10**9, 3, 20, 1, 100):
-        save(tmp_path / name_of(step), state(step))
+        save(tmp_path / name_of(step), make_state(step))
     (tmp_path / "notes").mkdir()
     (tmp_path / "step-000000050").touch()
     return tmp_path
 
 
-def steps(root: Path) -> list[int]:
+def listed_steps(root: Path) -> list[int]:
     return [step_of(path) for path in listing(root)]
 
 
 def test_listing_is_by_step(root: Path) -> None:
-    assert steps(root) == [1, 3, 20, 100, 10**9]
+    assert listed_steps(root) == [1, 3, 20, 100, 10**9]
     assert listing(root / "absent") == []
     with pytest.raises(
         CheckpointError,
@@ -254,7 +250,7 @@ def test_latest_is_the_newest(root: Path) -> None:
 
 
 def test_latest_passes_over_broken_ones_and_names_them(root: Path) -> None:
-    damage(root / name_of(10**9))
+    damage_checkpoint(root / name_of(10**9))
     (root / name_of(100) / "manifest.json").unlink()
     (root / name_of(200)).mkdir()
     with pytest.warns(Notice) as caught:
@@ -275,33 +271,30 @@ def test_latest_passes_over_broken_ones_and_names_them(root: Path) -> None:
 
 
 def test_latest_of_only_broken_ones_is_none(tmp_path: Path) -> None:
-    damage(save(tmp_path / name_of(1), state()))
+    damage_checkpoint(save(tmp_path / name_of(1), make_state()))
     with pytest.warns(Notice, match="1 broken, no whole one is left"):
         assert latest(tmp_path) is None
 
 
 def test_prune_removes_the_oldest(root: Path) -> None:
     assert prune(root, 3) == [root / name_of(1), root / name_of(3)]
-    assert steps(root) == [20, 100, 10**9]
+    assert listed_steps(root) == [20, 100, 10**9]
     assert prune(root, 3) == []
     assert prune(root, 99) == []
-    assert set(os.listdir(root)) == {
-        *(name_of(step) for step in steps(root)),
-        "notes",
-        "step-000000050",
-    }
+    names = {name_of(step) for step in listed_steps(root)}
+    assert set(os.listdir(root)) == names | {"notes", "step-000000050"}
 
 
 def test_prune_spares_the_protected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)  # the same folder by another path is the same folder
     prune(root, 1, protect=[Path(name_of(3)), Path("..") / root.name / name_of(20)])
-    assert steps(root) == [3, 20, 10**9]
+    assert listed_steps(root) == [3, 20, 10**9]
 
 
 def test_prune_never_counts_a_broken_one(root: Path) -> None:
     (root / name_of(10**9) / "manifest.json").unlink()
     prune(root, 1)
-    assert steps(root) == [100, 10**9]
+    assert listed_steps(root) == [100, 10**9]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Notice)
         assert latest(root) == root / name_of(100)
@@ -311,7 +304,7 @@ def test_prune_never_counts_a_broken_one(root: Path) -> None:
 def test_prune_keeps_at_least_one(root: Path, keep: int) -> None:
     with pytest.raises(ValueError, match="expected keep of 1 or more"):
         prune(root, keep)
-    assert len(steps(root)) == 5
+    assert len(listed_steps(root)) == 5
 
 
 def test_prune_removes_a_link_and_not_what_it_points_to(
@@ -320,7 +313,7 @@ def test_prune_removes_a_link_and_not_what_it_points_to(
     moved = tmp_path_factory.mktemp("other") / "moved"
     os.rename(root / name_of(1), moved)
     (root / name_of(1)).symlink_to(moved)
-    assert steps(root)[0] == 1
+    assert listed_steps(root)[0] == 1
     prune(root, 1)
-    assert steps(root) == [10**9]
-    assert equal(load(moved).tree, state(1))
+    assert listed_steps(root) == [10**9]
+    assert equal_states(load(moved).tree, make_state(1))

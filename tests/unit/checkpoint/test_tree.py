@@ -1,4 +1,4 @@
-"""The grammar of checkpoints: every tree comes back bit for bit, with its strides and shared memory, or is refused."""
+"""Every tree comes back bit for bit, with its strides and shared memory, or is refused."""
 
 import copy
 import itertools
@@ -26,47 +26,46 @@ def through_json(tree: Any) -> Any:
     return unpack(json.loads(json.dumps(skeleton, allow_nan=False)), tensors)
 
 
-def elements(tensor: Tensor) -> list[bytes]:
-    """Each element's bytes in index order, fetched from the storage by the definition of strides."""
-    memory, width = bytes(tensor.cpu().untyped_storage().tolist()), tensor.itemsize
-    starts = [
-        width
-        * (
-            tensor.storage_offset()
-            + sum(i * s for i, s in zip(index, tensor.stride(), strict=True))
-        )
-        for index in itertools.product(*map(range, tensor.shape))
-    ]
-    return [memory[start : start + width] for start in starts]
+def element_bytes(tensor: Tensor) -> list[bytes]:
+    """The bytes of each element in index order, by the definition of strides."""
+    memory = bytes(tensor.cpu().untyped_storage().tolist())
+    itemsize = tensor.itemsize
+    elements = []
+    for index in itertools.product(*map(range, tensor.shape)):
+        distances = [i * stride for i, stride in zip(index, tensor.stride(), strict=True)]
+        start = itemsize * (tensor.storage_offset() + sum(distances))
+        elements.append(memory[start : start + itemsize])
+    return elements
 
 
-def leaves(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     if isinstance(tree, Tensor):
         return [tree]
-    items = (
-        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
-    )
-    return [leaf for item in items for leaf in leaves(item)]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if not isinstance(tree, list | tuple):
+        return []
+    return [tensor for item in tree for tensor in tensors_of(item)]
 
 
-def same(a: Any, b: Any) -> bool:
+def same_tree(a: Any, b: Any) -> bool:
     """Equal in structure, types and bits."""
     if isinstance(a, Tensor):
         alike = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        return type(b) is Tensor and alike and elements(a) == elements(b)
+        return type(b) is Tensor and alike and element_bytes(a) == element_bytes(b)
     if isinstance(a, dict):
         keys = [(type(k), k) for k in a] == [(type(k), k) for k in b]
-        return type(b) is dict and keys and all(map(same, a.values(), b.values()))
+        return type(b) is dict and keys and all(map(same_tree, a.values(), b.values()))
     if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(same_tree, a, b))
     if isinstance(a, float):
         return type(b) is float and struct.pack("d", a) == struct.pack("d", b)
     return type(a) is type(b) and a == b
 
 
-def shared_alike(a: Any, b: Any) -> bool:
-    """Any two tensors with elements share a storage in `b`, at the same distance, exactly when they do in `a`."""
-    pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if x.numel()]
+def share_memory_alike(a: Any, b: Any) -> bool:
+    """Whether any two tensors share a storage in `b`, at the same distance, as in `a`."""
+    pairs = [(x, y) for x, y in zip(tensors_of(a), tensors_of(b), strict=True) if x.numel()]
     for (x1, y1), (x2, y2) in itertools.combinations(pairs, 2):
         shared = x1.untyped_storage().data_ptr() == x2.untyped_storage().data_ptr()
         if shared != (y1.untyped_storage().data_ptr() == y2.untyped_storage().data_ptr()):
@@ -77,16 +76,20 @@ def shared_alike(a: Any, b: Any) -> bool:
 
 
 @st.composite
-def windows(draw: st.DrawFn, bases: list[Tensor]) -> Tensor:
+def tensor_views(draw: st.DrawFn, bases: list[Tensor]) -> Tensor:
     """A tensor of any dtype, sizes and strides, over one of the bases."""
-    base, dtype = draw(st.sampled_from(bases)), draw(st.sampled_from(list(DTYPES.values())))
+    base = draw(st.sampled_from(bases))
+    dtype = draw(st.sampled_from(list(DTYPES.values())))
     size = draw(st.lists(st.integers(0, 3), max_size=3))
     stride = draw(st.lists(st.integers(0, 5), min_size=len(size), max_size=len(size)))
-    room = base.numel() // dtype.itemsize - 1
-    while size and sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) > room:
-        size, stride = size[1:], stride[1:]
-    last = 0 if 0 in size else sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    offset = draw(st.integers(0, room - last))
+    last_element = base.numel() // dtype.itemsize - 1
+    while size and sum((n - 1) * s for n, s in zip(size, stride, strict=True) if n) > last_element:
+        size = size[1:]
+        stride = stride[1:]
+    extent = 0
+    if 0 not in size:
+        extent = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    offset = draw(st.integers(0, last_element - extent))
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), offset, size, stride)
 
 
@@ -100,7 +103,7 @@ def trees(draw: st.DrawFn) -> Any:
     text = st.text(st.characters(exclude_categories=["Cs"]))
     scalar = st.none() | st.booleans() | st.integers() | st.floats() | bits | text | st.binary()
     keys = st.integers() | text
-    leaf = scalar | windows(bases)
+    leaf = scalar | tensor_views(bases)
     return draw(
         st.recursive(
             leaf,
@@ -116,25 +119,25 @@ def trees(draw: st.DrawFn) -> Any:
 def test_any_tree_comes_back(tree: Any) -> None:
     check(tree)
     back = through_json(tree)
-    assert same(tree, back)
-    assert shared_alike(tree, back)
+    assert same_tree(tree, back)
+    assert share_memory_alike(tree, back)
 
 
 @settings(max_examples=40)
 @given(tree=trees())
 def test_same_tree_gives_the_same_bytes(tree: Any) -> None:
-    (first, tensors), (second, others) = pack(tree), pack(copy.deepcopy(tree))
-    assert json.dumps(first) == json.dumps(second)
-    assert list(tensors) == list(others)
-    assert all(torch.equal(tensors[name], others[name]) for name in tensors)
+    first_json, first = pack(tree)
+    second_json, second = pack(copy.deepcopy(tree))
+    assert json.dumps(first_json) == json.dumps(second_json)
+    assert list(first) == list(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_in_every_layout(name: str) -> None:
     dtype = DTYPES[name]
-    values = torch.randint(
-        0, 2 if name == "bool" else 256, (60 * dtype.itemsize,), dtype=torch.uint8
-    )
+    limit = 2 if name == "bool" else 256
+    values = torch.randint(0, limit, (60 * dtype.itemsize,), dtype=torch.uint8)
     plain = torch.empty(0, dtype=dtype).set_(values.untyped_storage(), 0, (3, 4, 5), (20, 5, 1))
     layouts = [
         plain,
@@ -145,8 +148,8 @@ def test_every_dtype_in_every_layout(name: str) -> None:
         plain[0, 0].expand(2, 5),
     ]
     for tensor in layouts:
-        assert same(tensor, through_json(tensor))
-    assert shared_alike(layouts, through_json(layouts))
+        assert same_tree(tensor, through_json(tensor))
+    assert share_memory_alike(layouts, through_json(layouts))
 
 
 def test_integers_of_any_size() -> None:
@@ -175,7 +178,7 @@ def test_ordered_dict_and_parameter_come_back_plain() -> None:
     net = nn.Linear(2, 3)
     back = through_json({"net": net.state_dict(), "weight": net.weight})
     assert type(back["net"]) is dict
-    assert same(dict(net.state_dict()), back["net"])
+    assert same_tree(dict(net.state_dict()), back["net"])
     assert (type(back["weight"]), back["weight"].requires_grad) == (Tensor, False)
 
 
@@ -225,13 +228,11 @@ def test_storage_is_cut_to_what_is_used() -> None:
 
 def test_cut_keeps_offsets_whole_for_every_dtype() -> None:
     base = torch.randint(256, (64,), dtype=torch.uint8)
-    tree = [
-        base[19:23],
-        base.view(torch.float64)[3:4],
-    ]  # bytes 19..32: from 16 on, both offsets are whole
+    # Bytes 19 to 32: from 16 on, both offsets are whole.
+    tree = [base[19:23], base.view(torch.float64)[3:4]]
     skeleton, tensors = pack(tree)
     assert tensors["storage.0"].numel() == 16
-    assert same(tree, unpack(skeleton, tensors))
+    assert same_tree(tree, unpack(skeleton, tensors))
 
 
 def test_bytes_between_elements_are_not_written() -> None:
@@ -247,11 +248,10 @@ def test_bytes_between_elements_are_not_written() -> None:
 
 def test_even_strides_that_fill_the_extent_are_not_taken_for_dense() -> None:
     base = torch.arange(9)
-    tensor = base.as_strided(
-        (3, 3), (2, 2)
-    )  # 9 elements within 9, but the odd ones are not among them
+    # 9 elements within 9, but the odd ones are not among them.
+    tensor = base.as_strided((3, 3), (2, 2))
     assert pack(tensor)[1]["storage.0"].view(torch.int64).tolist() == [0, 0, 2, 0, 4, 0, 6, 0, 8]
-    assert same(tensor, through_json(tensor))
+    assert same_tree(tensor, through_json(tensor))
 
 
 @pytest.mark.parametrize("strides", [(0, 4, 0), (0, 0, 0), (2**40, 1, 1)])
@@ -272,17 +272,18 @@ def test_conjugate_and_negative_views_are_resolved() -> None:
 
 
 def test_devices_are_mapped_once_per_storage(device: torch.device) -> None:
-    base, asked = torch.randn(6, device=device), []
+    base = torch.randn(6, device=device)
+    mapped = []
 
-    def where(saved: torch.device) -> torch.device:
-        asked.append(saved)
+    def map_device(saved: torch.device) -> torch.device:
+        mapped.append(saved)
         return saved
 
     skeleton, tensors = pack([base, base[2:], torch.empty(0, device=device)])
     assert all(flat.device.type == "cpu" for flat in tensors.values())
     assert all(tensor.device.type == "cpu" for tensor in unpack(skeleton, tensors))
-    first, second, empty = unpack(skeleton, tensors, device=where)
-    assert asked == [device, device]
+    first, second, empty = unpack(skeleton, tensors, device=map_device)
+    assert mapped == [device, device]
     assert {first.device, second.device, empty.device} == {device}
     first.zero_()
     assert not second.any()
@@ -298,14 +299,11 @@ class Sub(Tensor):
 
 
 @pytest.mark.parametrize(
-    ("value", "came", "advice"),
+    ("value", "received", "advice"),
     [
         ({1, 2}, "got set", r"sorted\(values\)"),
-        (
-            np.float64(1),
-            r"got numpy\.float64",
-            r"value\.item\(\)",
-        ),  # a subclass of float: it would come back as one
+        # A subclass of float: it would come back as a float.
+        (np.float64(1), r"got numpy\.float64", r"value\.item\(\)"),
         (np.zeros(3), r"got numpy\.ndarray", r"torch\.from_numpy"),
         (torch.float32, r"got torch\.dtype", r"str\(dtype\)"),
         (torch.device("cpu"), r"got torch\.device", r"str\(device\)"),
@@ -328,11 +326,11 @@ class Sub(Tensor):
         ),
     ],
 )
-def test_everything_else_is_refused_by_its_path(value: Any, came: str, advice: str) -> None:
+def test_everything_else_is_refused_by_its_path(value: Any, received: str, advice: str) -> None:
     tree = {"optimizer": {"state": {3: {"exp_avg": value}}, "layer.0": torch.ones(1)}}
     for act in (check, pack):
         with pytest.raises(
-            TypeError, match=rf"^optimizer\.state\[3\]\.exp_avg: expected .*{came}.*{advice}"
+            TypeError, match=rf"^optimizer\.state\[3\]\.exp_avg: expected .*{received}.*{advice}"
         ):
             act(tree)
 
@@ -355,17 +353,17 @@ def test_cycles_are_refused() -> None:
 def test_shared_containers_are_no_cycle() -> None:
     shared = [1, torch.ones(2)]
     back = through_json({"a": shared, "b": shared})
-    assert same(back["a"], back["b"])
+    assert same_tree(back["a"], back["b"])
 
 
-def nested(levels: int) -> list[Any]:
-    return [nested(levels - 1)] if levels > 1 else []
+def nested_lists(levels: int) -> list[Any]:
+    return [nested_lists(levels - 1)] if levels > 1 else []
 
 
 def test_depth_is_limited() -> None:
-    assert through_json(nested(100)) == nested(100)
+    assert through_json(nested_lists(100)) == nested_lists(100)
     with pytest.raises(TypeError, match="expected at most 100 levels, got more"):
-        check(nested(101))
+        check(nested_lists(101))
 
 
 def test_the_root_has_a_name() -> None:
@@ -397,12 +395,13 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     ],
 )
 def test_optimizers_go_on_as_if_nothing_happened(kind: Any, options: dict[str, Any]) -> None:
-    net, other = nn.Linear(6, 3), nn.Linear(6, 3)
+    net = nn.Linear(6, 3)
+    other = nn.Linear(6, 3)
     optimizer = kind(net.parameters(), **options)
     train(net, optimizer, 3)
     state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
     back = through_json(state)
-    assert same(json.loads(json.dumps(pack(state)[0])), json.loads(json.dumps(pack(back)[0])))
+    assert same_tree(json.loads(json.dumps(pack(state)[0])), json.loads(json.dumps(pack(back)[0])))
     twin = kind(other.parameters(), **options)
     other.load_state_dict(back["net"])
     twin.load_state_dict(back["optimizer"])
@@ -422,7 +421,8 @@ def test_scaler_and_random_state() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**11)
     scaler.scale(torch.ones(1))
     state = {"scaler": scaler.state_dict(), "rng": torch.get_rng_state()}
-    expected, back = torch.rand(5), through_json(state)
+    expected = torch.rand(5)
+    back = through_json(state)
     assert back["scaler"] == scaler.state_dict()
     torch.set_rng_state(back["rng"])
     assert torch.equal(torch.rand(5), expected)

@@ -1,10 +1,12 @@
-"""What a new user runs into: twins that must be equal, runs begun further, full disks, data that does not fit."""
+"""What a new user runs into.
+
+Two runs of a seed that must be equal, a resume with fewer epochs, a full disk, data that does not
+fit, mistakes in options, failed runs in a table, a page of a run.
+"""
 
 import json
 import random
 import resource
-import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +15,15 @@ import torch
 from PIL import Image
 
 from halfstep import checkpoint
-from halfstep.cli import main
 from halfstep.compare import summary, table
 from halfstep.report import charts, page, read
-from halfstep.report.load__values import parse
+from halfstep.report.report_data import parse_summary
+from tests.support.command_line import CommandLine
 from tests.support.report_fixtures import MIB, comparison
-from tests.support.user_module import work_beside
+from tests.support.user_module import write_user_module
 
-FIT = "--net own:net --samples 128 --test-samples 50 --device cpu"
-OWN = """
+SMALL_RUN = "--net own:net --samples 128 --test-samples 50 --device cpu"
+USER_MODULE = """
 import numpy as np
 import torch
 from torch import nn
@@ -32,9 +34,9 @@ def net(inputs=784, classes=10):
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, classes))
 
 def drawn(inputs=784, classes=10):
-    made = net(inputs, classes)
-    made[1].weight.data = torch.from_numpy(np.random.randn(16, inputs)).float() / 28
-    return made
+    network = net(inputs, classes)
+    network[1].weight.data = torch.from_numpy(np.random.randn(16, inputs)).float() / 28
+    return network
 
 def xy(n=128):
     return torch.rand(n, 1, 28, 28), torch.arange(n) % 10
@@ -49,7 +51,10 @@ def no_test(): return xy(), (torch.zeros(0, 784), torch.zeros(0).long())
 def no_train(): return [], xy()
 def one_part(): return xy()
 def doubles(): return tuple((x.double(), y) for x, y in (xy(), xy(50)))
-def mended(): return tuple(hs.data.Dataset(each).map(hs.data.Cast(torch.float32), "x") for each in doubles())
+
+def mended():
+    cast = hs.data.Cast(torch.float32)
+    return tuple(hs.data.Dataset(part).map(cast, "x") for part in doubles())
 
 class Torn:
     def __len__(self): return 128
@@ -64,229 +69,261 @@ def torn(): return Torn(), xy(50)
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work_beside(OWN, tmp_path, monkeypatch, "own")
+    write_user_module(USER_MODULE, tmp_path, monkeypatch, "own")
     return tmp_path
 
 
-class Told:
-    """The command in this process: its exit code, and what went to both streams."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capsys = monkeypatch, capsys
-
-    def __call__(self, line: str) -> tuple[object, str]:
-        self.monkeypatch.setattr(sys, "argv", ["halfstep", *shlex.split(line)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        return end.value.code or 0, "".join(self.capsys.readouterr())
-
-
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Told:
-    return Told(monkeypatch, capsys)
+def run_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The command in this process: its exit code, and what went to both streams."""
+    return CommandLine(monkeypatch, capsys)
 
 
-# runs
+def line_number(text: str) -> int:
+    """The number of this line in the user's module."""
+    return 1 + USER_MODULE.splitlines().index(text)
 
 
-def test_two_runs_of_a_seed_are_equal_to_their_random_states(told: Told) -> None:
+# Runs.
+
+
+def test_two_runs_of_a_seed_are_equal_to_their_random_states(run_line: CommandLine) -> None:
     for out in ("a", "b"):
-        random.random(), np.random.rand()  # noqa: NPY002 - what a process has drawn before must not matter
-        assert told(f"train {FIT} --epochs 1 --seed 7 --out {out}")[0] == 0
-    assert told("diff a b")[0] == 0
-    kept = checkpoint.latest("a")
-    assert kept is not None
-    states = checkpoint.load(kept).tree["rng"]
+        # What a process has drawn before must not matter.
+        random.random()
+        np.random.rand()  # noqa: NPY002
+        code, _ = run_line(f"train {SMALL_RUN} --epochs 1 --seed 7 --out {out}")
+        assert code == 0
+    code, _ = run_line("diff a b")
+    assert code == 0
+
+    newest = checkpoint.latest("a")
+    assert newest is not None
+    states = checkpoint.load(newest).tree["rng"]
     assert tuple(states["python"][1].tolist()) == random.Random(7).getstate()[1]
     words = np.random.RandomState(7).get_state()[1].astype(np.int64)
     assert torch.equal(states["numpy"][1], torch.from_numpy(words))
 
 
-def test_a_comparison_seeds_numpy_too(told: Told) -> None:
-    found = []
+def test_a_comparison_seeds_numpy_too(run_line: CommandLine) -> None:
+    options = SMALL_RUN.replace("own:net", "own:drawn")
+    losses = []
     for out in ("a", "b"):
         np.random.rand()  # noqa: NPY002
-        line = f"compare {FIT.replace('own:net', 'own:drawn')} --precisions fp32 --seeds 2 --epochs 1 --out {out}"
-        assert told(line)[0] == 0
-        found.append(
-            [run["loss"] for run in json.loads(Path(out, "compare.json").read_text())["runs"]]
-        )
-    assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
+        code, _ = run_line(f"compare {options} --precisions fp32 --seeds 2 --epochs 1 --out {out}")
+        assert code == 0
+        result = json.loads(Path(out, "compare.json").read_text())
+        losses.append([run["loss"] for run in result["runs"]])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][1]
 
 
-def test_fewer_epochs_than_a_stopped_run_has_begun_change_nothing(told: Told) -> None:
-    assert told(f"train {FIT} --epochs 3 --out r")[0] == 0
+def read_files(folder: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_fewer_epochs_than_a_stopped_run_has_begun_change_nothing(run_line: CommandLine) -> None:
+    code, _ = run_line(f"train {SMALL_RUN} --epochs 3 --out r")
+    assert code == 0
     Path("r/weights.safetensors").unlink()  # as after a signal
-    before = {path: path.read_bytes() for path in Path("r").rglob("*") if path.is_file()}
-    code, said = told(f"train {FIT} --epochs 2 --out r --resume auto")
-    assert (code, said) == (
-        2,
-        "halfstep: --epochs: r is in epoch 3 already, after step 6, and 2 are asked for. Go on with --epochs 3 or "
-        "more.\n",
+    files = read_files("r")
+    code, output = run_line(f"train {SMALL_RUN} --epochs 2 --out r --resume auto")
+    assert code == 2
+    assert output == (
+        "halfstep: --epochs: r is in epoch 3 already, after step 6, and 2 are asked for. "
+        "Go on with --epochs 3 or more.\n"
     )
-    assert {path: path.read_bytes() for path in Path("r").rglob("*") if path.is_file()} == before
-    for place in ("r", "r/step-000000006"):
-        code, said = told(f"train {FIT} --epochs 2 --out s --resume {place}")
+    assert read_files("r") == files
+
+    for source in ("r", "r/step-000000006"):
+        code, output = run_line(f"train {SMALL_RUN} --epochs 2 --out s --resume {source}")
         assert code == 2
-        assert f"{place} is in epoch 3 already" in said
+        assert f"{source} is in epoch 3 already" in output
     assert not Path("s/run.json").exists()
-    assert told(f"train {FIT} --epochs 3 --out r --resume auto")[0] == 0
+
+    code, _ = run_line(f"train {SMALL_RUN} --epochs 3 --out r --resume auto")
+    assert code == 0
     assert Path("r/weights.safetensors").is_file()
 
 
 @pytest.mark.filterwarnings("default::halfstep.errors.Notice")
-def test_weights_that_fit_are_written_when_the_last_checkpoint_does_not(told: Told) -> None:
-    assert told(f"train {FIT} --epochs 1 --out whole")[0] == 0
+def test_weights_that_fit_are_written_when_the_last_checkpoint_does_not(
+    run_line: CommandLine,
+) -> None:
+    code, _ = run_line(f"train {SMALL_RUN} --epochs 1 --out whole")
+    assert code == 0
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (80_000, limits[1])
-    )  # 12,730 weights; a checkpoint has momentum too
+    # Enough for 12,730 weights; a checkpoint has their momentum too.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (80_000, limits[1]))
     try:
-        code, said = told(f"train {FIT} --epochs 1 --out r")
+        code, output = run_line(f"train {SMALL_RUN} --epochs 1 --out r")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert code == 2
-    assert said.endswith("Training is done, and its weights are in r/weights.safetensors.\n")
+    assert output.endswith("Training is done, and its weights are in r/weights.safetensors.\n")
     assert not checkpoint.listing("r")
-    assert (
-        Path("r/weights.safetensors").read_bytes() == Path("whole/weights.safetensors").read_bytes()
-    )
+    expected = Path("whole/weights.safetensors").read_bytes()
+    assert Path("r/weights.safetensors").read_bytes() == expected
 
 
-def test_a_comparison_has_no_weights_to_evaluate(told: Told) -> None:
-    line = (
-        f"compare {FIT} --precisions fp32 --seeds 1 --epochs 1 --lr 0.1 --schedule constant --out c"
+def test_a_comparison_has_no_weights_to_evaluate(run_line: CommandLine) -> None:
+    code, _ = run_line(
+        f"compare {SMALL_RUN} --precisions fp32 --seeds 1 --epochs 1 --lr 0.1 "
+        "--schedule constant --out c"
     )
-    assert told(line)[0] == 0
-    for place in ("c", "c/runs/fp32-s0"):
-        code, said = told(f"eval {place}")
-        again = "train --net own:net --data sample --epochs 1 --batch 64 --optimizer momentum --lr 0.1 --schedule constant"
+    assert code == 0
+    command = (
+        "halfstep train --net own:net --data sample --epochs 1 --batch 64 --optimizer momentum "
+        "--lr 0.1 --schedule constant --precision fp32 --out runs/chosen"
+    )
+    for source in ("c", "c/runs/fp32-s0"):
+        code, output = run_line(f"eval {source}")
         assert code == 2
-        assert said.startswith(
+        assert output.startswith(
             "halfstep: eval: c is a comparison, which keeps results and no weights"
         )
-        assert f"halfstep {again} --precision fp32 --out runs/chosen" in said
+        assert command in output
 
 
-# data functions
+# Data functions.
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "loaders",
-            "--data: expected samples as the training data of 'own:loaders', got DataLoader. Return (train, ",
+            "--data: expected samples as the training data of 'own:loaders', got DataLoader. "
+            "Return (train, ",
         ),
         (
             "wrapped",
-            "--data: expected samples as the training data of 'own:wrapped', got Loader. Return (train, test)",
+            "--data: expected samples as the training data of 'own:wrapped', got Loader. "
+            "Return (train, test)",
         ),
         (
             "batched",
-            "as the test data of 'own:batched', got batches; leave .batch() to the command. Return (train, ",
+            "as the test data of 'own:batched', got batches; leave .batch() to the command. "
+            "Return (train, ",
         ),
         (
             "needs",
-            "expected the data function own:needs to need no arguments, and it asks for root: give it a default",
+            "expected the data function own:needs to need no arguments, and it asks for root: "
+            "give it a default",
         ),
         ("no_test", "--data: expected at least one sample as the test data of 'own:no_test'"),
         ("no_train", "--data: expected at least one sample as the training data of 'own:no_train'"),
         (
             "one_part",
-            "got the columns ['x'] of own:one_part. A data function returns (train, test): (x, y), (x_test",
+            "got the columns ['x'] of own:one_part. A data function returns (train, test): "
+            "(x, y), (x_test",
         ),
         ("lodaers", "has no attribute 'lodaers'. Did you mean own:loaders?"),
     ],
 )
-def test_what_a_data_function_returns_is_told(name: str, said: str, told: Told) -> None:
-    code, came = told(f"train --data own:{name} --epochs 1")
+def test_a_wrong_data_function_is_explained(name: str, message: str, run_line: CommandLine) -> None:
+    code, output = run_line(f"train --data own:{name} --epochs 1")
     assert code == 2
-    assert said in came
-    assert "--debug" not in came  # a traceback says no more
+    assert message in output
+    assert "--debug" not in output  # a traceback says no more
     assert not Path("runs").exists()
 
 
-def test_the_advice_for_a_loader_works(told: Told) -> None:
-    assert told("train --net own:net --data own:unwrapped --epochs 1 --out r")[0] == 0
+def test_the_advice_for_a_loader_works(run_line: CommandLine) -> None:
+    code, _ = run_line("train --net own:net --data own:unwrapped --epochs 1 --out r")
+    assert code == 0
 
 
-def test_a_data_function_that_raises_is_named(told: Told, project: Path) -> None:
-    line = 1 + OWN.splitlines().index('def raises(): return {}["lr"]')
-    where = f"raised by the data function own:raises, {project / 'own.py'}, line {line}"
-    said = f"halfstep: KeyError: 'lr'\n{where}\n(--debug shows where it was raised)\n"
-    assert told("train --data own:raises") == (2, said)
-
-
-def test_a_sample_that_raises_is_named(told: Told, project: Path) -> None:
-    line = 1 + OWN.splitlines().index('            raise RuntimeError("torn")')
-    where = f"raised by sample 77 of Torn, {project / 'own.py'}, line {line}"
-    code, said = told("train --net own:net --data own:torn --epochs 1 --out r")
+def test_a_data_function_that_raises_is_named(run_line: CommandLine, project: Path) -> None:
+    line = line_number('def raises(): return {}["lr"]')
+    code, output = run_line("train --data own:raises")
     assert code == 2
-    assert said == f"halfstep: RuntimeError: torn\n{where}\n(--debug shows where it was raised)\n"
-    code, said = told(
+    assert output == (
+        "halfstep: KeyError: 'lr'\n"
+        f"raised by the data function own:raises, {project / 'own.py'}, line {line}\n"
+        "(--debug shows where it was raised)\n"
+    )
+
+
+def test_a_sample_that_raises_is_named(run_line: CommandLine, project: Path) -> None:
+    line = line_number('            raise RuntimeError("torn")')
+    location = f"raised by sample 77 of Torn, {project / 'own.py'}, line {line}"
+    code, output = run_line("train --net own:net --data own:torn --epochs 1 --out r")
+    assert code == 2
+    assert output == (
+        f"halfstep: RuntimeError: torn\n{location}\n(--debug shows where it was raised)\n"
+    )
+    code, output = run_line(
         "compare --net own:net --data own:torn --epochs 1 --seeds 1 --precisions fp32 --out c"
     )
     assert code == 1
-    assert f"fp32 seed 0 failed: RuntimeError: torn\n{where}\n" in said
+    assert f"fp32 seed 0 failed: RuntimeError: torn\n{location}\n" in output
 
 
-def test_what_to_do_to_batches_is_told_for_a_function_that_makes_none(told: Told) -> None:
-    code, said = told("train --net own:net --data own:doubles --epochs 1 --out r")
+def test_advice_about_batches_becomes_advice_about_the_data_function(
+    run_line: CommandLine,
+) -> None:
+    code, output = run_line("train --net own:net --data own:doubles --epochs 1 --out r")
     assert code == 2
-    assert (
-        "on both parts (hs.data.Dataset(…) where they are none): .map(hs.data.Cast(torch.float32), 'x')"
-        in said
+    advice = (
+        "on both parts (hs.data.Dataset(…) where they are none): "
+        ".map(hs.data.Cast(torch.float32), 'x')"
     )
-    assert told("train --net own:net --data own:mended --epochs 1 --out r")[0] == 0
+    assert advice in output
+    code, _ = run_line("train --net own:net --data own:mended --epochs 1 --out r")
+    assert code == 0
 
 
-def test_a_folder_named_too_deep(told: Told) -> None:
+def test_a_folder_inside_a_split_folder(run_line: CommandLine) -> None:
     for part in ("train", "test"):
         for name in ("cat", "dog"):
             Path("photos", part, name).mkdir(parents=True)
             Image.fromarray(np.zeros((8, 8), np.uint8)).save(f"photos/{part}/{name}/0.png")
-    for place in ("photos/train", "photos/test/", "photos/train/cat"):
-        code, said = told(f"train --data {place}")
-        deep = place.rstrip("/")
+    for folder in ("photos/train", "photos/test/", "photos/train/cat"):
+        code, output = run_line(f"train --data {folder}")
         assert code == 2
-        assert (
-            said
-            == f"halfstep: --data: {deep} is a part of photos, which has train/ and test/: say --data photos\n"
+        assert output == (
+            f"halfstep: --data: {folder.rstrip('/')} is a part of photos, which has train/ and "
+            "test/: say --data photos\n"
         )
-    assert told("data check photos/train")[1].endswith("own files: name photos to them\n")
+    _, output = run_line("data check photos/train")
+    assert output.endswith("own files: name photos to them\n")
 
 
-# options
+# Options.
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("train --seed -1", "--seed: expected a whole number of 0 or more, got -1"),
         ("train --clip-norm -1", "--clip-norm: expected a positive number or None, received -1.0"),
         ("train --clip-norm=-1", "--clip-norm: expected a positive number or None, received -1.0"),
         (
             "compare --seeds 0",
-            "--seeds: one number is how many, and 0 are too few: --seeds 3. Seed 0 alone: --seeds 0,",
+            "--seeds: one number is how many, and 0 are too few: --seeds 3. "
+            "Seed 0 alone: --seeds 0,",
         ),
     ],
 )
-def test_options_by_their_own_names(line: str, said: str, told: Told) -> None:
-    assert told(line) == (2, f"halfstep: {said}\n")
+def test_mistakes_name_the_option_as_it_was_typed(
+    line: str, message: str, run_line: CommandLine
+) -> None:
+    assert run_line(line) == (2, f"halfstep: {message}\n")
 
 
-def test_seed_0_alone(told: Told) -> None:
-    assert told(f"compare {FIT} --precisions fp32 --seeds 0, --epochs 1 --out c")[0] == 0
-    assert [run["seed"] for run in json.loads(Path("c/compare.json").read_text())["runs"]] == [0]
+def test_seed_0_alone(run_line: CommandLine) -> None:
+    code, _ = run_line(f"compare {SMALL_RUN} --precisions fp32 --seeds 0, --epochs 1 --out c")
+    assert code == 0
+    runs = json.loads(Path("c/compare.json").read_text())["runs"]
+    assert [run["seed"] for run in runs] == [0]
 
 
-# failures in a table
+# Failed runs in a table.
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         ("RuntimeError: torn", "RuntimeError: torn"),
         (
@@ -297,99 +334,94 @@ def test_seed_0_alone(told: Told) -> None:
         ("E: " + "word " * 30, "E: " + "word " * 14 + "word…"),
     ],
 )
-def test_an_error_in_a_cell_is_its_first_sentence(error: str, said: str) -> None:
-    assert summary.short(error) == said
-    assert len(said) <= 80
+def test_an_error_in_a_cell_is_its_first_sentence(error: str, expected: str) -> None:
+    assert summary.shorten_error(error) == expected
+    assert len(expected) <= 80
 
 
-def test_an_error_stands_whole_once_below_the_table() -> None:
-    error = f"ValueError: {'expected this ' * 20}. Do that."
-    runs = [
-        {"precision": "fp32", "seed": s, "status": "failed", "error": error, "skipped": 0}
-        for s in (0, 1)
-    ]
-    spec = {
+def comparison_spec(seeds: list[int]) -> dict[str, object]:
+    return {
         "precisions": ["fp32"],
-        "seeds": [0, 1],
+        "seeds": seeds,
         "samples": 10,
         "test_samples": 10,
         "margin": 0.5,
     }
-    rows = summary.rows(spec, runs)
-    told = table.text(
-        {"rows": rows, "runs": runs, "recommendation": summary.recommend(spec, rows, runs)}
-    )
-    assert told.count(error) == 1
-    assert ".." not in told
-    assert max(len(line) for line in told.splitlines() if error not in line) < 230
 
 
-# the page
+def test_the_whole_error_stands_once_below_the_table() -> None:
+    error = f"ValueError: {'expected this ' * 20}. Do that."
+    failed = {"precision": "fp32", "status": "failed", "error": error, "skipped": 0}
+    runs = [{**failed, "seed": seed} for seed in (0, 1)]
+    spec = comparison_spec([0, 1])
+    rows = summary.build_rows(spec, runs)
+    recommendation = summary.recommend(spec, rows, runs)
+    text = table.text({"rows": rows, "runs": runs, "recommendation": recommendation})
+    assert text.count(error) == 1
+    assert ".." not in text
+    assert max(len(line) for line in text.splitlines() if error not in line) < 230
+
+
+# The page.
 
 
 def test_memory_of_a_process_is_not_compared_below_20_mib() -> None:
-    given = comparison(("fp32", "O1", "O2"))
-    for row, mib in zip(given["rows"], (60, 41, 39), strict=True):
+    data = comparison(("fp32", "O1", "O2"))
+    for row, mib in zip(data["rows"], (60, 41, 39), strict=True):
         row["peak_memory"] = mib * MIB
-    report = parse(given)
+    report = parse_summary(data)
     first, near, far = report.rows
-    assert report.share("peak_memory", near, first) is None
-    assert report.share("peak_memory", far, first) == 39 / 60
-    assert page(given).count("0.68×") == 0  # 41 / 60
-    assert "Differences below 20 MiB mean nothing." in page(given)
-    for run in given["runs"]:
+    assert report.ratio_to_first("peak_memory", near, first) is None
+    assert report.ratio_to_first("peak_memory", far, first) == 39 / 60
+    assert page(data).count("0.68×") == 0  # 41 / 60
+    assert "Differences below 20 MiB mean nothing." in page(data)
+    for run in data["runs"]:
         run["memory_kind"] = "device"
-    assert parse(given).share("peak_memory", near, first) == 41 / 60
+    assert parse_summary(data).ratio_to_first("peak_memory", near, first) == 41 / 60
 
 
 def test_memory_is_the_median_of_the_seeds() -> None:
     done = {
+        "precision": "fp32",
         "status": "done",
         "acc": 0.5,
         "loss": 1.0,
         "skipped": 0,
         "final_scale": None,
         "ms_per_step": 1.0,
+        "s_per_epoch": 1.0,
     }
-    done |= {"s_per_epoch": 1.0, "precision": "fp32"}
-    runs = [{**done, "seed": s, "peak_memory": m} for s, m in enumerate((10, 90, 20))]
-    spec = {
-        "precisions": ["fp32"],
-        "seeds": [0, 1, 2],
-        "samples": 10,
-        "test_samples": 10,
-        "margin": 0.5,
-    }
-    assert summary.rows(spec, runs)[0]["peak_memory"] == 20
+    runs = [{**done, "seed": seed, "peak_memory": m} for seed, m in enumerate((10, 90, 20))]
+    (row,) = summary.build_rows(comparison_spec([0, 1, 2]), runs)
+    assert row["peak_memory"] == 20
 
 
-def test_the_page_of_a_run_says_what_it_was(told: Told) -> None:
-    assert told(f"train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r")[0] == 0
-    found = parse(read("r"))
-    assert found.command == f"halfstep train {FIT} --epochs 1 --precision O2+bf16 --lr 0.05 --out r"
-    assert (found.spec["precision"], found.spec["net"], found.spec["lr"]) == (
-        "O2+bf16",
-        "own:net",
-        0.05,
-    )
-    assert found.date == json.loads(Path("r/run.json").read_text())["date"]
-    assert found.environment["torch"] == torch.__version__
-    shown = page(read("r"))
-    assert (
-        "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05" in shown
-    )
+def test_the_page_of_a_run_says_what_it_was(run_line: CommandLine) -> None:
+    line = f"train {SMALL_RUN} --epochs 1 --precision O2+bf16 --lr 0.05 --out r"
+    code, _ = run_line(line)
+    assert code == 0
+    report = parse_summary(read("r"))
+    assert report.command == f"halfstep {line}"
+    assert report.spec["precision"] == "O2+bf16"
+    assert report.spec["net"] == "own:net"
+    assert report.spec["lr"] == 0.05
+    assert report.date == json.loads(Path("r/run.json").read_text())["date"]
+    assert report.environment["torch"] == torch.__version__
+    title = "own:net on sample · O2+bf16 · 1 epoch · batch 64 · momentum · learning rate 0.05"
+    assert title in page(read("r"))
+
     Path("r/run.json").write_text("{")  # damaged: the log is still worth a page
-    assert parse(read("r")).command == ""
+    assert parse_summary(read("r")).command == ""
 
 
 @pytest.mark.parametrize(
-    ("value", "lo", "hi"), [(0.0, 0.0, 0.5), (1.0, 0.9, 1.0), (0.5, 0.45, 0.55)]
+    ("value", "low", "high"), [(0.0, 0.0, 0.5), (1.0, 0.9, 1.0), (0.5, 0.45, 0.55)]
 )
 def test_an_axis_of_accuracy_stays_within_0_and_100_percent(
-    value: float, lo: float, hi: float
+    value: float, low: float, high: float
 ) -> None:
     epochs = [{"epoch": 1, "valid_acc": value}]
     run = {"precision": "r", "seed": 0, "epochs": epochs, "status": "done"}
-    given = {"halfstep_compare": 1, "runs": [run], "rows": [{"precision": "r"}]}
-    (chart,) = charts.training(parse(given))
-    assert (chart.y_axis.lo, chart.y_axis.hi) == pytest.approx((lo, hi))
+    data = {"halfstep_compare": 1, "runs": [run], "rows": [{"precision": "r"}]}
+    (chart,) = charts.training_charts(parse_summary(data))
+    assert (chart.y_axis.low, chart.y_axis.high) == pytest.approx((low, high))

@@ -1,4 +1,7 @@
-"""`train`, `eval`, `predict` and `replay` on runs that are really made: the bits of the library, folders, resumes."""
+"""`train`, `eval`, `predict` and `replay` on runs that are really trained.
+
+The bits are those of the library and of plain torch; folders and resumes are held to their words.
+"""
 
 import csv
 import hashlib
@@ -21,12 +24,13 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep import checkpoint
-from halfstep.cli.main__app import app
-from halfstep.experiment.output_folder import held
-from tests.support.user_module import work_beside
+from halfstep.cli.main import app
+from halfstep.experiment.output_folder import lock_output_folder
+from tests.support.command_line import run_json
+from tests.support.user_module import write_user_module
 
-SMALL = ["--net", "mine:net", "--samples", "320", "--test-samples", "100"]
-MINE = """
+SMALL_RUN = ["--net", "mine:net", "--samples", "320", "--test-samples", "100"]
+USER_MODULE = """
 import torch
 from torch import nn
 import halfstep as hs
@@ -36,61 +40,69 @@ def net(inputs=784, classes=10):
 
 def parts():
     torch.manual_seed(3)
-    made = nn.Linear(6, 3)
+    net = nn.Linear(6, 3)
     x = torch.randn(40, 6)
     y = x[:, :3].argmax(1)
-    metrics = {"acc": hs.metrics.Accuracy()}
-    model = hs.Model(made, nn.CrossEntropyLoss(), torch.optim.SGD(made.parameters(), lr=0.1), "O2", metrics=metrics)
-    return model, hs.data.Dataset((x, y)).shuffle().batch(8), hs.data.Dataset((x[:13], y[:13])).batch(4)
+    model = hs.Model(
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        "O2",
+        metrics={"acc": hs.metrics.Accuracy()},
+    )
+    data = hs.data.Dataset((x, y)).shuffle().batch(8)
+    valid = hs.data.Dataset((x[:13], y[:13])).batch(4)
+    return model, data, valid
 
-def two(): return parts()[:2]
+def two():
+    return parts()[:2]
 
 def proved():
-    made = nn.Linear(6, 3)
-    model = hs.Model(made, nn.CrossEntropyLoss(), torch.optim.SGD(made.parameters(), lr=0.1), verify=2)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, verify=2)
     return model, hs.data.Dataset((torch.randn(40, 6), torch.arange(40) % 3)).batch(8)
 """
 
 
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    work_beside(MINE, tmp_path, monkeypatch)
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
     return tmp_path
 
 
-def told(*line: str) -> Any:
-    result = CliRunner().invoke(app, [*line, "--json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+def train_small(out: str, *words: str) -> Any:
+    """Trains a small network in the folder `out`. Returns the summary."""
+    return run_json("train", *SMALL_RUN, "--device", "cpu", "--out", out, *words)
 
 
-def trained(out: str, *more: str) -> Any:
-    return told("train", *SMALL, "--device", "cpu", "--out", out, *more)
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
 
 
-def by_hand() -> nn.Module:
-    """Two epochs of batch 64, momentum 0.9, a rate that falls from 0.1 in steps of a tenth: plain torch."""
+def train_by_hand() -> nn.Module:
+    """Two epochs of batch 64, momentum 0.9, a rate that falls by a tenth each step: plain torch."""
     images, labels = hs.data.sample()
     torch.manual_seed(5)
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
+    net = small_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     order = hs.data.Dataset({"i": torch.arange(320)}).shuffle(seed=5).batch(64)
     step = 0
     for _ in range(2):
-        for (chosen,) in order:
+        for (indices,) in order:
             optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / 10)
             optimizer.zero_grad()
-            x = images[:320][chosen].float() * torch.tensor(1 / 255)
-            nn.functional.cross_entropy(net(x), labels[:320][chosen]).backward()
+            x = images[:320][indices].float() * torch.tensor(1 / 255)
+            nn.functional.cross_entropy(net(x), labels[:320][indices]).backward()
             optimizer.step()
             step += 1
     return net
 
 
 def test_train_is_the_loop_one_would_write() -> None:
-    trained("r", "--epochs", "2", "--lr", "0.1", "--seed", "5")
+    train_small("r", "--epochs", "2", "--lr", "0.1", "--seed", "5")
     weights = load_file("r/weights.safetensors")
-    for name, tensor in by_hand().state_dict().items():
+    for name, tensor in train_by_hand().state_dict().items():
         assert torch.equal(weights[name], tensor)
 
 
@@ -98,38 +110,32 @@ def test_train_is_the_loop_one_would_write() -> None:
     "options", [["--precision", "O2", "--ema", "0.9"], ["--accumulate", "3", "--clip-norm", "1"]]
 )
 def test_eval_gives_the_scores_of_training(options: list[str]) -> None:
-    last = trained("r", "--epochs", "2", *options)["history"][-1]
+    last = train_small("r", "--epochs", "2", *options)["history"][-1]
     for source in ("r", "r/step-000000010", "r/weights.safetensors"):
-        scores = told("eval", source)["scores"]
+        scores = run_json("eval", source)["scores"]
         assert scores == {"loss": last["valid_loss"], "acc": last["valid_acc"]}
-    assert told("eval", "r", "--split", "train")["scores"]["loss"] != last["valid_loss"]
+    assert run_json("eval", "r", "--split", "train")["scores"]["loss"] != last["valid_loss"]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "O1", "fp16+kahan"])
 def test_the_same_weights_in_another_precision(precision: str) -> None:
-    trained("r", "--epochs", "1", "--precision", "O2", "--ema", "0.9")
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
-    rounding = {"rounding": "kahan"} if "+" in precision else {}
+    train_small("r", "--epochs", "1", "--precision", "O2", "--ema", "0.9")
+    net = small_net()
+    name, _, rounding = precision.partition("+")
+    python_precision = hs.Precision(name, rounding=rounding) if rounding else hs.Precision(name)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = hs.Model(
-        net, nn.CrossEntropyLoss(), optimizer, hs.Precision(precision.partition("+")[0], **rounding)
-    )
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, python_precision)
     model.load("r/weights.safetensors")
-    images, labels = (each[:100] for each in hs.data.sample(train=False))
-    test = (
-        hs.data.Dataset({"x": images[:, None], "y": labels})
-        .map(hs.data.Rescale(1 / 255), "x")
-        .batch(500)
-    )
-    assert (
-        told("eval", "r", "--precision", precision)["scores"]["loss"]
-        == model.evaluate(test)["loss"]
-    )
+    images, labels = (column[:100] for column in hs.data.sample(train=False))
+    test_data = hs.data.Dataset({"x": images[:, None], "y": labels})
+    test_data = test_data.map(hs.data.Rescale(1 / 255), "x").batch(500)
+    scores = run_json("eval", "r", "--precision", precision)["scores"]
+    assert scores["loss"] == model.evaluate(test_data)["loss"]
 
 
 def test_the_average_is_what_ema_evaluates() -> None:
     """The checkpoint holds both; the weights file the averaged ones."""
-    trained("r", "--epochs", "1", "--ema", "0.9")
+    train_small("r", "--epochs", "1", "--ema", "0.9")
     saved = checkpoint.load("r/step-000000005").tree["step"]
     weights = load_file("r/weights.safetensors")
     assert torch.equal(weights["1.weight"], saved["state"]["ema"][0])
@@ -137,267 +143,284 @@ def test_the_average_is_what_ema_evaluates() -> None:
 
 
 def test_a_resumed_run_ends_at_the_same_bits() -> None:
-    for out in ("a", "b"):
-        steps = ["--schedule", "constant", "--precision", "O2"]
-        for epochs in ("2",) if out == "a" else ("1", "2"):
-            found = trained(out, "--epochs", epochs, *steps, "--resume", "auto")
-    assert found["resumed"] == "b/step-000000005"
-    a, b = load_file("a/weights.safetensors"), load_file("b/weights.safetensors")
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    words = ["--schedule", "constant", "--precision", "O2", "--resume", "auto"]
+    train_small("a", "--epochs", "2", *words)
+    train_small("b", "--epochs", "1", *words)
+    summary = train_small("b", "--epochs", "2", *words)
+    assert summary["resumed"] == "b/step-000000005"
+    weights_a = load_file("a/weights.safetensors")
+    weights_b = load_file("b/weights.safetensors")
+    assert all(torch.equal(weights_a[name], weights_b[name]) for name in weights_a)
     assert Path("a/log.jsonl").read_bytes() == Path("b/log.jsonl").read_bytes()
     assert CliRunner().invoke(app, ["diff", "a", "b"]).exit_code == 0
 
 
-def files(folder: str) -> dict[str, tuple[str, int]]:
-    """Everything in a folder with its content and its time; the lock aside."""
-    found = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
-    return {
-        str(path): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-        for path in found
-    }
+def file_contents(folder: str) -> dict[str, str]:
+    """The hash of every file in a folder; the lock aside."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def spoken(*line: str) -> str:
+def modification_times(folder: str) -> dict[str, int]:
+    return {path: Path(path).stat().st_mtime_ns for path in file_contents(folder)}
+
+
+def train_output(*words: str) -> str:
+    """What the command prints on standard output without --json."""
     result = CliRunner().invoke(
-        app, ["train", *SMALL, "--device", "cpu", *line], catch_exceptions=False
+        app, ["train", *SMALL_RUN, "--device", "cpu", *words], catch_exceptions=False
     )
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_a_run_that_has_its_epochs_is_left_as_it_is() -> None:
-    first = trained("r", "--epochs", "2")
-    before = files("r")
+    first_summary = train_small("r", "--epochs", "2")
+    contents = file_contents("r")
+    times = modification_times("r")
     for epochs in ("2", "1"):
-        told = spoken("--epochs", epochs, "--out", "r", "--resume", "auto")
-        has = f"r has 2 epochs already, up to step 10, and --epochs is {epochs}: nothing was done."
-        assert told == f"{has} To train further: --epochs 3, or more\n"
-        assert trained("r", "--epochs", epochs, "--resume", "auto") == first | {
-            "resumed": "r/step-000000010"
-        }
-        assert files("r") == before
+        output = train_output("--epochs", epochs, "--out", "r", "--resume", "auto")
+        assert output == (
+            f"r has 2 epochs already, up to step 10, and --epochs is {epochs}: nothing was done. "
+            "To train further: --epochs 3, or more\n"
+        )
+        summary = train_small("r", "--epochs", epochs, "--resume", "auto")
+        assert summary == first_summary | {"resumed": "r/step-000000010"}
+        assert file_contents("r") == contents
+        assert modification_times("r") == times
+
     Path("r/weights.safetensors").unlink()  # as after a kill before they were written
-    spoken("--epochs", "2", "--out", "r", "--resume", "auto")
-    assert {name: content for name, (content, _) in files("r").items()} == {
-        name: c for name, (c, _) in before.items()
-    }
+    train_output("--epochs", "2", "--out", "r", "--resume", "auto")
+    assert file_contents("r") == contents
 
 
 def test_a_resumed_run_says_so_before_its_first_epoch() -> None:
-    first = spoken("--epochs", "1", "--out", "r", "--schedule", "constant", "--resume", "auto")
-    assert first.startswith("epoch 1/1 ")
-    lines = spoken(
-        "--epochs", "2", "--out", "r", "--schedule", "constant", "--resume", "auto"
-    ).splitlines()
+    words = ["--out", "r", "--schedule", "constant", "--resume", "auto"]
+    assert train_output("--epochs", "1", *words).startswith("epoch 1/1 ")
+    lines = train_output("--epochs", "2", *words).splitlines()
     assert lines[0] == "goes on after step 5, in epoch 2 of 2, from r/step-000000005"
     assert lines[1].startswith("epoch 2/2 ")
 
 
 def test_what_stands_in_the_way_of_a_resume_comes_first() -> None:
-    trained("r", "--epochs", "1")
-    said = r"holds another run: lr was 0\.02 and is 1\.0\. Repeat .*\. Allowed to differ: epochs was 1 and is 3\.$"
-    with pytest.raises(ValueError, match=said):
-        trained("r", "--epochs", "3", "--lr", "1", "--resume", "auto")
+    train_small("r", "--epochs", "1")
+    message = (
+        r"holds another run: lr was 0\.02 and is 1\.0\. Repeat .*\. "
+        r"Allowed to differ: epochs was 1 and is 3\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        train_small("r", "--epochs", "3", "--lr", "1", "--resume", "auto")
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_a_checkpoint_and_143(project: Path) -> None:
-    line = ["train", *SMALL, "--epochs", "100000", "--out", "r", "--schedule", "constant"]
-    command = [sys.executable, "-c", "from halfstep.cli import main; main()", *line]
+def test_sigterm_leaves_a_checkpoint_and_exits_with_143(project: Path) -> None:
+    words = ["train", *SMALL_RUN, "--epochs", "100000", "--out", "r", "--schedule", "constant"]
     process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=project
+        [sys.executable, "-c", "from halfstep.cli import main; main()", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        cwd=project,
     )
     deadline = time.monotonic() + 60
     while not checkpoint.listing("r") and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 143, said
-    kept = checkpoint.latest("r")
-    assert kept is not None
-    again = shlex.join(["halfstep", *line, "--resume", "auto"])
-    assert said.endswith(
-        f"stopped after step {checkpoint.step_of(kept)}, kept in {kept}. Go on: {again}\n"
-    )
-    assert "fit(resume=" not in said  # the library's own line, which a script gets
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+
+    newest = checkpoint.latest("r")
+    assert newest is not None
+    step = checkpoint.step_of(newest)
+    command = shlex.join(["halfstep", *words, "--resume", "auto"])
+    assert errors.endswith(f"stopped after step {step}, kept in {newest}. Go on: {command}\n")
+    assert "fit(resume=" not in errors  # the library's own line, which a script gets
 
 
 def test_fresh_removes_a_runs_own_files_and_no_others() -> None:
-    trained("r", "--epochs", "2")
+    train_small("r", "--epochs", "2")
     Path("r/notes.txt").write_text("mine")
-    trained("r", "--epochs", "1", "--fresh")
-    left = sorted(path.name for path in Path("r").iterdir() if not path.name.startswith("."))
-    assert left == ["log.jsonl", "notes.txt", "run.json", "step-000000005", "weights.safetensors"]
+    train_small("r", "--epochs", "1", "--fresh")
+    names = sorted(path.name for path in Path("r").iterdir() if not path.name.startswith("."))
+    assert names == ["log.jsonl", "notes.txt", "run.json", "step-000000005", "weights.safetensors"]
 
 
-# builders
+# Builders.
 
 
 def test_a_builder_trains_and_is_evaluated_on_its_validation_data() -> None:
-    line = ["train", "--build", "mine:parts", "--epochs", "2", "--out", "r"]
-    last = told(*line)["history"][-1]
-    assert told("eval", "r")["scores"] == {"loss": last["valid_loss"], "acc": last["valid_acc"]}
+    summary = run_json("train", "--build", "mine:parts", "--epochs", "2", "--out", "r")
+    last = summary["history"][-1]
+    scores = run_json("eval", "r")["scores"]
+    assert scores == {"loss": last["valid_loss"], "acc": last["valid_acc"]}
     import mine  # type: ignore[import-not-found]
 
     model, data, _ = mine.parts()
     model.fit(2, data)
     assert torch.equal(load_file("r/weights.safetensors")["weight"], model.net.weight)
     with pytest.raises(ValueError, match=r"returns no validation data.*--split train"):
-        told("eval", "r", "--build", "mine:two")
+        run_json("eval", "r", "--build", "mine:two")
 
 
-def test_what_a_builder_decided_is_refused_beside_it() -> None:
+def test_options_that_a_builder_decides_are_refused() -> None:
+    words = ["train", "--build", "mine:parts", "--epochs", "1"]
     with pytest.raises(ValueError, match="--lr, --net: expected no such option beside --build"):
-        told("train", "--build", "mine:parts", "--lr", "0.1", "--net", "mlp", "--epochs", "1")
-    told(
-        "train",
-        "--build",
-        "mine:parts",
-        "--epochs",
-        "1",
-        "--out",
-        "r",
-        "--seed",
-        "3",
-        "--sink",
-        "2",
-    )
+        run_json(*words, "--lr", "0.1", "--net", "mlp")
+    run_json(*words, "--out", "r", "--seed", "3", "--sink", "2")
     with pytest.raises(ValueError, match="eval: --precision beside a builder"):
-        told("eval", "r", "--precision", "fp32")
+        run_json("eval", "r", "--precision", "fp32")
 
 
-def test_a_builder_that_asks_for_proof_on_a_cpu_is_told() -> None:
-    said = (
-        CliRunner()
-        .invoke(app, ["train", "--build", "mine:proved", "--epochs", "1", "--out", "r"])
-        .stderr
-    )
-    assert (
-        said
-        == "note: verify=2: there is nothing to verify on cpu, where no step is replayed from a graph\n"
+def test_a_builder_with_verify_on_a_cpu_gets_a_note() -> None:
+    words = ["train", "--build", "mine:proved", "--epochs", "1", "--out", "r"]
+    errors = CliRunner().invoke(app, words).stderr
+    assert errors == (
+        "note: verify=2: there is nothing to verify on cpu, "
+        "where no step is replayed from a graph\n"
     )
 
 
-# predictions
+# Predictions.
 
 
-def test_predictions_are_the_networks_own() -> None:
-    trained("r", "--epochs", "1", "--precision", "O2")
+CLASS_NAMES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+def column(rows: list[dict[str, Any]], name: str) -> list[Any]:
+    return [row[name] for row in rows]
+
+
+def test_predictions_are_those_of_the_network() -> None:
+    train_small("r", "--epochs", "1", "--precision", "O2")
     images, _ = hs.data.sample(train=False)
+    floats = images[:7, None].float() / 255
     np.save("bytes.npy", images[:7].numpy())
-    np.save("floats.npy", (images[:7, None].float() / 255).numpy())
-    for name in ("bytes", "floats"):
-        CliRunner().invoke(
-            app, ["predict", "r", f"{name}.npy", "--out", f"{name}-out.npy"], catch_exceptions=False
-        )
-    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
-    model = hs.Model(net, precision="O2")
+    np.save("floats.npy", floats.numpy())
+    model = hs.Model(small_net(), precision="O2")
     model.load("r/weights.safetensors")
-    expected = model.predict(images[:7, None].float() / 255)
+    expected = model.predict(floats)
+
+    # All outputs, as an array.
     for name in ("bytes", "floats"):
+        words = ["predict", "r", f"{name}.npy", "--out", f"{name}-out.npy"]
+        CliRunner().invoke(app, words, catch_exceptions=False)
         assert torch.equal(torch.from_numpy(np.load(f"{name}-out.npy")), expected)
-    rows = told("predict", "r", "bytes.npy")
-    assert [row["label"] for row in rows] == expected.argmax(1).tolist()
-    assert [row["probability"] for row in rows] == [
-        round(p, 6) for p in expected.double().softmax(1).amax(1).tolist()
-    ]
-    assert rows[0]["class"] == ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker",
-                                "Bag", "Ankle boot")[rows[0]["label"]]  # fmt: skip
-    whole = told("predict", "r", "sample")
-    assert [row["label"] for row in whole][:7] == [row["label"] for row in rows]
-    assert len(whole) == 2000  # though the run was tested on 100
-    assert [rows[0]["input"], whole[0]["input"]] == ["bytes.npy[0]", "sample[0]"]
+
+    # The likeliest class of each.
+    rows = run_json("predict", "r", "bytes.npy")
+    assert column(rows, "label") == expected.argmax(1).tolist()
+    probabilities = expected.double().softmax(1).amax(1).tolist()
+    assert column(rows, "probability") == [round(p, 6) for p in probabilities]
+    assert rows[0]["class"] == CLASS_NAMES[rows[0]["label"]]
+    assert rows[0]["input"] == "bytes.npy[0]"
+
+    # A data set by name: all of it, though the run was tested on 100 samples.
+    sample_rows = run_json("predict", "r", "sample")
+    assert column(sample_rows, "label")[:7] == column(rows, "label")
+    assert len(sample_rows) == 2000
+    assert sample_rows[0]["input"] == "sample[0]"
 
 
 def test_every_prediction_has_every_column() -> None:
-    """A builder's data has no names: the class is empty, not left out. Gray floats without a channel are taken."""
-    told("train", "--build", "mine:two", "--epochs", "1", "--out", "own")
+    """A builder's data has no names: the class is empty, not left out."""
+    run_json("train", "--build", "mine:two", "--epochs", "1", "--out", "own")
     np.save("x.npy", torch.randn(2, 6).numpy())
-    assert [list(row) for row in told("predict", "own", "x.npy")] == [
-        ["input", "label", "class", "probability"]
-    ] * 2
-    assert [row["class"] for row in told("predict", "own", "x.npy")] == [None, None]
-    page = CliRunner().invoke(app, ["predict", "own", "x.npy"]).stdout.splitlines()
-    assert page[0] == "input,label,class,probability"
-    assert page[1].split(",")[2] == ""
-    trained("r", "--epochs", "1")
+    rows = run_json("predict", "own", "x.npy")
+    assert [list(row) for row in rows] == [["input", "label", "class", "probability"]] * 2
+    assert column(rows, "class") == [None, None]
+    lines = CliRunner().invoke(app, ["predict", "own", "x.npy"]).stdout.splitlines()
+    assert lines[0] == "input,label,class,probability"
+    assert lines[1].split(",")[2] == ""
+
+
+def test_gray_floats_without_a_channel_are_taken() -> None:
+    train_small("r", "--epochs", "1")
     images, _ = hs.data.sample(train=False)
     np.save("gray.npy", (images[:3] / 255).numpy())
-    np.save("whole.npy", (images[:3, None] / 255).numpy())
-    one, other = (told("predict", "r", name) for name in ("gray.npy", "whole.npy"))
-    assert [row["probability"] for row in one] == [row["probability"] for row in other]
-    with pytest.raises(
-        FileNotFoundError, match=r"found nothing at 'sampel'\. Did you mean 'sample'"
-    ):
-        told("predict", "r", "sampel")
+    np.save("channel.npy", (images[:3, None] / 255).numpy())
+    gray_rows = run_json("predict", "r", "gray.npy")
+    channel_rows = run_json("predict", "r", "channel.npy")
+    assert column(gray_rows, "probability") == column(channel_rows, "probability")
+    message = r"found nothing at 'sampel'\. Did you mean 'sample'"
+    with pytest.raises(FileNotFoundError, match=message):
+        run_json("predict", "r", "sampel")
 
 
 def test_images_are_predicted_as_their_pixels_are() -> None:
-    trained("r", "--epochs", "1")
+    train_small("r", "--epochs", "1")
     images, _ = hs.data.sample(train=False)
     Path("photos").mkdir()
     for i in range(3):
         Image.fromarray(images[i].numpy()).save(f"photos/{i}.png")
     np.save("x.npy", images[:3].numpy())
     CliRunner().invoke(app, ["predict", "r", "photos", "--out", "p.csv"], catch_exceptions=False)
-    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
-    assert [row["input"] for row in rows] == [f"photos/{i}.png" for i in range(3)]
-    assert [float(row["probability"]) for row in rows] == [
-        row["probability"] for row in told("predict", "r", "x.npy")
-    ]
+    csv_rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
+    assert column(csv_rows, "input") == [f"photos/{i}.png" for i in range(3)]
+    csv_probabilities = [float(row["probability"]) for row in csv_rows]
+    assert csv_probabilities == column(run_json("predict", "r", "x.npy"), "probability")
     Image.fromarray(images[0].numpy()).resize((56, 40)).save("big.png")
     with pytest.warns(hs.Notice, match="images of 56 × 40 are resized to 28 × 28"):
-        assert len(told("predict", "r", "big.png")) == 1
+        assert len(run_json("predict", "r", "big.png")) == 1
 
 
-# replay
+# Replay.
 
 
-def test_replay_of_a_run_by_flags_needs_no_builder_and_labels_the_scale() -> None:
-    trained("r", "--epochs", "1", "--precision", "O2")
-    found = told("replay", "r", "--step", "3")
-    logged = [json.loads(line) for line in Path("r/log.jsonl").read_text().splitlines()]
-    assert found["loss"] == next(
-        row["loss"] for row in logged if row["kind"] == "step" and row["global_step"] == 3
-    )
-    shown = (
-        CliRunner().invoke(app, ["replay", "r", "--step", "3", "--save", "s.safetensors"]).output
-    )
-    assert "grad …: times the loss scale, 65536; divide by it for the gradient." in shown
-    gradients = [
-        t / 65536 for name, t in load_file("s.safetensors").items() if name.startswith("gradient.")
+def test_replay_of_a_run_by_options_needs_no_builder_and_names_the_scale() -> None:
+    train_small("r", "--epochs", "1", "--precision", "O2")
+    summary = run_json("replay", "r", "--step", "3")
+    log = [json.loads(line) for line in Path("r/log.jsonl").read_text().splitlines()]
+    (logged,) = [row for row in log if row["kind"] == "step" and row["global_step"] == 3]
+    assert summary["loss"] == logged["loss"]
+
+    words = ["replay", "r", "--step", "3", "--save", "s.safetensors"]
+    output = CliRunner().invoke(app, words).output
+    assert "grad …: times the loss scale, 65536; divide by it for the gradient." in output
+    norms = [
+        (tensor / 65536).double().norm()
+        for name, tensor in load_file("s.safetensors").items()
+        if name.startswith("gradient.")
     ]
-    norm = torch.stack([g.double().norm() for g in gradients]).norm()
-    assert float(norm) == pytest.approx(found["grad_norm"], rel=1e-6)  # float32 sums
+    norm = torch.stack(norms).norm()
+    assert float(norm) == pytest.approx(summary["grad_norm"], rel=1e-6)  # float32 sums
 
 
-# mistakes
+# Mistakes.
 
 
-def test_mistakes_about_folders_are_told() -> None:
-    trained("r", "--epochs", "1")
-    with pytest.raises(
-        ValueError, match=r"r holds a run already, up to step-000000005\. Go on with --resume auto"
-    ):
-        trained("r", "--epochs", "1")
-    with pytest.raises(
-        ValueError, match=r"holds another run: lr was 0\.02 and is 1\.0\. Repeat the command"
-    ):
-        trained("r", "--epochs", "1", "--lr", "1", "--resume", "auto")
-    with pytest.raises(
-        FileNotFoundError, match="resume: expected auto, a checkpoint or the folder of a run"
-    ):
-        trained("new", "--epochs", "1", "--resume", "nothing")
-    with held(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
-        trained("busy", "--epochs", "1")
-    with pytest.raises(
-        FileNotFoundError, match="eval: expected a run, a checkpoint or a safetensors file"
-    ):
-        told("eval", "nothing")
+def test_mistakes_about_folders_are_explained() -> None:
+    train_small("r", "--epochs", "1")
+    message = r"r holds a run already, up to step-000000005\. Go on with --resume auto"
+    with pytest.raises(ValueError, match=message):
+        train_small("r", "--epochs", "1")
+    message = r"holds another run: lr was 0\.02 and is 1\.0\. Repeat the command"
+    with pytest.raises(ValueError, match=message):
+        train_small("r", "--epochs", "1", "--lr", "1", "--resume", "auto")
+    message = "resume: expected auto, a checkpoint or the folder of a run"
+    with pytest.raises(FileNotFoundError, match=message):
+        train_small("new", "--epochs", "1", "--resume", "nothing")
+    with lock_output_folder(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
+        train_small("busy", "--epochs", "1")
+    message = "eval: expected a run, a checkpoint or a safetensors file"
+    with pytest.raises(FileNotFoundError, match=message):
+        run_json("eval", "nothing")
+
     Path("r/run.json").write_text("{}")
     with pytest.raises(ValueError, match="expected what this version of halfstep train writes"):
-        told("eval", "r")
+        run_json("eval", "r")
     Path("r/run.json").unlink()
     with pytest.raises(ValueError, match="r does not say how it was built"):
-        told("eval", "r")
-    assert told("eval", "r", "--net", "mine:net", "--test-samples", "100")["scores"]["acc"] >= 0
+        run_json("eval", "r")
+    result = run_json("eval", "r", "--net", "mine:net", "--test-samples", "100")
+    assert result["scores"]["acc"] >= 0

@@ -13,143 +13,149 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import batch_weight_grads as leaves
-from halfstep.compiler.passes import join_casts as fewer
-from halfstep.compiler.passes.join_casts import Fewer
+from halfstep.compiler.passes import batch_weight_grads, join_casts
+from halfstep.compiler.passes.join_casts import JoinCasts
 
-aten, cast = torch.ops.aten, torch.ops.prims.convert_element_type.default
+aten = torch.ops.aten
 LOW = torch.bfloat16
 
 
-def low(x: Tensor, dtype: torch.dtype = LOW) -> Tensor:
+def cast(x: Tensor, dtype: torch.dtype = LOW) -> Tensor:
     """A cast as torch's compiler writes it."""
     return torch.ops.prims.convert_element_type(x, dtype)  # type: ignore[no-any-return]
 
 
-def rewritten(
-    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", mode: Any = "fake"
+def ops_after_pass(
+    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu", tracing_mode: Any = "fake"
 ) -> list[str]:
-    """The operations of f after the pass, in order; what they compute is what f did, bit for bit."""
-    graph: GraphModule = make_fx(f, tracing_mode=mode)(*inputs)
-    Fewer(device)(graph.graph)
-    graph.graph.lint()
-    got, wanted = Interpreter(graph).run(*inputs), f(*inputs)
-    for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype
-        assert a.stride() == b.stride()
-        assert torch.equal(a, b)
-    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    """The operations of f after the pass, in order; they compute what f did, bit for bit."""
+    module: GraphModule = make_fx(f, tracing_mode=tracing_mode)(*inputs)
+    JoinCasts(device)(module.graph)
+    module.graph.lint()
+    for result, expected in zip(Interpreter(module).run(*inputs), f(*inputs), strict=True):
+        assert result.dtype == expected.dtype
+        assert result.stride() == expected.stride()
+        assert torch.equal(result, expected)
+    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
 
 
 def count(names: list[str], word: str) -> int:
     return sum(word in name for name in names)
 
 
-X, W, B = torch.randn(8, 16), torch.randn(32, 16), torch.randn(32)
+X = torch.randn(8, 16)
+W = torch.randn(32, 16)
+B = torch.randn(32)
 
 
 def test_casts_of_inputs_are_one() -> None:
     def f(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor]:
-        return (torch.relu(aten.addmm(low(b), low(x), low(w).t())),)
+        return (torch.relu(aten.addmm(cast(b), cast(x), cast(w).t())),)
 
-    names = rewritten(f, X, W, B)
+    names = ops_after_pass(f, X, W, B)
     assert (count(names, "convert"), count(names, "casts"), count(names, "relu")) == (0, 1, 1)
 
 
 def test_a_view_that_comes_later_is_made_earlier() -> None:
     def f(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor]:
-        first = aten.mm(low(x), low(w).t())
-        return (aten.mm(first, low(v.reshape(32, 4))),)
+        first = aten.mm(cast(x), cast(w).t())
+        return (aten.mm(first, cast(v.reshape(32, 4))),)
 
-    names = rewritten(f, X, W, torch.randn(128))
+    names = ops_after_pass(f, X, W, torch.randn(128))
     assert names.index("halfstep.casts.default") < names.index("aten.mm.default")
     assert count(names, "convert") == 0
 
 
 def test_casts_of_results_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaves, "LONGEST", 0)  # which casts by itself
+    monkeypatch.setattr(batch_weight_grads, "MAX_K", 0)  # which casts by itself
 
     def f(g: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return low(aten.mm(g, x), torch.float32), low(aten.mm(g, y), torch.float32), aten.mm(g, x)
+        first = cast(aten.mm(g, x), torch.float32)
+        second = cast(aten.mm(g, y), torch.float32)
+        return first, second, aten.mm(g, x)
 
-    names = rewritten(f, X.to(LOW), W.t().to(LOW), torch.randn(16, 3, dtype=LOW))
+    names = ops_after_pass(f, X.to(LOW), W.t().to(LOW), torch.randn(16, 3, dtype=LOW))
     assert (count(names, "convert"), count(names, "casts")) == (0, 1)
 
 
 def test_the_results_of_a_convolutions_backward_too() -> None:
     def f(g: Tensor, x: Tensor, w: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        grads = aten.convolution_backward(
-            g, x, w, [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
-        )
-        return grads[0], low(grads[1], torch.float32), low(aten.mm(y, y), torch.float32)
+        ones = [1, 1]
+        wanted = [True, True, False]
+        grads = aten.convolution_backward(g, x, w, [4], ones, ones, ones, False, [0, 0], 1, wanted)
+        return grads[0], cast(grads[1], torch.float32), cast(aten.mm(y, y), torch.float32)
 
     shapes = (2, 4, 6, 6), (2, 3, 6, 6), (4, 3, 3, 3), (5, 5)
-    names = rewritten(f, *[torch.randn(s).to(LOW) for s in shapes])
+    names = ops_after_pass(f, *[torch.randn(shape).to(LOW) for shape in shapes])
     assert (count(names, "convert"), count(names, "casts")) == (0, 1)
 
 
-def pointwise(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+def fused_with_what_follows(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """The compiler fuses these casts with what follows."""
-    return low(x) * 2, low(w) + 1
+    return cast(x) * 2, cast(w) + 1
 
 
-def inner(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-    return (aten.mm(low(x * 2), low(w + 1).t()),)
+def of_inner_values(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return (aten.mm(cast(x * 2), cast(w + 1).t()),)
 
 
-def returned(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+def of_other_results(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     """Results, but not of products."""
-    return low(low(x) + 1, torch.float32), low(low(w) * 2, torch.float32)
+    return cast(cast(x) + 1, torch.float32), cast(cast(w) * 2, torch.float32)
 
 
-@pytest.mark.parametrize("f", [pointwise, inner, returned])
+@pytest.mark.parametrize("f", [fused_with_what_follows, of_inner_values, of_other_results])
 def test_casts_that_stay(f: Callable[..., Any]) -> None:
-    names = rewritten(f, X, W)
+    names = ops_after_pass(f, X, W)
     assert count(names, "casts") == 0
     assert count(names, "convert") > 1
 
 
+def cast_product(x: Tensor, w: Tensor) -> tuple[Tensor]:
+    return (aten.mm(cast(x), cast(w).t()),)
+
+
 def test_one_cast_stays_and_many_bytes_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def f(x: Tensor, w: Tensor) -> tuple[Tensor]:
-        return (aten.mm(low(x), low(w).t()),)
+    def one_cast(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        return (aten.mm(cast(x), w.t()),)
 
-    def one(x: Tensor, w: Tensor) -> tuple[Tensor]:
-        return (aten.mm(low(x), w.t()),)
-
-    assert count(rewritten(one, X, W.to(LOW)), "casts") == 0
-    monkeypatch.setattr(fewer, "MOST", 2 * (X.numel() + W.numel()))
-    assert count(rewritten(f, X, W), "casts") == 1
-    monkeypatch.setattr(fewer, "MOST", 2 * (X.numel() + W.numel()) - 1)
-    assert count(rewritten(f, X, W), "casts") == 0
+    assert count(ops_after_pass(one_cast, X, W.to(LOW)), "casts") == 0
+    total_bytes = 2 * (X.numel() + W.numel())
+    monkeypatch.setattr(join_casts, "MAX_BYTES", total_bytes)
+    assert count(ops_after_pass(cast_product, X, W), "casts") == 1
+    monkeypatch.setattr(join_casts, "MAX_BYTES", total_bytes - 1)
+    assert count(ops_after_pass(cast_product, X, W), "casts") == 0
 
 
 def test_dtypes_are_joined_apart() -> None:
     def f(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         half = torch.float16
-        return aten.mm(low(x), low(w).t()), aten.mm(low(x, half), low(w, half).t())
+        return aten.mm(cast(x), cast(w).t()), aten.mm(cast(x, half), cast(w, half).t())
 
-    assert count(rewritten(f, X, W), "casts") == 2
+    assert count(ops_after_pass(f, X, W), "casts") == 2
 
 
 def test_other_devices_and_open_shapes_are_left_alone() -> None:
-    def f(x: Tensor, w: Tensor) -> tuple[Tensor]:
-        return (aten.mm(low(x), low(w).t()),)
-
-    assert count(rewritten(f, X, W, device="cuda"), "casts") == 0
-    assert count(rewritten(f, X, W, mode="symbolic"), "casts") == 0
+    assert count(ops_after_pass(cast_product, X, W, device="cuda"), "casts") == 0
+    assert count(ops_after_pass(cast_product, X, W, tracing_mode="symbolic"), "casts") == 0
 
 
 def test_torchs_cache_tells_passes_apart() -> None:
-    assert Fewer("cuda").uuid() == Fewer("cuda").uuid()
-    assert Fewer("cuda").uuid() != Fewer("cpu").uuid()
+    assert JoinCasts("cuda").uuid() == JoinCasts("cuda").uuid()
+    assert JoinCasts("cuda").uuid() != JoinCasts("cpu").uuid()
 
 
 @pytest.mark.slow
 def test_generated_code_has_them_forward_and_backward() -> None:
-    """The real compiler, with the CPU as the device: the hook reaches both graphs, and the bits are those without."""
-    x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+    """The real compiler, with the CPU as the device.
+
+    The hook reaches both graphs, and the bits are those without it.
+    """
+    x = torch.randn(8, 16)
+    y = torch.randint(0, 4, (8,))
 
     def run(chip: str | None) -> tuple[list[Tensor], list[str]]:
+        """Loss and gradients, and the names of the operations that ran."""
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
 
@@ -158,18 +164,19 @@ def test_generated_code_has_them_forward_and_backward() -> None:
                 out = net(x)
             return F.cross_entropy(out.float(), y)
 
-        compiled = torch.compile(
-            loss, dynamic=False, backend=partial(generate, low=True, chip=chip)
-        )
+        backend = partial(generate, low=True, chip=chip)
+        compiled = torch.compile(loss, dynamic=False, backend=backend)
         compiled(x, y).backward()
         net.zero_grad()
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             value = compiled(x, y)
             value.backward()
-        names = [e.name for e in seen.events()]
+        names = [event.name for event in profiler.events()]
         return [value.detach(), *[p.grad for p in net.parameters() if p.grad is not None]], names
 
-    (plain, before), (joined, after) = run(None), run("cpu")
+    plain, plain_ops = run(None)
+    joined, joined_ops = run("cpu")
     assert all(torch.equal(a, b) for a, b in zip(plain, joined, strict=True))
-    assert (before.count("halfstep::casts"), after.count("halfstep::casts")) == (0, 1)
-    assert after.count("halfstep::leaves") == 1
+    assert plain_ops.count("halfstep::casts") == 0
+    assert joined_ops.count("halfstep::casts") == 1
+    assert joined_ops.count("halfstep::leaves") == 1

@@ -8,14 +8,14 @@ import torch._inductor.config as inductor
 from torch import nn
 
 from halfstep.compiler.backend import _rewriting
-from halfstep.compiler.passes.joint_graph import Joint, normalizes, settings
+from halfstep.compiler.passes.joint_graph import JointGraphPass, has_batch_norm, inductor_settings
 
 X = torch.randn(4, 3, 5, 5)
 
 
 def test_torchs_cache_tells_passes_apart() -> None:
-    assert Joint("cuda").uuid() == Joint("cuda").uuid()
-    assert Joint("cuda").uuid() != Joint("cpu").uuid()
+    assert JointGraphPass("cuda").uuid() == JointGraphPass("cuda").uuid()
+    assert JointGraphPass("cuda").uuid() != JointGraphPass("cpu").uuid()
 
 
 def network(*, normed: bool = True) -> nn.Module:
@@ -28,21 +28,21 @@ def network(*, normed: bool = True) -> nn.Module:
 def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
     seen: list[dict[str, Any]] = []
 
-    def look(graph: Any, inputs: Any) -> Any:
-        assert normalizes(graph) == normed
-        mine, more = _rewriting(graph, "cuda", True)
-        seen.append(mine)
-        assert set(more) == ({"decompositions"} if normed else set())
+    def check_patches(graph: Any, inputs: Any) -> Any:
+        assert has_batch_norm(graph) == normed
+        patches, options = _rewriting(graph, "cuda", True)
+        seen.append(patches)
+        assert set(options) == ({"decompositions"} if normed else set())
         with inductor.patch(joint_custom_post_pass=lambda graph: None):
             assert set(_rewriting(graph, "cuda", True)[0]) == {"post_grad_custom_pre_pass"}
         return graph
 
-    torch.compile(network(normed=normed), backend=look)(X)
-    assert isinstance(seen[0].get("joint_custom_post_pass"), Joint) == normed
+    torch.compile(network(normed=normed), backend=check_patches)(X)
+    assert isinstance(seen[0].get("joint_custom_post_pass"), JointGraphPass) == normed
     assert ("realize_reads_threshold" in seen[0]) == normed
 
 
 def test_a_setting_of_the_users_own_stays() -> None:
-    assert settings() == {"realize_reads_threshold": 6}
+    assert inductor_settings() == {"realize_reads_threshold": 6}
     with inductor.patch(realize_reads_threshold=2):
-        assert settings() == {}
+        assert inductor_settings() == {}

@@ -1,6 +1,6 @@
-"""Max pooling's backward pass: by one kernel where channels come last, with the sums of torch's float32 one."""
+"""A max pool's backward pass by one kernel: sums of torch's float32 one, and what is replaced."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,73 +9,91 @@ from torch import Tensor
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.compiler.passes import joint_graph__pool as pool
+from halfstep.compiler.passes import max_pool
 from halfstep.errors import Notice
 from tests.support.triton_interpreter import inside, interpret, outside
 
-aten, prims = torch.ops.aten, torch.ops.prims
-# Shape, kernel, stride, padding, ceil_mode: overlapping, apart, with gaps between, uneven, beyond the edge.
-CASES: list[Any] = [
-    ((2, 64, 12, 12), (3, 3), (2, 2), (1, 1), False), ((1, 3, 7, 9), (2, 2), (2, 2), (0, 0), False),
-    ((2, 5, 9, 8), (3, 2), (1, 2), (1, 0), False), ((1, 8, 10, 11), (3, 3), (2, 2), (1, 1), True),
-    ((1, 130, 5, 17), (5, 3), (2, 1), (2, 1), False), ((1, 4, 8, 8), (2, 2), (3, 3), (0, 0), False),
-]  # fmt: skip
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+class Pool(NamedTuple):
+    shape: tuple[int, int, int, int]
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    ceil_mode: bool = False
+
+    def unpool_options(self) -> list[list[int]]:
+        """Kernel, stride, padding and the input's size, as torch.ops.halfstep.unpool takes them."""
+        return [list(self.kernel), list(self.stride), list(self.padding), list(self.shape[2:])]
+
+
+CASES = [
+    Pool((2, 64, 12, 12), kernel=(3, 3), stride=(2, 2), padding=(1, 1)),  # windows overlap
+    Pool((1, 3, 7, 9), kernel=(2, 2), stride=(2, 2), padding=(0, 0)),  # side by side
+    Pool((2, 5, 9, 8), kernel=(3, 2), stride=(1, 2), padding=(1, 0)),  # uneven
+    Pool((1, 8, 10, 11), kernel=(3, 3), stride=(2, 2), padding=(1, 1), ceil_mode=True),
+    Pool((1, 130, 5, 17), kernel=(5, 3), stride=(2, 1), padding=(2, 1)),  # beyond the edge
+    Pool((1, 4, 8, 8), kernel=(2, 2), stride=(3, 3), padding=(0, 0)),  # gaps between windows
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def made(case: Any, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
-    """Input, gradient and offsets, channels last."""
-    shape, kernel, stride, padding, ceil_mode = case
-    g = torch.Generator().manual_seed(0)
-    x = (
-        torch.randn(shape, generator=g)
-        .to(device, dtype)
-        .contiguous(memory_format=torch.channels_last)
-    )
+def channels_last(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    images = torch.randn(shape, generator=generator)
+    return images.contiguous(memory_format=torch.channels_last)
+
+
+def pool_tensors(case: Pool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, output gradient and offsets, channels last."""
+    generator = torch.Generator().manual_seed(0)
+    x = channels_last(*case.shape, generator=generator).to(dtype)
     out, offsets = prims._low_memory_max_pool_with_offsets(
-        x, kernel, stride, padding, (1, 1), ceil_mode
+        x, case.kernel, case.stride, case.padding, (1, 1), case.ceil_mode
     )
-    grad = (
-        torch.randn(out.shape, generator=g)
-        .to(device, dtype)
-        .contiguous(memory_format=torch.channels_last)
-    )
+    grad = channels_last(*out.shape, generator=generator).to(dtype)
     return x, grad, offsets
 
 
-def wanted(case: Any, x: Tensor, grad: Tensor) -> Tensor:
-    """torch's own, in float32, rounded once."""
-    _, kernel, stride, padding, ceil_mode = case
-    wide = x.float().requires_grad_()
-    (found,) = torch.autograd.grad(
-        F.max_pool2d(wide, kernel, stride, padding, 1, ceil_mode), wide, grad.float()
-    )
-    return found.to(x.dtype)
-
-
-def options(case: Any) -> list[list[int]]:
-    shape, kernel, stride, padding, _ = case
-    return [list(kernel), list(stride), list(padding), list(shape[2:])]
+def expected_grad(case: Pool, x: Tensor, grad: Tensor) -> Tensor:
+    """torch's own backward pass in float32, rounded once."""
+    wide_x = x.float().requires_grad_()
+    out = F.max_pool2d(wide_x, case.kernel, case.stride, case.padding, 1, case.ceil_mode)
+    (x_grad,) = torch.autograd.grad(out, wide_x, grad.float())
+    return x_grad.to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_operation(case: Any, dtype: torch.dtype) -> None:
-    x, grad, offsets = made(case, dtype)
-    got = torch.ops.halfstep.unpool(grad, offsets, *options(case))
-    assert torch.equal(got, wanted(case, x, grad))
-    assert got.stride() == x.stride()
+def test_the_operation(case: Pool, dtype: torch.dtype) -> None:
+    x, grad, offsets = pool_tensors(case, dtype)
+    x_grad = torch.ops.halfstep.unpool(grad, offsets, *case.unpool_options())
+    assert torch.equal(x_grad, expected_grad(case, x, grad))
+    assert x_grad.stride() == x.stride()
 
 
+def test_the_operation_whatever_torchs_default_dtype_is() -> None:
+    x, grad, offsets = pool_tensors(CASES[0], torch.float16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        x_grad = torch.ops.halfstep.unpool(grad, offsets, *CASES[0].unpool_options())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(x_grad, expected_grad(CASES[0], x, grad))
+
+
+# The interpreter cuts off where a bfloat16 is to be rounded.
 @inside
-@pytest.mark.parametrize(
-    "dtype", DTYPES[:2]
-)  # the interpreter cuts off where a bfloat16 is to be rounded
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_the_kernel(case: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "BLOCK", 128)  # several to a row
-    x, grad, offsets = made(case, dtype)
-    assert torch.equal(pool.unpool(grad, offsets, *options(case)), wanted(case, x, grad))
+def test_the_kernel(case: Pool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(max_pool, "BLOCK", 512)  # several to a row, where channels are many
+    monkeypatch.setattr(max_pool, "_WORKS", {})
+    x, grad, offsets = pool_tensors(case, dtype)
+    x_grad = max_pool.unpool(grad, offsets, *case.unpool_options())
+    assert torch.equal(x_grad, expected_grad(case, x, grad))
+    assert list(max_pool._WORKS.values()) == [True]  # the kernel, not what stands in for it
 
 
 @outside
@@ -83,55 +101,55 @@ def test_the_interpreted_kernel() -> None:
     interpret(__file__, len(CASES) * 2)
 
 
-def fails(*_: Any) -> None:
+def fail_to_launch(*_: Any) -> None:
     raise OSError("no space left")
 
 
 def test_without_the_kernel_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_WORKS", {})
-    monkeypatch.setattr(pool, "launch", fails)
-    x, grad, offsets = made(CASES[0], torch.float32)
+    monkeypatch.setattr(max_pool, "_WORKS", {})
+    monkeypatch.setattr(max_pool, "launch", fail_to_launch)
+    case = CASES[0]
+    x, grad, offsets = pool_tensors(case, torch.float32)
     with pytest.warns(Notice, match="more kernels: Triton failed"):
-        assert torch.equal(
-            pool.unpool(grad, offsets, *options(CASES[0])), wanted(CASES[0], x, grad)
-        )
-    assert list(pool._WORKS.values()) == [False]
+        x_grad = max_pool.unpool(grad, offsets, *case.unpool_options())
+    assert torch.equal(x_grad, expected_grad(case, x, grad))
+    assert list(max_pool._WORKS.values()) == [False]
 
 
-def backward(x: Tensor, grad: Tensor, dilation: int = 1, stride: int = 2) -> tuple[Tensor]:
-    """As torch's compiler writes it."""
-    window = [3, 3], [stride, stride], [1, 1], [dilation, dilation]
+def pool_backward(x: Tensor, grad: Tensor, dilation: int = 1) -> tuple[Tensor]:
+    """As torch's compiler writes it, for windows of 3×3 with a stride of 2."""
+    kernel, stride, padding, dilations = [3, 3], [2, 2], [1, 1], [dilation, dilation]
+    window = (kernel, stride, padding, dilations)
     _, offsets = prims._low_memory_max_pool_with_offsets(x, *window, False)
-    kernel, *rest = window
     indices = prims._low_memory_max_pool_offsets_to_indices(
-        offsets, kernel, list(x.shape[2:]), *rest
+        offsets, kernel, list(x.shape[2:]), stride, padding, dilations
     )
     return (aten.max_pool2d_with_indices_backward(grad, x, *window, False, indices),)
 
 
-def rewritten(
-    x: Tensor, grad: Tensor, device: str = "cpu", mode: Any = "fake", **window: int
+def is_replaced(
+    x: Tensor, grad: Tensor, device: str = "cpu", tracing_mode: Any = "fake", dilation: int = 1
 ) -> bool:
-    """Whether it is ours now; the result is the same."""
-    graph = make_fx(lambda x, grad: backward(x, grad, **window), tracing_mode=mode)(x, grad)
-    pool.rewrite(graph.graph, device)
-    graph.graph.lint()
-    assert torch.equal(Interpreter(graph).run(x, grad)[0], backward(x, grad, **window)[0])
-    return bool(
-        graph.graph.find_nodes(op="call_function", target=torch.ops.halfstep.unpool.default)
-    )
+    """Whether the pass puts our operation into the graph; results must be the same."""
 
+    def f(x: Tensor, grad: Tensor) -> tuple[Tensor]:
+        return pool_backward(x, grad, dilation)
 
-def last(*shape: int) -> Tensor:
-    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    module = make_fx(f, tracing_mode=tracing_mode)(x, grad)
+    max_pool.rewrite(module.graph, device)
+    module.graph.lint()
+    assert torch.equal(Interpreter(module).run(x, grad)[0], f(x, grad)[0])
+    unpool_op = torch.ops.halfstep.unpool.default
+    return bool(module.graph.find_nodes(op="call_function", target=unpool_op))
 
 
 def test_which_are_replaced() -> None:
-    x, grad = last(2, 4, 8, 8), last(2, 4, 4, 4)
-    assert rewritten(x, grad)
-    assert not rewritten(x, grad, "cuda")
-    assert not rewritten(x, grad, mode="symbolic")
-    assert not rewritten(x.double(), grad.double())
-    assert not rewritten(x.contiguous(), grad.contiguous())
-    assert not rewritten(x, grad.contiguous())
-    assert not rewritten(x, last(2, 4, 3, 3), dilation=2)
+    x = channels_last(2, 4, 8, 8)
+    grad = channels_last(2, 4, 4, 4)
+    assert is_replaced(x, grad)
+    assert not is_replaced(x, grad, device="cuda")
+    assert not is_replaced(x, grad, tracing_mode="symbolic")
+    assert not is_replaced(x.double(), grad.double())
+    assert not is_replaced(x.contiguous(), grad.contiguous())
+    assert not is_replaced(x, grad.contiguous())
+    assert not is_replaced(x, channels_last(2, 4, 3, 3), dilation=2)

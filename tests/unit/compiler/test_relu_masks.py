@@ -1,4 +1,4 @@
-"""A ReLU's mask from a norm's input, sums of branches written once: which ones, the same bits, what is left alone."""
+"""A ReLU's mask from a norm's input, sums of branches stored once: which ones, same bits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,54 +13,60 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.compiler.backend import generate
-from halfstep.compiler.passes import joint_graph__masks as masks
+from halfstep.compiler.passes import relu_masks
 
 aten = torch.ops.aten
-X, G = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
+X = torch.randn(4, 3, 5, 5)
+G = torch.randn(4, 3, 5, 5)
 SPECIAL = torch.tensor(
     [float("nan"), 0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-45, 2.0, -2.0]
 )
 
 
 def norm(x: Tensor) -> Tensor:
-    """A batch norm as torch's compiler writes it, in bfloat16 around."""
+    """A batch norm as torch's compiler writes it, with casts around it."""
     wide = torch.ops.prims.convert_element_type(x, torch.float32)
     var, mean = aten.var_mean.correction(wide, [0, 2, 3], correction=0, keepdim=True)
     return torch.ops.prims.convert_element_type((wide - mean) * torch.rsqrt(var + 1e-5), x.dtype)
 
 
-def backward(out: Tensor, grad: Tensor) -> Tensor:
+def relu_backward(out: Tensor, grad: Tensor) -> Tensor:
     """A ReLU's backward pass as torch's compiler writes it."""
     return aten.where.self(aten.le.Scalar(out, 0), torch.zeros((), dtype=grad.dtype), grad)
 
 
-def rewritten(f: Callable[..., Any], *inputs: Tensor, device: str = "cpu") -> tuple[list[str], int]:
-    """What each mask is taken of, and how many results are to be written; bits as without the pass."""
-    graph: GraphModule = make_fx(f, tracing_mode="fake")(*inputs)
-    masks.rewrite(graph.graph, device)
-    graph.graph.lint()
-    for a, b in zip(Interpreter(graph).run(*inputs), f(*inputs), strict=True):
-        assert torch.equal(a, b)
-    sources = [
-        str(node.args[0].target)
-        for node in graph.graph.find_nodes(op="call_function", target=aten.le.Scalar)
-    ]
-    written = [node for node in graph.graph.nodes if node.meta.get("inductor_realize_to_strides")]
-    assert all(node.target is aten.where.self for node in written)
-    return sources, len(written)
+def is_stored(node: Any) -> bool:
+    return bool(node.meta.get("inductor_realize_to_strides"))
 
 
-CAST, RELU = "prims.convert_element_type.default", "aten.relu.default"
+def after_pass(
+    f: Callable[..., Any], *inputs: Tensor, device: str = "cpu"
+) -> tuple[list[str], int]:
+    """What each mask is taken of, and how many results are stored; bits as without the pass."""
+    module: GraphModule = make_fx(f, tracing_mode="fake")(*inputs)
+    relu_masks.rewrite(module.graph, device)
+    module.graph.lint()
+    for result, expected in zip(Interpreter(module).run(*inputs), f(*inputs), strict=True):
+        assert torch.equal(result, expected)
+    masks = module.graph.find_nodes(op="call_function", target=aten.le.Scalar)
+    sources = [str(mask.args[0].target) for mask in masks]
+    stored = [node for node in module.graph.nodes if is_stored(node)]
+    assert all(node.target is aten.where.self for node in stored)
+    return sources, len(stored)
+
+
+CAST = "prims.convert_element_type.default"
+RELU = "aten.relu.default"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mask_behind_a_norm_is_that_of_what_went_in(dtype: torch.dtype) -> None:
     def f(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
         out = torch.relu(norm(x))
-        return out, backward(out, g)
+        return out, relu_backward(out, g)
 
-    assert rewritten(f, X.to(dtype), G.to(dtype)) == ([CAST], 0)
-    assert rewritten(f, X.to(dtype), G.to(dtype), device="cuda") == ([RELU], 0)
+    assert after_pass(f, X.to(dtype), G.to(dtype)) == ([CAST], 0)
+    assert after_pass(f, X.to(dtype), G.to(dtype), device="cuda") == ([RELU], 0)
 
 
 def test_relu_and_its_input_have_one_mask() -> None:
@@ -69,60 +75,64 @@ def test_relu_and_its_input_have_one_mask() -> None:
         assert torch.equal(torch.relu(x) <= 0, x <= 0)
 
 
-def plain(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def without_norm(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """No norm: the input is not read otherwise."""
     out = torch.relu(x * 2)
-    return out, backward(out, g)
+    return out, relu_backward(out, g)
 
 
-def branches(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def of_two_branches(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Two tensors would have to be read for it."""
     out = torch.relu(norm(x) + g)
-    return out, backward(out, g)
+    return out, relu_backward(out, g)
 
 
-def both(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def of_two_norms(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Two again, and both come from a norm."""
     out = torch.relu(norm(x) + norm(g))
-    return out, backward(out, g)
+    return out, relu_backward(out, g)
 
 
-def behind(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def of_a_nonlinear_map(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """A norm, then something that is no affine map."""
     out = torch.relu(torch.sin(norm(x)))
-    return out, backward(out, g)
+    return out, relu_backward(out, g)
 
 
-def threshold(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Another limit: relu(x) <= 1 where x <= 1, but it is no ReLU's mask."""
+def at_another_limit(x: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """relu(x) <= 1 where x <= 1, but it is no ReLU's mask."""
     out = torch.relu(norm(x))
     return out, aten.where.self(aten.le.Scalar(out, 1), torch.zeros(()), g)
 
 
-@pytest.mark.parametrize("f", [plain, branches, both, behind, threshold])
+@pytest.mark.parametrize(
+    "f", [without_norm, of_two_branches, of_two_norms, of_a_nonlinear_map, at_another_limit]
+)
 def test_masks_that_stay(f: Callable[..., Any]) -> None:
-    assert rewritten(f, X, G) == ([RELU], 0)
+    assert after_pass(f, X, G) == ([RELU], 0)
 
 
-def summed(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-    masked = backward(torch.relu(x), g + h)
+def used_twice(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    masked = relu_backward(torch.relu(x), g + h)
     return masked.sum((0, 2, 3)), masked * 2
 
 
-def once(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-    return (backward(torch.relu(x), g + h) * 2,)
+def used_once(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    return (relu_backward(torch.relu(x), g + h) * 2,)
 
 
-def single(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-    masked = backward(torch.relu(x), g + h[:1, :, :1, :1])
+def one_branch_is_small(x: Tensor, g: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    masked = relu_backward(torch.relu(x), g + h[:1, :, :1, :1])
     return masked.sum((0, 2, 3)), masked * 2
 
 
-@pytest.mark.parametrize(("f", "expected"), [(summed, 1), (once, 0), (single, 0)])
+@pytest.mark.parametrize(
+    ("f", "stored_count"), [(used_twice, 1), (used_once, 0), (one_branch_is_small, 0)]
+)
 def test_a_sum_of_two_branches_that_is_used_twice_is_written(
-    f: Callable[..., Any], expected: int
+    f: Callable[..., Any], stored_count: int
 ) -> None:
-    assert rewritten(f, X, G, torch.randn_like(X)) == ([RELU], expected)
+    assert after_pass(f, X, G, torch.randn_like(X)) == ([RELU], stored_count)
 
 
 class Block(nn.Module):
@@ -145,33 +155,38 @@ class Block(nn.Module):
 def test_generated_code_has_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real compiler, with the CPU as the device: the pass reaches the graph of both, masks and sums are found."""
-    found: list[tuple[int, int]] = []
-    rewrite = masks.rewrite
+    """The real compiler, with the CPU as the device.
 
-    def spied(graph: Any, device: str) -> None:
+    The pass reaches the graph of both, and rewrites masks and sums.
+    """
+    rewrites: list[tuple[int, int]] = []
+    rewrite = relu_masks.rewrite
+
+    def counting_rewrite(graph: Any, device: str) -> None:
         rewrite(graph, device)
-        found_masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
-        written = sum(bool(node.meta.get("inductor_realize_to_strides")) for node in graph.nodes)
-        found.append(
-            (sum(node.args[0].target is not aten.relu.default for node in found_masks), written)
-        )
+        masks = graph.find_nodes(op="call_function", target=aten.le.Scalar)
+        moved = sum(mask.args[0].target is not aten.relu.default for mask in masks)
+        stored = sum(is_stored(node) for node in graph.nodes)
+        rewrites.append((moved, stored))
 
-    monkeypatch.setattr(masks, "rewrite", spied)
+    monkeypatch.setattr(relu_masks, "rewrite", counting_rewrite)
 
     def run(chip: str | None) -> list[Tensor]:
+        """Loss and gradients."""
         torch.manual_seed(0)
         net = Block().to(dtype)
         compiled = torch.compile(
-            lambda x: net(x).float().square().mean(), dynamic=False,
+            lambda x: net(x).float().square().mean(),
+            dynamic=False,
             backend=partial(generate, low=dtype != torch.float32, chip=chip),
-        )  # fmt: skip
+        )
         value = compiled(X.to(dtype))
         value.backward()
         return [value.detach(), *[p.grad for p in net.parameters() if p.grad is not None]]
 
     with fresh_cache():  # a program from torch's cache is not rewritten again
-        before, after = run(None), run("cpu")
+        before = run(None)
+        after = run("cpu")
     assert len(after) == 13
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert found == [(2, 1)]
+    assert rewrites == [(2, 1)]

@@ -1,4 +1,4 @@
-"""Folders and functions of the user's, read one way by `data check`, `train` and `compare`, or refused with advice."""
+"""Data of the user's: `data check`, `train` and `compare` read it the same way or refuse it."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import halfstep as hs
-from halfstep.cli.main__app import app
+from halfstep.cli.main import app
 from halfstep.compare import Settings
-from halfstep.data.download.find__look import SAMPLE
+from halfstep.data.download.find import SAMPLE
 from halfstep.data.readers import split_folder as layout
-from halfstep.experiment import build as recipe
-from halfstep.experiment.datasets import material
-from tests.support.user_module import work_beside
+from halfstep.experiment.build import build_network, check_one_batch
+from halfstep.experiment.datasets import load_train_test_data
+from tests.support.user_module import write_user_module
 
-MINE = """
+USER_MODULE = """
 import halfstep as hs
 
 def part(train, change):
@@ -38,146 +38,154 @@ def many():
 
 
 @pytest.fixture(autouse=True)
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work_beside(MINE, tmp_path, monkeypatch)
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_user_module(USER_MODULE, tmp_path, monkeypatch)
 
 
-def photos(root: str, *folders: str, size: tuple[int, int] = (8, 6)) -> str:
+def write_images(root: str, *folders: str, size: tuple[int, int] = (8, 6)) -> str:
+    """Writes one image into each of the folders below `root`. Returns `root`."""
     for i, name in enumerate(folders):
-        place = Path(root, name)
-        place.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", size, (40 * i, 0, 51)).save(place / f"{size[0]}.png")
+        folder = Path(root, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (40 * i, 0, 51)).save(folder / f"{size[0]}.png")
     return root
 
 
-def refused(name: str) -> str:
+def refusal_of(name: str) -> str:
+    """The error of a run with this data."""
     with pytest.raises(ValueError, match=r"^data: ") as error:
-        material(Settings(data=name))
+        load_train_test_data(Settings(data=name))
     return str(error.value)
 
 
-def checked(name: str) -> Any:
-    told = CliRunner().invoke(app, ["data", "check", name, "--json"], catch_exceptions=False)
-    return json.loads(told.stdout)
+def data_check(name: str) -> Any:
+    """What `halfstep data check NAME --json` prints."""
+    command = ["data", "check", name, "--json"]
+    return json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)
 
 
-# folders
+# Folders
 
 
-@pytest.mark.parametrize("other", ["test", "val", "valid"])
-def test_split_images_are_read_by_both(other: str) -> None:
-    name = photos("p", "train/cat", "train/dog", f"{other}/cat", f"{other}/dog")
-    found = checked(name)
-    assert [part["name"] for part in found["parts"]] == ["train", other]
-    assert found["notes"] == []
-    given = material(Settings(data=name))
-    assert (given.train.size, given.test.size, given.classes, given.shape) == (2, 2, 2, (3, 6, 8))
+@pytest.mark.parametrize("test_part", ["test", "val", "valid"])
+def test_split_images_are_read_by_both(test_part: str) -> None:
+    name = write_images("p", "train/cat", "train/dog", f"{test_part}/cat", f"{test_part}/dog")
+    shown = data_check(name)
+    assert [part["name"] for part in shown["parts"]] == ["train", test_part]
+    assert shown["notes"] == []
+    data = load_train_test_data(Settings(data=name))
+    assert (data.train.size, data.test.size) == (2, 2)
+    assert data.classes == 2
+    assert data.shape == (3, 6, 8)
 
 
 def test_files_of_known_sets_are_read_by_both() -> None:
-    found = checked(str(SAMPLE))
-    given = material(Settings(data=str(SAMPLE)))
-    assert (
-        [part["samples"] for part in found["parts"]]
-        == [given.train.size, given.test.size]
-        == [11_000, 2_000]
-    )
+    shown = data_check(str(SAMPLE))
+    data = load_train_test_data(Settings(data=str(SAMPLE)))
+    assert [data.train.size, data.test.size] == [11_000, 2_000]
+    assert [part["samples"] for part in shown["parts"]] == [11_000, 2_000]
 
 
-def test_classes_alone_can_be_looked_at_and_both_say_how_to_split_them() -> None:
-    name = photos("p", "cat", "dog")
-    [note] = checked(name)["notes"]
+def test_classes_without_a_split_can_be_checked_and_both_say_how_to_split_them() -> None:
+    name = write_images("p", "cat", "dog")
+    [note] = data_check(name)["notes"]
     assert note.endswith("move its classes below p/train and p/test")
-    assert refused(name).endswith("Move those of its classes below p/train and p/test.")
+    assert refusal_of(name).endswith("Move those of its classes below p/train and p/test.")
     for part in ("train", "test"):  # the advice, followed
-        photos(f"p/{part}", "cat", "dog")
-    assert material(Settings(data=name)).classes == 2
+        write_images(f"p/{part}", "cat", "dog")
+    assert load_train_test_data(Settings(data=name)).classes == 2
 
 
 @pytest.mark.parametrize(
-    ("folders", "said"),
+    ("folders", "message"),
     [
         (["train/cat"], "p has train/ and no test/"),
         (["test/cat"], "p has test/ and no train/"),
         ([], "holds none of"),
     ],
 )
-def test_what_a_folder_lacks_is_told_alike(folders: list[str], said: str) -> None:
+def test_both_say_what_a_folder_lacks(folders: list[str], message: str) -> None:
     Path("p").mkdir()
-    photos("p", *folders)
-    assert said in refused("p")
-    with pytest.raises(ValueError, match=said):
-        checked("p")
+    write_images("p", *folders)
+    assert message in refusal_of("p")
+    with pytest.raises(ValueError, match=message):
+        data_check("p")
 
 
-def test_classes_that_differ_would_be_other_labels() -> None:
+def test_classes_that_differ_between_parts_are_refused() -> None:
     """bird and cat in test are 0 and 1; cat and dog in train are 0 and 1 as well."""
-    name = photos("p", "train/cat", "train/dog", "test/bird", "test/cat")
-    said = "p: expected the same classes in train and test, found train/dog, test/bird in one only"
-    assert refused(name) == f"data: {said}"
-    assert checked(name)["parts"][1]["damage"] == [said]
+    name = write_images("p", "train/cat", "train/dog", "test/bird", "test/cat")
+    message = (
+        "p: expected the same classes in train and test, found train/dog, test/bird in one only"
+    )
+    assert refusal_of(name) == f"data: {message}"
+    assert data_check(name)["parts"][1]["damage"] == [message]
 
 
-def test_several_sizes_are_noted_and_refused_as_the_datas_fault() -> None:
-    name = photos("p", "train/cat", "test/cat")
-    photos(name, "train/cat", size=(9, 6))
-    assert checked(name)["notes"] == ["images of different sizes: halfstep train and compare take one size. "
-                                      "Resize the files first."]  # fmt: skip
+def test_several_image_sizes_are_noted_and_refused_as_a_fault_of_the_data() -> None:
+    name = write_images("p", "train/cat", "test/cat")
+    write_images(name, "train/cat", size=(9, 6))
+    assert data_check(name)["notes"] == [
+        "images of different sizes: halfstep train and compare take one size. "
+        "Resize the files first."
+    ]
     settings = Settings(data=name)
-    with pytest.raises(
-        ValueError, match=r"^data: p: column 'image': expected samples of one shape"
-    ):
-        recipe.check(settings, material(settings))
+    data = load_train_test_data(settings)
+    message = r"^data: p: column 'image': expected samples of one shape"
+    with pytest.raises(ValueError, match=message):
+        check_one_batch(settings, data)
 
 
-def test_the_words_of_the_help_are_what_is_read() -> None:
-    shown = " ".join(CliRunner().invoke(app, ["data", "check", "--help"]).output.split())
-    assert layout.READ in shown
+def test_the_help_says_what_is_read() -> None:
+    shown = CliRunner().invoke(app, ["data", "check", "--help"]).output
+    assert layout.READABLE_FOLDERS in " ".join(shown.split())
 
 
-# functions
+# Functions
 
 
 @pytest.mark.parametrize("name", ["gray", "dataset"])
-def test_gray_images_get_their_channel_and_a_notice(name: str) -> None:
-    said = f"data: mine:{name} gives images of 28 × 28 without channels: taken as gray, 1 × 28 × 28"
-    with pytest.warns(hs.Notice, match=said):
-        given = material(Settings(data=f"mine:{name}"))
-    first = next(iter(given.train.batch(40)))[0]
-    assert torch.equal(first, hs.data.sample()[0][:40, None].float() * torch.tensor(1 / 255))
-    assert given.shape == (1, 28, 28)
+def test_gray_images_get_a_channel_and_a_notice(name: str) -> None:
+    message = (
+        f"data: mine:{name} gives images of 28 × 28 without channels: taken as gray, 1 × 28 × 28"
+    )
+    with pytest.warns(hs.Notice, match=message):
+        data = load_train_test_data(Settings(data=f"mine:{name}"))
+    inputs = next(iter(data.train.batch(40)))[0]
+    images = hs.data.sample()[0][:40, None]
+    assert torch.equal(inputs, images.float() * torch.tensor(1 / 255))
+    assert data.shape == (1, 28, 28)
 
 
 @pytest.mark.filterwarnings("ignore::halfstep.Notice")
 @pytest.mark.parametrize("net", ["mlp", "lenet5", "resnet18"])
-def test_every_network_takes_them(net: str) -> None:
+def test_every_network_takes_gray_images(net: str) -> None:
     settings = Settings(data="mine:gray", net=net)
-    recipe.check(settings, material(settings))
+    check_one_batch(settings, load_train_test_data(settings))
 
 
-def test_bytes_that_are_no_images_are_refused_with_the_line_to_write() -> None:
-    assert refused("mine:flat").endswith("got uint8 [784] from mine:flat. Return x / 255, or the images before they "
-                                         "were flattened.")  # fmt: skip
+def test_uint8_that_is_no_image_is_refused_with_advice() -> None:
+    assert refusal_of("mine:flat").endswith(
+        "got uint8 [784] from mine:flat. Return x / 255, or the images before they were flattened."
+    )
 
 
 def test_floats_without_a_channel_are_refused_where_one_is_needed() -> None:
     settings = Settings(data="mine:floats", net="resnet18")
-    with pytest.raises(
-        ValueError,
-        match=r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]",
-    ):
-        recipe.check(settings, material(settings))
+    data = load_train_test_data(settings)
+    message = r"Give the images of mine:floats their channel: x\[:, None\] is \[N, 1, 28, 28\]"
+    with pytest.raises(ValueError, match=message):
+        check_one_batch(settings, data)
     settings = Settings(data="mine:floats")
-    recipe.check(settings, material(settings))  # an MLP flattens
+    check_one_batch(settings, load_train_test_data(settings))  # an MLP flattens
 
 
 def test_classes_are_counted_by_the_labels() -> None:
     settings = Settings(data="mine:many")
-    given = material(settings)
-    train = hs.data.sample()[1][:40] + 13
-    assert given.classes == int(train.max()) + 1
-    assert recipe.network(settings, given, 0)(torch.zeros(1, 1, 28, 28)).shape == (1, given.classes)
-    assert (
-        material(Settings(data="mine:channels")).classes
-        == int(np.max(hs.data.sample()[1][:40].numpy())) + 1
-    )
+    data = load_train_test_data(settings)
+    labels = hs.data.sample()[1][:40]
+    assert data.classes == int((labels + 13).max()) + 1
+    outputs = build_network(settings, data, 0)(torch.zeros(1, 1, 28, 28))
+    assert outputs.shape == (1, data.classes)
+    classes = load_train_test_data(Settings(data="mine:channels")).classes
+    assert classes == int(np.max(labels.numpy())) + 1

@@ -14,8 +14,9 @@ from torch.optim.optimizer import (
 )
 
 import halfstep as hs
-from halfstep.kernels import foreach as pieces
-from halfstep.kernels import foreach__spread as spread
+from halfstep.kernels import foreach
+from halfstep.kernels.foreach import fused_step_in_pieces
+from halfstep.utils.tensor_pieces import MIN_PIECE, piece_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,7 +40,8 @@ CASES: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     ),
     "decoupled": (Adam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
 }
-SIZES = [
+# Shapes of the parameters. The third is channels last.
+SHAPES = [
     (150, 101),
     (7,),
     (8, 3, 30, 30),
@@ -48,15 +50,15 @@ SIZES = [
     (4096,),
     (4097,),
     (13, 5),
-]  # the third: channels last
+]
 
 
-def make(
+def make_optimizer(
     case: str, dtype: torch.dtype = torch.float32, *, tensor_lr: bool = False
 ) -> tuple[Optimizer, list[Tensor]]:
     """Two groups, the last parameter frozen; every other one has state."""
     torch.manual_seed(1)
-    params = [nn.Parameter(torch.randn(size, dtype=dtype, device=DEVICE)) for size in SIZES]
+    params = [nn.Parameter(torch.randn(size, dtype=dtype, device=DEVICE)) for size in SHAPES]
     params[2].data = params[2].data.to(memory_format=torch.channels_last)
     params[-1].requires_grad_(False)
     kind, settings = CASES[case]
@@ -66,27 +68,29 @@ def make(
         for group in optimizer.param_groups:
             wide = torch.float64 if DEVICE == "cpu" else torch.float32
             group["lr"] = torch.tensor(group["lr"], dtype=wide, device=DEVICE)
-    fill(params, 0)
+    fill_grads(params, 0)
     optimizer.step()
     return optimizer, params
 
 
-def fill(params: list[Tensor], seed: int) -> None:
+def fill_grads(params: list[Tensor], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     for p in params[:-1]:
         values = torch.randn(p.shape, generator=g).to(DEVICE, p.dtype)
         p.grad = torch.empty_like(p).copy_(values)
 
 
-def contents(optimizer: Optimizer, params: list[Tensor]) -> Iterator[Tensor]:
+def all_tensors(optimizer: Optimizer, params: list[Tensor]) -> Iterator[Tensor]:
     for p in params:
         yield p.detach()
         yield from (v for v in optimizer.state.get(p, {}).values() if v is not None)
         yield from (p.grad,) if p.grad is not None else ()
 
 
-def plainly(optimizer: Any, found: Tensor) -> None:
-    optimizer.grad_scale, optimizer.found_inf = None, found
+def step_by_torch(optimizer: Any, found_inf: Tensor) -> None:
+    """optimizer.step() with GradScaler's protocol."""
+    optimizer.grad_scale = None
+    optimizer.found_inf = found_inf
     optimizer.step()
     del optimizer.grad_scale, optimizer.found_inf
 
@@ -103,46 +107,60 @@ def test_the_bits_of_step(case: str, dtype: torch.dtype, tensor_lr: bool) -> Non
 
 
 def compare(case: str, dtype: torch.dtype, *, tensor_lr: bool) -> None:
-    (one, mine), (two, theirs) = (make(case, dtype, tensor_lr=tensor_lr) for _ in range(2))
-    for seed, found in enumerate([0.0, 1.0, 0.0, 0.0], start=1):
-        fill(mine, seed)
-        fill(theirs, seed)
-        before = [t.clone() for t in contents(one, mine)]
-        assert spread.step(one, flag(found))
-        plainly(two, flag(found))
-        now = list(contents(one, mine))
-        for a, b in zip(now, contents(two, theirs), strict=True):
+    our_optimizer, our_params = make_optimizer(case, dtype, tensor_lr=tensor_lr)
+    torch_optimizer, torch_params = make_optimizer(case, dtype, tensor_lr=tensor_lr)
+    for seed, found_inf in enumerate([0.0, 1.0, 0.0, 0.0], start=1):
+        fill_grads(our_params, seed)
+        fill_grads(torch_params, seed)
+        before = [t.clone() for t in all_tensors(our_optimizer, our_params)]
+        assert fused_step_in_pieces(our_optimizer, flag(found_inf))
+        step_by_torch(torch_optimizer, flag(found_inf))
+
+        after = list(all_tensors(our_optimizer, our_params))
+        for a, b in zip(after, all_tensors(torch_optimizer, torch_params), strict=True):
             assert torch.equal(a, b), (seed, a.shape)
             assert a.stride() == b.stride()
-        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True)) is bool(found)
+        is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert is_unchanged is bool(found_inf)
 
 
 def test_pieces_are_many_and_launches_are_not() -> None:
-    """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5; its two large tensors whole make 11 blocks."""
+    """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5.
+
+    Its two large tensors, not split, make 11 blocks.
+    """
     mlp = [512 * 784, 512, 512 * 512, 512, 512 * 10, 10]
-    for lists, room in ((2, 64), (3, 48), (4, 36), (5, 30)):
-        size = pieces.length(mlp, lists)
-        count = sum(-(-n // size) for n in mlp)
-        assert (
-            size % 4 == 0
-        )  # torch's kernels read four at a time where a piece begins at a multiple of four
-        assert count <= room
-        assert size == pieces.PIECE or sum(-(-n // (size - pieces.PIECE)) for n in mlp) > room
-        assert count > 2 * 11
-    assert pieces.length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
-    assert pieces.length([10], 2) == pieces.PIECE
+
+    def count_pieces(length: int) -> int:
+        return sum(-(-size // length) for size in mlp)
+
+    for list_count, per_launch in ((2, 64), (3, 48), (4, 36), (5, 30)):
+        length = piece_length(mlp, list_count)
+        # torch's kernels read four elements at a time where a piece begins at a multiple of four.
+        assert length % 4 == 0
+        assert 2 * 11 < count_pieces(length) <= per_launch
+        is_shortest = length == MIN_PIECE
+        assert is_shortest or count_pieces(length - MIN_PIECE) > per_launch
+    assert piece_length([1 << 22] * 64, 2) == 1 << 22  # nothing gained: whole tensors
+    assert piece_length([10], 2) == MIN_PIECE
 
 
 def test_pieces_reach_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    piece_counts: list[int] = []
     kernel = torch._fused_sgd_
-    monkeypatch.setattr(
-        torch, "_fused_sgd_", lambda *a, **k: (seen.append(len(a[0])), kernel(*a, **k))[1]
-    )
-    optimizer, _ = make("momentum")
-    seen.clear()
-    assert spread.step(optimizer, flag(0.0))
-    assert seen == [4 + 1 + 6, 1 + 1 + 1 + 2]  # 15150, 7 and 21600 elements; 1, 0, 4096 and 4097
+
+    def counting_kernel(params: list[Tensor], *args: Any, **options: Any) -> None:
+        piece_counts.append(len(params))
+        kernel(params, *args, **options)
+
+    monkeypatch.setattr(torch, "_fused_sgd_", counting_kernel)
+    optimizer, _ = make_optimizer("momentum")
+    piece_counts.clear()
+    assert fused_step_in_pieces(optimizer, flag(0.0))
+    assert piece_counts == [
+        4 + 1 + 6,
+        1 + 1 + 1 + 2,
+    ]  # 15150, 7 and 21600 elements; 1, 0, 4096 and 4097
 
 
 def refusals() -> Iterator[tuple[str, Callable[[Any, list[Any]], Any]]]:
@@ -177,36 +195,36 @@ def refusals() -> Iterator[tuple[str, Callable[[Any, list[Any]], Any]]]:
 
 @pytest.mark.parametrize(("name", "spoil"), [pytest.param(n, f, id=n) for n, f in refusals()])
 def test_refused(name: str, spoil: Callable[[Any, list[Any]], Any]) -> None:
-    optimizer, params = make("adam")
-    made = spoil(optimizer, params)
-    before = [t.to_dense().clone() for t in contents(optimizer, params) if not t.is_meta]
+    optimizer, params = make_optimizer("adam")
+    handle = spoil(optimizer, params)
+    before = [t.to_dense().clone() for t in all_tensors(optimizer, params) if not t.is_meta]
     try:
-        assert not spread.step(optimizer, flag(0.0))
+        assert not fused_step_in_pieces(optimizer, flag(0.0))
     finally:
         if "hook" in name:
-            made.remove()
-    after = [t.to_dense() for t in contents(optimizer, params) if not t.is_meta]
+            handle.remove()
+    after = [t.to_dense() for t in all_tensors(optimizer, params) if not t.is_meta]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert spread.step(optimizer, flag(0.0)) is ("hook" in name)
+    assert fused_step_in_pieces(optimizer, flag(0.0)) is ("hook" in name)
 
 
 def test_a_subclass_is_left_alone() -> None:
-    class Mine(SGD):
+    class OwnSGD(SGD):
         pass
 
     p = nn.Parameter(torch.ones(3, device=DEVICE))
     p.grad = torch.ones_like(p)
-    assert not spread.step(Mine([p], fused=True), flag(0.0))
-    assert spread.step(SGD([p], fused=True), flag(0.0))
+    assert not fused_step_in_pieces(OwnSGD([p], fused=True), flag(0.0))
+    assert fused_step_in_pieces(SGD([p], fused=True), flag(0.0))
 
 
 def test_large_networks_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer, params = make("sgd")
+    optimizer, params = make_optimizer("sgd")
     total = sum(p.numel() for p in params[:-1])
-    monkeypatch.setattr(spread, "MOST", total - 1)
-    assert not spread.step(optimizer, flag(0.0))
-    monkeypatch.setattr(spread, "MOST", total)
-    assert spread.step(optimizer, flag(0.0))
+    monkeypatch.setattr(foreach, "MAX_ELEMENTS", total - 1)
+    assert not fused_step_in_pieces(optimizer, flag(0.0))
+    monkeypatch.setattr(foreach, "MAX_ELEMENTS", total)
+    assert fused_step_in_pieces(optimizer, flag(0.0))
 
 
 def test_a_scheduler_sees_its_step() -> None:
@@ -215,32 +233,34 @@ def test_a_scheduler_sees_its_step() -> None:
     p.grad = torch.ones_like(p)
     optimizer = SGD([p], lr=1.0, fused=True)
     scheduler = StepLR(optimizer, 1)
-    assert spread.step(optimizer, flag(0.0))
+    assert fused_step_in_pieces(optimizer, flag(0.0))
     scheduler.step()
     optimizer.step = lambda: None  # type: ignore[method-assign]
-    assert not spread.step(optimizer, flag(0.0))
+    assert not fused_step_in_pieces(optimizer, flag(0.0))
 
 
 def test_a_step_that_is_spread_equals_one_that_is_not() -> None:
     """Through a whole TrainStep, overflow included; the gradients are gone afterwards."""
-    one, two = (train(spread=on) for on in (True, False))
+    in_pieces = make_step(step_in_pieces=True)
+    whole = make_step(step_in_pieces=False)
     for i in range(5):
         x = torch.randn(8, 100, generator=torch.Generator().manual_seed(i)).to(DEVICE)
         x[0, 0] = torch.inf if i == 2 else 0.0
-        for step in (one, two):
+        for step in (in_pieces, whole):
             step(x, torch.zeros(8, 90, device=DEVICE))
-    assert int(one.state.skips) == int(two.state.skips) == 1
-    a, b = one.fingerprints(), two.fingerprints()
-    assert [k for k in a if a[k].item() != b[k].item()] == []
-    assert all(p.grad is None for p in one.params)
-    assert not hasattr(one.optimizer, "found_inf")
+    assert int(in_pieces.state.skips) == int(whole.state.skips) == 1
+    a = in_pieces.fingerprints()
+    b = whole.fingerprints()
+    assert [name for name in a if a[name].item() != b[name].item()] == []
+    assert all(p.grad is None for p in in_pieces.params)
+    assert not hasattr(in_pieces.optimizer, "found_inf")
 
 
-def train(*, spread: bool) -> Any:
+def make_step(*, step_in_pieces: bool) -> Any:
     torch.manual_seed(0)
     net = nn.Linear(100, 90).to(DEVICE)
     step = hs.TrainStep(
         net, nn.MSELoss(), AdamW(net.parameters(), fused=True), decide="device", nonfinite="skip"
     )
-    step.update.commit.step_in_pieces = spread
+    step.update.commit.step_in_pieces = step_in_pieces
     return step

@@ -18,7 +18,7 @@ def test_a_kernel_that_ran_before_and_fails_now_is_an_error() -> None:
 
 
 def test_two_threads_whose_first_compilations_both_fail() -> None:
-    """The other one has written its failure down by the time that this one fails: neither raises."""
+    """The other one has noted its failure by the time that this one fails: neither raises."""
     works: dict[str, bool] = {}
 
     def fails() -> None:

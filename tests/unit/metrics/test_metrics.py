@@ -1,4 +1,4 @@
-"""Metrics against numpy, torchmetrics and counts by hand; their counters stay in place and never wait."""
+"""Metrics against numpy, torchmetrics and counts by hand; counters stay in place, never wait."""
 
 import math
 from collections.abc import Callable
@@ -15,36 +15,44 @@ import halfstep as hs
 from halfstep.metrics import Accuracy, Average, Loss, Metrics, as_metric
 from halfstep.metrics.counters import logits_of
 
-C = 6
+CLASSES = 6
 
 
-def batch(*shape: int, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
+def random_batch(*shape: int, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
     """Scores with many ties: six values for six classes."""
-    scores = torch.randint(C, (shape[0], C, *shape[1:])).float()
-    return scores, torch.where(torch.rand(shape) < ignored, -100, torch.randint(C, shape))
+    scores = torch.randint(CLASSES, (shape[0], CLASSES, *shape[1:])).float()
+    is_ignored = torch.rand(shape) < ignored
+    return scores, torch.where(is_ignored, -100, torch.randint(CLASSES, shape))
 
 
-def counted(scores: Tensor, labels: Tensor, top: int) -> tuple[int, int]:
-    """Sorts every row by (score, class) and looks the label up, one by one."""
-    rows, hits, count = np.moveaxis(scores.numpy(), 1, -1).reshape(-1, scores.shape[1]), 0, 0
+def count_by_sorting(scores: Tensor, labels: Tensor, top: int) -> tuple[int, int]:
+    """Correct labels and all labels: every row is sorted by (score, class), one by one."""
+    rows = np.moveaxis(scores.numpy(), 1, -1).reshape(-1, scores.shape[1])
+    correct = 0
+    count = 0
     for row, label in zip(rows, labels.numpy().ravel(), strict=True):
+        if label == -100:
+            continue
         order = sorted(range(len(row)), key=lambda c: (-row[c], c))
-        hits += label != -100 and label in order[:top]
-        count += label != -100
-    return int(hits), int(count)
+        correct += label in order[:top]
+        count += 1
+    return correct, count
 
 
 @pytest.mark.parametrize("top", [1, 2, 5, 6])
 @pytest.mark.parametrize("shape", [(40,), (8, 5), (3, 4, 5)], ids=str)
 def test_accuracy_counts_what_a_sort_finds_ties_included(shape: tuple[int, ...], top: int) -> None:
-    metric, hits, count = Accuracy(top), 0, 0
+    metric = Accuracy(top)
+    correct = 0
+    count = 0
     for _ in range(3):
-        scores, labels = batch(*shape)
+        scores, labels = random_batch(*shape)
         metric.update(scores, labels)
-        more = counted(scores, labels, top)
-        hits, count = hits + more[0], count + more[1]
-    assert (int(metric.total), int(metric.count)) == (hits, count)
-    assert metric.compute().item() == hits / count
+        batch_correct, batch_count = count_by_sorting(scores, labels, top)
+        correct += batch_correct
+        count += batch_count
+    assert (int(metric.total), int(metric.count)) == (correct, count)
+    assert metric.compute().item() == correct / count
     assert metric.compute().dtype == torch.float64
     assert metric.total.dtype == metric.count.dtype == torch.int64
 
@@ -59,10 +67,11 @@ def test_a_short_last_batch_weighs_by_its_rows() -> None:
 @pytest.mark.parametrize("top", [1, 3])
 def test_accuracy_is_torchmetrics_accuracy(top: int) -> None:
     tm = pytest.importorskip("torchmetrics.classification")
-    theirs = tm.MulticlassAccuracy(C, top_k=top, average="micro", ignore_index=-100)
+    theirs = tm.MulticlassAccuracy(CLASSES, top_k=top, average="micro", ignore_index=-100)
     metric = Accuracy(top)
     for n in (30, 7):
-        scores, labels = torch.randn(n, C), batch(n)[1]
+        scores = torch.randn(n, CLASSES)
+        _, labels = random_batch(n)
         metric.update(scores, labels)
         theirs.update(scores, labels)
     assert metric.compute().float() == theirs.compute()  # torchmetrics computes in float32
@@ -74,8 +83,10 @@ def test_one_score_a_label_is_judged_by_a_threshold(
     shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     tm = pytest.importorskip("torchmetrics.classification")
-    scores, labels = torch.randn(shape) * 3, torch.randint(2, shape).to(dtype)
-    metric, theirs = Accuracy(), tm.BinaryAccuracy()
+    scores = torch.randn(shape) * 3
+    labels = torch.randint(2, shape).to(dtype)
+    metric = Accuracy()
+    theirs = tm.BinaryAccuracy()
     metric.update(scores, labels)
     theirs.update(scores, labels.long())
     assert metric.compute().float() == theirs.compute()
@@ -117,19 +128,24 @@ def test_class_156_in_uint8_is_no_ignored_label(top: int) -> None:
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_soft_labels_name_their_largest_class(top: int) -> None:
-    scores, labels = torch.randn(4, C, 5), torch.randint(C, (4, 5))
-    hard, soft, onehot = Accuracy(top), Accuracy(top), Accuracy(top)
+    scores = torch.randn(4, CLASSES, 5)
+    labels = torch.randint(CLASSES, (4, 5))
+    one_hot_labels = F.one_hot(labels, CLASSES).movedim(-1, 1)
+    soft_labels = one_hot_labels * 0.5 + torch.rand(4, CLASSES, 5) * 0.4
+    hard = Accuracy(top)
+    one_hot = Accuracy(top)
+    soft = Accuracy(top)
     hard.update(scores, labels)
-    hot = F.one_hot(labels, C).movedim(-1, 1)
-    onehot.update(scores, hot)
-    soft.update(scores, hot * 0.5 + torch.rand(4, C, 5) * 0.4)
-    assert hard.state_dict() == soft.state_dict() == onehot.state_dict()
+    one_hot.update(scores, one_hot_labels)
+    soft.update(scores, soft_labels)
+    assert hard.state_dict() == soft.state_dict() == one_hot.state_dict()
 
 
 @pytest.mark.parametrize("top", [1, 2])
 def test_nan_is_never_right(top: int) -> None:
     scores = torch.eye(3)
-    scores[0], scores[1, 0] = math.nan, math.nan  # plain argmax would find class 0 twice
+    scores[0] = math.nan  # plain argmax would find class 0, here and in the next row
+    scores[1, 0] = math.nan
     metric = Accuracy(top)
     metric.update(scores, torch.tensor([0, 0, 2]))
     assert (int(metric.total), int(metric.count)) == (1, 3)
@@ -162,9 +178,16 @@ def test_outputs_without_logits_stay_as_they_are(outputs: Any) -> None:
     assert logits_of(outputs) is outputs
 
 
-NINE = r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; give scores of every class, \[N, c"
-BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: Accuracy(0), ValueError, "top as 1 or more classes, received 0"),
+LABELS_TO_9 = (
+    r"for one score per sample, \(3, 1\), expected labels 0 or 1, received 0 to 9; "
+    r"give scores of every class, \[N, c"
+)
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: Accuracy(0),
+        ValueError,
+        "Accuracy: top: expected a whole number of classes, 1 or more, received 0",
+    ),
     (
         lambda: Accuracy(4).update(torch.ones(2, 3), torch.ones(2).long()),
         ValueError,
@@ -200,7 +223,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         TypeError,
         "floating tensor, or .logits, received list",
     ),
-    (lambda: Accuracy().update(torch.ones(3, 1), torch.tensor([0, 9, 3])), ValueError, NINE),
+    (lambda: Accuracy().update(torch.ones(3, 1), torch.tensor([0, 9, 3])), ValueError, LABELS_TO_9),
     (
         lambda: Accuracy().update(torch.ones(3), torch.tensor([-1, 1, 1])),
         ValueError,
@@ -221,7 +244,11 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         r"another Accuracy\(top=1.*received Accuracy\(top=5",
     ),
-    (lambda: Loss().merge(Average(len)), ValueError, r"another Loss\(\), received Average"),  # type: ignore[arg-type]
+    (
+        lambda: Loss().merge(Average(len)),  # type: ignore[arg-type]
+        ValueError,
+        r"another Loss\(\), received Average",
+    ),
     (
         lambda: Loss().load_state_dict({"total": torch.zeros(())}),
         ValueError,
@@ -245,14 +272,14 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "saved",
     ),
     (
-        lambda: as_metric(Plain()).merge(Plain()),
+        lambda: as_metric(MinimalMetric()).merge(MinimalMetric()),
         TypeError,
-        r"Plain has neither merge_state\(other\) nor merge",
+        r"MinimalMetric has neither merge_state\(other\) nor merge",
     ),
     (
-        lambda: as_metric(Plain()).merge(Accuracy()),
+        lambda: as_metric(MinimalMetric()).merge(Accuracy()),
         ValueError,
-        r"expected another Plain, received Accuracy",
+        r"expected another MinimalMetric, received Accuracy",
     ),
     (
         lambda: Average(lambda a, b: 1.0).update(None, None),
@@ -287,7 +314,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "match"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize(("make", "error", "match"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_refused(make: Callable[[], Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make()
@@ -304,16 +331,16 @@ def test_one_object_under_two_names_is_refused() -> None:
 
 def test_loss_is_the_mean_over_all_terms() -> None:
     tm = pytest.importorskip("torchmetrics")
-    metric, theirs = Loss(), tm.MeanMetric().set_dtype(torch.float64)
-    parts = [torch.randn(n, C) for n in (30, 7, 1)]
+    metric = Loss()
+    theirs = tm.MeanMetric().set_dtype(torch.float64)
+    parts = [torch.randn(n, CLASSES) for n in (30, 7, 1)]
     for part in parts:
         metric.update(part.square().mean(), part.numel())
         theirs.update(part.square().mean(), part.numel())
     assert metric.compute() == theirs.compute()
-    whole = torch.cat(parts).double().square().mean().item()
-    assert metric.compute().item() == pytest.approx(
-        whole, rel=1e-6
-    )  # each batch's mean is rounded to float32
+    mean = torch.cat(parts).double().square().mean().item()
+    # 1e-6: each batch's mean is rounded to float32
+    assert metric.compute().item() == pytest.approx(mean, rel=1e-6)
 
 
 def test_loss_takes_device_counts_and_ignores_a_mean_over_nothing() -> None:
@@ -340,21 +367,18 @@ def square_error(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_a_function_is_averaged_by_count() -> None:
-    each, mean, number = (
-        as_metric(f)
-        for f in (
-            square_error,
-            lambda o, y: square_error(o, y).mean(),
-            lambda o, y: float(square_error(o, y).mean()),
-        )
-    )
+    metrics = [
+        as_metric(square_error),  # a tensor of terms
+        as_metric(lambda o, y: square_error(o, y).mean()),  # a tensor of one number
+        as_metric(lambda o, y: float(square_error(o, y).mean())),  # a number
+    ]
     parts = [(torch.randn(n).double().requires_grad_(), torch.randn(n).double()) for n in (9, 2, 0)]
     for part in parts:
-        for metric in (each, mean, number):
+        for metric in metrics:
             metric.update(*part)
-    whole = torch.cat([square_error(*p) for p in parts]).mean().item()
-    for metric in (each, mean, number):
-        assert metric.compute().item() == pytest.approx(whole, rel=1e-14)
+    mean = torch.cat([square_error(*part) for part in parts]).mean().item()
+    for metric in metrics:
+        assert metric.compute().item() == pytest.approx(mean, rel=1e-14)
         assert metric.compute().requires_grad is False
     hits = as_metric(lambda o, y: o.argmax(1) == y)
     hits.update(torch.eye(4), torch.tensor([0, 1, 2, 0]))
@@ -369,14 +393,14 @@ def test_a_module_that_is_a_function_is_averaged_too() -> None:
 
 
 METRICS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
-    "accuracy": (Accuracy, lambda: batch(20)),
-    "top": (lambda: Accuracy(3), lambda: batch(5, 4)),
+    "accuracy": (Accuracy, lambda: random_batch(20)),
+    "top": (lambda: Accuracy(3), lambda: random_batch(5, 4)),
     "loss": (Loss, lambda: (torch.rand(()), torch.randint(1, 9, ()))),
     "average": (lambda: as_metric(square_error), lambda: (torch.randn(7), torch.randn(7))),
 }
 
 
-def theirs(name: str, **options: Any) -> Callable[[], Any]:
+def torchmetric(name: str, **options: Any) -> Callable[[], Any]:
     def make() -> Any:
         tm = pytest.importorskip("torchmetrics")
         return as_metric(getattr(tm, name)(**options))
@@ -386,21 +410,23 @@ def theirs(name: str, **options: Any) -> Callable[[], Any]:
 
 TORCHMETRICS: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, ...]]]] = {
     "tm accuracy": (
-        theirs("Accuracy", task="multiclass", num_classes=C),
-        lambda: batch(20, ignored=0.0),
+        torchmetric("Accuracy", task="multiclass", num_classes=CLASSES),
+        lambda: random_batch(20, ignored=0.0),
     ),
-    "tm error": (theirs("MeanSquaredError"), lambda: (torch.randn(7), torch.randn(7))),
-    "tm lists": (theirs("AUROC", task="binary"), lambda: (torch.rand(9), torch.arange(9) % 2)),
+    "tm error": (torchmetric("MeanSquaredError"), lambda: (torch.randn(7), torch.randn(7))),
+    "tm lists": (torchmetric("AUROC", task="binary"), lambda: (torch.rand(9), torch.arange(9) % 2)),
 }
 
 
 @pytest.mark.parametrize("kind", [*METRICS, *TORCHMETRICS])
 def test_saved_state_continues_exactly(kind: str) -> None:
     make, sample = {**METRICS, **TORCHMETRICS}[kind]
-    whole, first, second = make(), make(), make()
+    uninterrupted = make()
+    first = make()
+    second = make()
     for i in range(4):
         arguments = sample()
-        whole.update(*arguments)
+        uninterrupted.update(*arguments)
         (first if i < 2 else second).update(*arguments)
         if i == 1:
             saved = first.state_dict()
@@ -409,22 +435,24 @@ def test_saved_state_continues_exactly(kind: str) -> None:
             second.compute()  # torchmetrics remembers it
             second.load_state_dict(saved)
             second.compute()
-    assert torch.equal(second.compute(), whole.compute())
+    assert torch.equal(second.compute(), uninterrupted.compute())
 
 
 @pytest.mark.parametrize("kind", [*METRICS, "tm accuracy", "tm error"])
 def test_merging_is_having_seen_both(kind: str) -> None:
     make, sample = {**METRICS, **TORCHMETRICS}[kind]
-    whole, first, second = make(), make(), make()
+    together = make()
+    first = make()
+    second = make()
     for i in range(4):
         arguments = sample()
-        whole.update(*arguments)
+        together.update(*arguments)
         (first if i % 2 else second).update(*arguments)
-    first.compute(), second.compute()  # torchmetrics remembers what it computed
+    first.compute()  # torchmetrics remembers what it computed
+    second.compute()
     first.merge(second)
-    assert torch.allclose(
-        first.compute(), whole.compute(), rtol=1e-6, atol=0
-    )  # float32 in torchmetrics
+    # 1e-6: float32 in torchmetrics
+    assert torch.allclose(first.compute(), together.compute(), rtol=1e-6, atol=0)
     fresh = make()
     fresh.merge(first)
     assert torch.equal(fresh.compute(), first.compute())
@@ -433,7 +461,8 @@ def test_merging_is_having_seen_both(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*METRICS, *TORCHMETRICS])
 def test_reset_is_a_new_beginning(kind: str) -> None:
     make, sample = {**METRICS, **TORCHMETRICS}[kind]
-    used, fresh = make(), make()
+    used = make()
+    fresh = make()
     used.update(*sample())
     used.reset()
     arguments = sample()
@@ -448,16 +477,16 @@ def test_counters_stay_in_place(kind: str) -> None:
     make, sample = METRICS[kind]
     metric = make()
     metric.update(*sample())
-    where = metric.total.data_ptr(), metric.count.data_ptr()
+    addresses = (metric.total.data_ptr(), metric.count.data_ptr())
     metric.update(*sample())
     metric.load_state_dict(metric.state_dict())
     metric.merge(metric)
     metric.reset()
-    assert (metric.total.data_ptr(), metric.count.data_ptr()) == where
+    assert (metric.total.data_ptr(), metric.count.data_ptr()) == addresses
     assert metric.compute().isnan(), "nothing seen is 0/0, not 0"
 
 
-class Plain:
+class MinimalMetric:
     """The least a metric of the user's own can be."""
 
     def __init__(self) -> None:
@@ -479,32 +508,30 @@ class Plain:
         self.seen = saved["seen"]
 
 
-class Keeper(Plain):
-    """Keeps what it is given, as metrics over whole data sets do."""
+class StoringMetric(MinimalMetric):
+    """Stores its inputs, as metrics over whole data sets do."""
 
     def update(self, outputs: Tensor, labels: Tensor) -> None:
-        self.kept = outputs
+        self.outputs = outputs
 
 
 def test_a_wrapped_metric_keeps_no_graph() -> None:
-    keeper = Keeper()
-    as_metric(keeper).update({"logits": torch.ones(3, requires_grad=True) * 2}, torch.ones(3))
-    assert keeper.kept.grad_fn is None
-    assert not keeper.kept.requires_grad
+    metric = StoringMetric()
+    as_metric(metric).update({"logits": torch.ones(3, requires_grad=True) * 2}, torch.ones(3))
+    assert metric.outputs.grad_fn is None
+    assert not metric.outputs.requires_grad
 
 
 def test_a_wrapper_of_torchmetrics_measures_but_is_not_saved() -> None:
-    """Its minimum and maximum are no states of torchmetrics: a load would lose them without a word."""
+    """Its minimum and maximum are no states of torchmetrics: a load would lose them silently."""
     tm = pytest.importorskip("torchmetrics")
     metric, other = (as_metric(tm.MinMaxMetric(tm.MeanSquaredError())) for _ in range(2))
     metric.update(torch.ones(2), torch.zeros(2))
     assert float(metric.compute()["max"]) == 1
-    for ask, what in ((metric.state_dict, "saved"), (lambda: metric.merge(other), "merged")):
-        with pytest.raises(
-            TypeError,
-            match=f"MinMaxMetric cannot be {what}: it wraps other metrics; give the metric",
-        ):
-            ask()
+    for call, action in ((metric.state_dict, "saved"), (lambda: metric.merge(other), "merged")):
+        message = f"MinMaxMetric cannot be {action}: it wraps other metrics; give the metric"
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 def test_torchmetrics_collection_is_given_by_name() -> None:
@@ -515,12 +542,10 @@ def test_torchmetrics_collection_is_given_by_name() -> None:
         match=r"MetricCollection holds several metrics; give them by name: \{\*\*collection",
     ):
         as_metric(collection)
-    group = Metrics({**collection})
-    group.update(torch.tensor([1.0, 3.0]), torch.zeros(2))
-    assert {name: float(value) for name, value in group.compute().items()} == {
-        "mse": 5.0,
-        "mae": 2.0,
-    }
+    metrics = Metrics({**collection})
+    metrics.update(torch.tensor([1.0, 3.0]), torch.zeros(2))
+    values = {name: float(value) for name, value in metrics.compute().items()}
+    assert values == {"mse": 5.0, "mae": 2.0}
 
 
 def test_a_state_of_another_metric_is_refused() -> None:
@@ -530,21 +555,23 @@ def test_a_state_of_another_metric_is_refused() -> None:
         metric.load_state_dict(as_metric(tm.MeanAbsoluteError()).state_dict())
 
 
-def group() -> Metrics:
+def five_metrics() -> Metrics:
     return Metrics(
         {
             "acc": Accuracy(),
             "top@2": Accuracy(2),
             "loss": Loss(),
-            "seen": Plain(),
+            "seen": MinimalMetric(),
             "mse": lambda o, y: o[0],
         }
     )
 
 
 def test_a_group_is_its_metrics() -> None:
-    metrics, other = group(), group()
-    outputs, labels = torch.eye(4)[[0, 1, 1, 3]], torch.arange(4)
+    metrics = five_metrics()
+    other = five_metrics()
+    outputs = torch.eye(4)[[0, 1, 1, 3]]
+    labels = torch.arange(4)
     metrics.update(outputs, labels, loss=torch.tensor(2.0), count=4)
     expected = {"acc": 0.75, "top@2": 0.75, "loss": 2.0, "seen": 4, "mse": 0.25}
     assert {name: float(value) for name, value in metrics.compute().items()} == expected
@@ -552,128 +579,122 @@ def test_a_group_is_its_metrics() -> None:
     other.load_state_dict(metrics.state_dict())
     assert other.compute() == metrics.compute()
     metrics.reset()
-    assert metrics.each["seen"].compute() == 0
+    assert metrics.by_name["seen"].compute() == 0
     assert metrics.compute()["loss"].isnan()
     assert len(Metrics()) == 0
 
 
-class Wrong(KeyError):
+class UserError(KeyError):
     pass
 
 
-def fails(outputs: Any, labels: Any) -> Tensor:
-    raise Wrong("mine")
+def failing_metric(outputs: Any, labels: Any) -> Tensor:
+    raise UserError("mine")
 
 
 def test_an_error_in_a_metric_names_it_and_what_it_was_given() -> None:
     tm = pytest.importorskip("torchmetrics")
-    scores, labels = torch.zeros(5, 3), torch.zeros(4, dtype=torch.int64)
-    both, nested = (
-        "float32 [5, 3] and int64 [4]",
-        "{'a': float32 [5, 3], 'b': (int64 [4], int)} and NoneType",
-    )
+    scores = torch.zeros(5, 3)
+    labels = torch.zeros(4, dtype=torch.int64)
+    both = "float32 [5, 3] and int64 [4]"
+    nested = "{'a': float32 [5, 3], 'b': (int64 [4], int)} and NoneType"
     cases: list[tuple[Any, type[Exception], Any, str]] = [
-        (fails, Wrong, (scores, labels), both),
+        (failing_metric, UserError, (scores, labels), both),
         (lambda o, y: o - y, RuntimeError, (scores, labels), both),
         (Accuracy(), ValueError, (scores, labels), both),
         (tm.MeanSquaredError(), RuntimeError, (scores, labels), both),
-        (fails, Wrong, ({"a": scores, "b": [labels, 1]}, None), nested),
-        (fails, Wrong, (scores, ["cat"] * 500), "float32 [5, 3] and list of 500"),
+        (failing_metric, UserError, ({"a": scores, "b": [labels, 1]}, None), nested),
+        (failing_metric, UserError, (scores, ["cat"] * 500), "float32 [5, 3] and list of 500"),
     ]
-    for metric, error, given, said in cases:
+    for metric, error, arguments, description in cases:
         with pytest.raises(error) as caught:
-            Metrics({"fine": lambda o, y: 1.0, "mine": metric}).update(*given)
+            Metrics({"fine": lambda o, y: 1.0, "mine": metric}).update(*arguments)
         assert type(caught.value) is error
-        assert caught.value.__notes__ == [f"in the metric 'mine', which was given {said}"]
+        assert caught.value.__notes__ == [f"in the metric 'mine', which was given {description}"]
     with pytest.raises(ValueError, match="expected one number") as caught:
         Metrics({"mean": Loss()}).update(scores, labels, loss=torch.ones(3), count=2)
     assert caught.value.__notes__ == ["in the metric 'mean', which was given float32 [3] and int"]
 
 
-class Late(Plain):
+class FailingCompute(MinimalMetric):
     def compute(self) -> int:
-        raise Wrong("late")
+        raise UserError("late")
 
 
 def test_an_error_in_compute_names_the_metric_and_fit_keeps_the_note() -> None:
-    with pytest.raises(Wrong) as caught:
-        Metrics({"late": Late()}).compute()
+    with pytest.raises(UserError) as caught:
+        Metrics({"late": FailingCompute()}).compute()
     assert caught.value.__notes__ == ["in the metric 'late', when it was computed"]
-    net, rows = nn.Linear(4, 3), hs.data.Dataset((torch.randn(6, 4), torch.arange(6) % 3)).batch(3)
-    model = hs.Model(
-        net,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        metrics={"mine": fails},
-    )
-    with pytest.raises(Wrong) as caught:
-        model.fit(1, rows, valid=rows)
-    assert (
-        "in the metric 'mine', which was given float32 [3, 3] and int64 [3]"
-        in caught.value.__notes__
-    )
+    net = nn.Linear(4, 3)
+    data = hs.data.Dataset((torch.randn(6, 4), torch.arange(6) % 3)).batch(3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    metrics = {"mine": failing_metric}
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
+    with pytest.raises(UserError) as caught:
+        model.fit(1, data, valid=data)
+    note = "in the metric 'mine', which was given float32 [3, 3] and int64 [3]"
+    assert note in caught.value.__notes__
 
 
 def test_groups_merge_and_split() -> None:
     metrics, other = (
         Metrics({"acc": Accuracy(), "loss": Loss(), "f": square_error}) for _ in range(2)
     )
-    for m, label in ((metrics, 0), (other, 1)):
-        m.update(
-            torch.zeros(2, 2),
-            torch.full((2, 2), label).float(),
-            loss=torch.tensor(float(label)),
-            count=1 + label,
-        )
+    for group, label in ((metrics, 0), (other, 1)):
+        labels = torch.full((2, 2), label).float()
+        loss = torch.tensor(float(label))
+        group.update(torch.zeros(2, 2), labels, loss=loss, count=1 + label)
     metrics.merge(other)
-    assert {name: float(v) for name, v in metrics.compute().items()} == {
-        "acc": 1.0,
-        "loss": 2 / 3,
-        "f": 0.5,
-    }
+    values = {name: float(value) for name, value in metrics.compute().items()}
+    assert values == {"acc": 1.0, "loss": 2 / 3, "f": 0.5}
     inside, outside = metrics.split()
     assert (list(inside), list(outside)) == (["acc", "loss"], ["f"])
-    assert inside.each["acc"] is metrics.each["acc"]
+    assert inside.by_name["acc"] is metrics.by_name["acc"]
 
 
 @pytest.mark.gpu
 def test_updates_are_captured_and_never_wait() -> None:
-    scores, labels = (t.cuda() for t in batch(64))
-    value, n = torch.rand((), device="cuda"), torch.full((), 3, device="cuda")
+    scores, labels = (t.cuda() for t in random_batch(64))
+    loss = torch.rand((), device="cuda")
+    terms = torch.full((), 3, device="cuda")
     metrics = Metrics({"acc": Accuracy(), "top@3": Accuracy(3), "loss": Loss()}).to("cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        metrics.update(scores, labels, loss=value, count=n)
+        metrics.update(scores, labels, loss=loss, count=terms)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        metrics.update(scores, labels, loss=value, count=n)
+        metrics.update(scores, labels, loss=loss, count=terms)
     metrics.reset()
-    hits, count, losses = [0, 0], 0, 0.0
+    top_1 = 0
+    top_3 = 0
+    count = 0
     for i in range(3):
-        new = batch(64)
-        scores.copy_(new[0])
-        labels.copy_(new[1])
-        value.fill_(i)
+        new_scores, new_labels = random_batch(64)
+        scores.copy_(new_scores)
+        labels.copy_(new_labels)
+        loss.fill_(i)
         graph.replay()
-        hits = [h + counted(*new, top)[0] for h, top in zip(hits, (1, 3), strict=True)]
-        count, losses = count + counted(*new, 1)[1], losses + i
-    found = {name: v.item() for name, v in metrics.compute().items()}
-    assert found == {"acc": hits[0] / count, "top@3": hits[1] / count, "loss": losses / 3}
+        top_1 += count_by_sorting(new_scores, new_labels, 1)[0]
+        top_3 += count_by_sorting(new_scores, new_labels, 3)[0]
+        count += count_by_sorting(new_scores, new_labels, 1)[1]
+    values = {name: value.item() for name, value in metrics.compute().items()}
+    assert values == {"acc": top_1 / count, "top@3": top_3 / count, "loss": (0 + 1 + 2) / 3}
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_updates_do_not_wait_for_the_device() -> None:
-    scores, labels = (t.cuda() for t in batch(64))
+    scores, labels = (t.cuda() for t in random_batch(64))
     metrics = Metrics(
         {"acc": Accuracy(), "top@3": Accuracy(3), "loss": Loss(), "f": lambda o, y: o.sum()}
     ).to("cuda")
-    soft, n = torch.rand(64, C, device="cuda"), torch.full((), 3, device="cuda")
+    soft_labels = torch.rand(64, CLASSES, device="cuda")
+    terms = torch.full((), 3, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         metrics.update(scores, labels, loss=scores.sum(), count=64)
-        metrics.update(scores, soft, loss=scores.sum(), count=n)
+        metrics.update(scores, soft_labels, loss=scores.sum(), count=terms)
         metrics.compute()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -681,7 +702,7 @@ def test_updates_do_not_wait_for_the_device() -> None:
 
 @pytest.mark.gpu
 def test_a_capture_cannot_move_the_counters() -> None:
-    scores, labels = (t.cuda() for t in batch(64))
+    scores, labels = (t.cuda() for t in random_batch(64))
     metric = Accuracy()
     with (
         pytest.raises(RuntimeError, match=r"call to\('cuda:0'\) before it"),

@@ -12,7 +12,7 @@ import halfstep as hs
 from halfstep.engine import Feed
 from halfstep.engine.evaluate import evaluate, find_labels, to_eval_record, to_host, without_target
 from halfstep.metrics import Metrics
-from halfstep.model.custom_step import OwnStep
+from halfstep.model.custom_step import CustomStep
 from halfstep.step.eval_step import EvalRecord
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -143,7 +143,7 @@ def static(kind: str) -> Callable[[Tensor], Any]:
 
 @pytest.mark.parametrize("kind", ["loss", "rows", "tuple", "record"])
 def test_a_loss_in_static_memory_is_kept_as_it_was(kind: str) -> None:
-    step = OwnStep(static(kind))
+    step = CustomStep(static(kind))
     records = [step(torch.full((2,), value, device=DEVICE)) for value in (1.0, 2.0, 3.0)]
     assert [float(r.loss) for r in records] == [1.0, 2.0, 3.0]
     assert [float(r.cycle_loss) for r in records] == [1.0, 2.0, 3.0]
@@ -162,7 +162,7 @@ def test_a_flushed_record_in_static_memory_is_kept_as_it_was() -> None:
         def flush(self) -> Any:
             return self.step(torch.full((2,), 5.0, device=DEVICE))
 
-    step = OwnStep(Cell())
+    step = CustomStep(Cell())
     tail = step.flush()
     step(torch.zeros(2, device=DEVICE))
     assert tail is not None
@@ -176,7 +176,7 @@ def test_a_kept_loss_holds_no_graph() -> None:
         weight * 2, weight * 2, *[zero] * 2, zero.bool(), zero, zero.bool(), zero.long()
     )
     for result in (weight * 2, whole):
-        record = OwnStep(lambda x, result=result: result)(torch.ones(1))
+        record = CustomStep(lambda x, result=result: result)(torch.ones(1))
         assert float(record.loss) == 2.0
         assert not any(field.requires_grad for field in record)
 

@@ -1,4 +1,4 @@
-"""The networks: counts against closed forms, forwards against plain functional torch, the weights they start with."""
+"""The networks: parameter counts, forward passes against functional torch, initial weights."""
 
 import math
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep import nets
+from halfstep.nets.padding import SameConv2d, SameMaxPool2d, pad_same, same_padding
 from halfstep.nets.resnet import VARIANTS, Bottleneck
-from halfstep.nets.small__same import SameConv2d, SameMaxPool2d, pad_same, same_padding
 
 State = dict[str, Tensor]
 ZERO = {"zero_init_residual": True}
@@ -34,12 +34,15 @@ BUILT_IN = {
     "resnet152": ((3, 64, 64), 1000, 60_192_808),
 }
 DEPTHS = {
-    "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3), "resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3),
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
-}  # fmt: skip
+}
 
 
-def size(net: nn.Module) -> int:
+def parameter_count(net: nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
 
 
@@ -47,7 +50,7 @@ def size(net: nn.Module) -> int:
 def test_counts_without_memory(name: str) -> None:
     with torch.device("meta"):
         net = nets.load(name)
-    assert size(net) == BUILT_IN[name][2]
+    assert parameter_count(net) == BUILT_IN[name][2]
     assert {t.device.type for t in net.state_dict().values()} == {"meta"}
 
 
@@ -55,20 +58,23 @@ def test_counts_without_memory(name: str) -> None:
 def test_resnet_stages_strides_classes_and_channels(name: str, depths: tuple[int, ...]) -> None:
     with torch.device("meta"):
         net = nets.load(name, classes=10, channels=1, variant="seed")
-    assert (
-        size(net) == BUILT_IN[name][2] - 990 * (net.fc.in_features + 1) - 2 * 64 * 49
-    )  # no other biases either
+    # 990 classes and two channels of the first 7×7 less, and no other biases either
+    fewer = 990 * (net.fc.in_features + 1) + 2 * 64 * 49
+    assert parameter_count(net) == BUILT_IN[name][2] - fewer
     stages = [net.layer1, net.layer2, net.layer3, net.layer4]
     assert tuple(map(len, stages)) == depths
-    strides = [
-        [tuple(m.stride[0] for k, m in b.named_children() if "conv" in k) for b in stage]
-        for stage in stages
-    ]
-    one, two = (
-        ((1, 1), (2, 1)) if net.fc.in_features == 512 else ((1, 1, 1), (1, 2, 1))
-    )  # a bottleneck's in its 3×3
-    assert [stage[0] for stage in strides] == [one, two, two, two]
-    assert {s for stage in strides for s in stage[1:]} == {one}
+    # The strides of each block's convolutions; the stride of a bottleneck is in its 3×3.
+    is_bottleneck = net.fc.in_features != 512
+    unchanged = (1, 1, 1) if is_bottleneck else (1, 1)
+    halving = (1, 2, 1) if is_bottleneck else (2, 1)
+    first_blocks = [conv_strides(stage[0]) for stage in stages]
+    other_blocks = [conv_strides(block) for stage in stages for block in stage[1:]]
+    assert first_blocks == [unchanged, halving, halving, halving]
+    assert set(other_blocks) == {unchanged}
+
+
+def conv_strides(block: nn.Module) -> tuple[int, ...]:
+    return tuple(layer.stride[0] for name, layer in block.named_children() if "conv" in name)
 
 
 @pytest.mark.parametrize("name", ["mlp", "ffnn", "lenet5", "resnet18"])
@@ -90,24 +96,26 @@ def test_resnet_takes_other_images(variant: str) -> None:
     ("name", "options"), [("mlp", {}), ("lenet5", {}), ("resnet18", {"variant": "seed"})]
 )
 def test_the_seed_decides_the_weights(name: str, options: dict[str, str]) -> None:
-    def start(seed: int) -> list[Tensor]:
+    def initial_weights(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return list(nets.load(name, **options).parameters())
 
-    first, again, other = start(3), start(3), start(4)
-    assert all(map(torch.equal, first, again))
+    first = initial_weights(3)
+    same_seed = initial_weights(3)
+    other = initial_weights(4)
+    assert all(map(torch.equal, first, same_seed))
     assert not any(torch.equal(p, q) for p, q in zip(first, other, strict=True) if p.dim() > 1)
 
 
 def test_mlp_is_the_sequence_it_says() -> None:
-    got = nets.mlp(inputs=12, hidden=(8, 6), classes=3)
+    net = nets.mlp(inputs=12, hidden=(8, 6), classes=3)
     torch.manual_seed(0)
     plain = nn.Sequential(
         nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)
     )
     x = torch.randn(5, 3, 4)
-    assert list(got.state_dict()) == list(plain.state_dict())
-    assert torch.equal(got(x), plain(x))
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert torch.equal(net(x), plain(x))
 
 
 def test_ffnn_layers_and_forward() -> None:
@@ -133,16 +141,19 @@ def test_ffnn_edges() -> None:
 @pytest.mark.parametrize("shape", [(4, 2, 32, 32), (2, 32, 32)], ids=["batch", "single"])
 def test_lenet5_forward(shape: tuple[int, ...]) -> None:
     net = nets.lenet5(classes=7, channels=2)
-    s, x = dict(net.named_parameters()), torch.randn(shape)
-    h = F.max_pool2d(F.conv2d(x, s["conv1.weight"]).relu(), 2)
-    h = F.max_pool2d(F.conv2d(h, s["conv2.weight"]).relu(), 2).reshape(*shape[:-3], 400)
-    h = F.linear(h, s["fc1.weight"], s["fc1.bias"]).relu()
-    h = F.linear(h, s["fc2.weight"], s["fc2.bias"]).relu()
-    assert torch.equal(net(x), F.linear(h, s["fc3.weight"], s["fc3.bias"]))
+    params = dict(net.named_parameters())
+    x = torch.randn(shape)
+    h = F.max_pool2d(F.conv2d(x, params["conv1.weight"]).relu(), 2)
+    h = F.max_pool2d(F.conv2d(h, params["conv2.weight"]).relu(), 2)
+    h = h.reshape(*shape[:-3], 400)
+    h = F.linear(h, params["fc1.weight"], params["fc1.bias"]).relu()
+    h = F.linear(h, params["fc2.weight"], params["fc2.bias"]).relu()
+    assert torch.equal(net(x), F.linear(h, params["fc3.weight"], params["fc3.bias"]))
 
 
 def test_lenet5_says_which_images_it_takes() -> None:
-    net, mnist = nets.lenet5(), torch.rand(2, 1, 28, 28)
+    net = nets.lenet5()
+    mnist = torch.rand(2, 1, 28, 28)
     with pytest.raises(
         ValueError,
         match=r"expected images of 32×32, received 28×28\. Resize them, or pad .* by 2\.",
@@ -156,9 +167,20 @@ def test_lenet5_says_which_images_it_takes() -> None:
 
 @pytest.mark.parametrize(
     ("side", "kernel", "stride", "expected"),
-    [(224, 7, 2, (2, 3)), (112, 3, 2, (0, 1)), (7, 3, 2, (1, 1)), (7, 7, 2, (3, 3)), (8, 3, 1, (1, 1)),
-     (8, 1, 2, (0, 0)), (7, 1, 2, (0, 0)), (1, 3, 2, (1, 1)), (2, 3, 2, (0, 1)), (9, 4, 3, (0, 1)), (9, 2, 3, (0, 0))],
-)  # fmt: skip
+    [
+        (224, 7, 2, (2, 3)),
+        (112, 3, 2, (0, 1)),
+        (7, 3, 2, (1, 1)),
+        (7, 7, 2, (3, 3)),
+        (8, 3, 1, (1, 1)),
+        (8, 1, 2, (0, 0)),
+        (7, 1, 2, (0, 0)),
+        (1, 3, 2, (1, 1)),
+        (2, 3, 2, (0, 1)),
+        (9, 4, 3, (0, 1)),
+        (9, 2, 3, (0, 0)),
+    ],
+)
 def test_same_padding_by_hand(
     side: int, kernel: int, stride: int, expected: tuple[int, int]
 ) -> None:
@@ -167,28 +189,32 @@ def test_same_padding_by_hand(
 
 @pytest.mark.parametrize("kernel", [1, 3, 5, 7])
 def test_same_padding_is_torchs_where_torch_has_it(kernel: int) -> None:
-    x, w = torch.randn(1, 1, 8, 5).double(), torch.randn(1, 1, kernel, kernel).double()
+    x = torch.randn(1, 1, 8, 5).double()
+    weight = torch.randn(1, 1, kernel, kernel).double()
+    ours = F.conv2d(pad_same(x, kernel, 1), weight)
+    theirs = F.conv2d(x, weight, padding="same")
     # 1e-14: sums of at most 49 float64 products, in another order
-    torch.testing.assert_close(
-        F.conv2d(pad_same(x, kernel, 1), w), F.conv2d(x, w, padding="same"), rtol=0, atol=1e-14
-    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
+
+
+def kernel_part(size: int, kernel: int, stride: int, i: int) -> tuple[int, slice]:
+    """Where window number i of one axis begins, and the part of the kernel inside the image."""
+    padding = max((math.ceil(size / stride) - 1) * stride + kernel - size, 0)
+    start = i * stride - padding // 2
+    return start, slice(max(0, -start), min(kernel, size - start))
 
 
 def slide(
     x: np.ndarray, kernel: int, stride: int, reduce: Callable[[np.ndarray, slice, slice], float]
 ) -> np.ndarray:
-    """Same-mode windows of one image from the definition: clipped to the image, told which taps remain."""
-    rows, columns = (math.ceil(n / stride) for n in x.shape)
-    spare = [
-        max((out - 1) * stride + kernel - n, 0) // 2
-        for out, n in zip((rows, columns), x.shape, strict=True)
-    ]
-    out = np.empty((rows, columns))
-    for i, j in np.ndindex(rows, columns):
-        at = (i * stride - spare[0], j * stride - spare[1])
-        taps = [slice(max(0, -a), min(kernel, n - a)) for a, n in zip(at, x.shape, strict=True)]
-        window = x[tuple(slice(a + t.start, a + t.stop) for a, t in zip(at, taps, strict=True))]
-        out[i, j] = reduce(window, *taps)
+    """Same-mode windows of one image by definition: clipped to it, with the kernel's parts."""
+    height, width = x.shape
+    out = np.empty((math.ceil(height / stride), math.ceil(width / stride)))
+    for i, j in np.ndindex(*out.shape):
+        top, rows = kernel_part(height, kernel, stride, i)
+        left, columns = kernel_part(width, kernel, stride, j)
+        window = x[top + rows.start : top + rows.stop, left + columns.start : left + columns.stop]
+        out[i, j] = reduce(window, rows, columns)
     return out
 
 
@@ -198,11 +224,10 @@ def test_same_layers_against_windows_by_hand(shape: tuple[int, int], kernel: int
     image = -np.random.default_rng(0).random(shape)  # below 0: padding with 0 would win the maximum
     x = torch.from_numpy(image)[None, None]
     conv = SameConv2d(1, 1, kernel, 2, bias=False).double()
-    w = conv.weight.detach()[0, 0].numpy()
-    summed = slide(image, kernel, 2, lambda window, r, c: float((window * w[r, c]).sum()))
-    np.testing.assert_allclose(
-        conv(x).detach()[0, 0], summed, rtol=0, atol=1e-14
-    )  # 49 products in another order
+    weight = conv.weight.detach()[0, 0].numpy()
+    sums = slide(image, kernel, 2, lambda window, r, c: float((window * weight[r, c]).sum()))
+    # 1e-14: 49 products in another order
+    np.testing.assert_allclose(conv(x).detach()[0, 0], sums, rtol=0, atol=1e-14)
     largest = slide(image, kernel, 2, lambda window, r, c: float(window.max()))
     assert np.array_equal(SameMaxPool2d(kernel, 2)(x)[0, 0], largest)
 
@@ -215,37 +240,46 @@ def test_padding_keeps_channels_last() -> None:
 # ---- ResNet forwards against functional torch
 
 
-class Plain:
+class FunctionalResNet:
     """A ResNet's forward from its state dict alone."""
 
     def __init__(self, state: State, *, seed: bool, train: bool) -> None:
-        self.state = {k: v.clone() for k, v in state.items()}
-        self.seed, self.train = seed, train
+        self.state = {name: tensor.clone() for name, tensor in state.items()}
+        self.seed = seed
+        self.train = train
 
     def pad(self, x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-        sides = [(kernel // 2, kernel // 2)] * 2
-        if self.seed and stride == 2:  # an even side lacks the pixel before, an odd one is as usual
-            sides = [
-                ((kernel - 1) // 2 - (n % 2 == 0 and kernel > 1), kernel // 2) for n in x.shape[2:]
-            ]
-        return torch.from_numpy(np.pad(x.numpy(), [(0, 0), (0, 0), *sides], constant_values=value))
+        padding = [(0, 0), (0, 0)]
+        for size in x.shape[2:]:
+            before = kernel // 2
+            # In the seed variant an even side has one pixel less before; an odd one is as usual.
+            if self.seed and stride == 2 and size % 2 == 0 and kernel > 1:
+                before -= 1
+            padding.append((before, kernel // 2))
+        return torch.from_numpy(np.pad(x.numpy(), padding, constant_values=value))
 
     def conv_norm(self, conv: str, norm: str, x: Tensor, stride: int) -> Tensor:
-        w = self.state[f"{conv}.weight"]
-        x = F.conv2d(self.pad(x, w.shape[-1], stride), w, stride=stride)
-        mean, var, gamma, beta = (
-            self.state[f"{norm}.{k}"] for k in ("running_mean", "running_var", "weight", "bias")
+        weight = self.state[f"{conv}.weight"]
+        x = F.conv2d(self.pad(x, weight.shape[-1], stride), weight, stride=stride)
+        return F.batch_norm(
+            x,
+            self.state[f"{norm}.running_mean"],
+            self.state[f"{norm}.running_var"],
+            self.state[f"{norm}.weight"],
+            self.state[f"{norm}.bias"],
+            training=self.train,
+            momentum=0.1,
+            eps=1e-4 if self.seed else 1e-5,
         )
-        return F.batch_norm(x, mean, var, gamma, beta, self.train, 0.1, 1e-4 if self.seed else 1e-5)
 
     def block(self, name: str, x: Tensor, stride: int) -> Tensor:
-        convs = 3 if f"{name}.conv3.weight" in self.state else 2
+        conv_count = 3 if f"{name}.conv3.weight" in self.state else 2
         out = x
-        for i in range(1, convs + 1):
-            out = self.conv_norm(
-                f"{name}.conv{i}", f"{name}.bn{i}", out, stride if i == convs - 1 else 1
-            )
-            out = out.relu() if i < convs else out
+        for i in range(1, conv_count + 1):
+            conv_stride = stride if i == conv_count - 1 else 1
+            out = self.conv_norm(f"{name}.conv{i}", f"{name}.bn{i}", out, conv_stride)
+            if i < conv_count:
+                out = out.relu()
         if f"{name}.downsample.0.weight" in self.state:
             x = self.conv_norm(f"{name}.downsample.0", f"{name}.downsample.1", x, stride)
         return (out + x).relu()
@@ -255,86 +289,94 @@ class Plain:
         x = F.max_pool2d(self.pad(x, 3, 2, -math.inf), 3, 2)
         for layer, depth in enumerate(depths, 1):
             for i in range(depth):
-                x = self.block(f"layer{layer}.{i}", x, 2 if layer > 1 and i == 0 else 1)
+                stride = 2 if layer > 1 and i == 0 else 1
+                x = self.block(f"layer{layer}.{i}", x, stride)
         return F.linear(x.mean((2, 3)), self.state["fc.weight"], self.state["fc.bias"])
 
 
-def shake(net: nn.Module) -> nn.Module:
-    """Float64, and nothing left at a value that would hide a mistake: gammas of 0 or 1, statistics of 0 and 1."""
+def randomize_norms(net: nn.Module) -> nn.Module:
+    """The network in float64, without weights and statistics of 0 and 1, which hide mistakes."""
     net.double()
     with torch.no_grad():
-        for name, t in net.state_dict().items():
-            if t.dim() == 1 and t.is_floating_point():
-                t.uniform_(0.5, 1.5) if "var" in name else t.normal_()
+        for name, tensor in net.state_dict().items():
+            if tensor.dim() != 1 or not tensor.is_floating_point():
+                continue
+            if "var" in name:
+                tensor.uniform_(0.5, 1.5)
+            else:
+                tensor.normal_()
     return net
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_resnet18_forward_and_statistics(variant: str, train: bool) -> None:
-    net = shake(nets.load("resnet18", classes=10, variant=variant)).train(train)
-    plain = Plain(net.state_dict(), seed=variant == "seed", train=train)
+    net = randomize_norms(nets.load("resnet18", classes=10, variant=variant)).train(train)
+    plain = FunctionalResNet(net.state_dict(), seed=variant == "seed", train=train)
     x = torch.randn(2, 3, 32, 41, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(net(x), plain.net(x, (2, 2, 2, 2)))
-    for name, t in net.state_dict().items():
+    for name, tensor in net.state_dict().items():
         if "num_batches" not in name:
-            assert torch.equal(t, plain.state[name]), name
+            assert torch.equal(tensor, plain.state[name]), name
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-@pytest.mark.parametrize("before", [8, 16], ids=["shortcut", "identity"])
+@pytest.mark.parametrize("in_channels", [8, 16], ids=["shortcut", "identity"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bottleneck_forward(variant: str, before: int, stride: int) -> None:
-    net = nn.ModuleDict({"b": shake(Bottleneck(before, 4, stride, VARIANTS[variant]))})
-    x = torch.randn(2, before, 6, 7, dtype=torch.float64)
-    assert ("b.downsample.0.weight" in net.state_dict()) == (before != 16 or stride == 2)
+def test_bottleneck_forward(variant: str, in_channels: int, stride: int) -> None:
+    net = nn.ModuleDict(
+        {"b": randomize_norms(Bottleneck(in_channels, 4, stride, VARIANTS[variant]))}
+    )
+    x = torch.randn(2, in_channels, 6, 7, dtype=torch.float64)
+    assert ("b.downsample.0.weight" in net.state_dict()) == (in_channels != 16 or stride == 2)
     with torch.no_grad():
-        expected = Plain(net.state_dict(), seed=variant == "seed", train=True).block("b", x, stride)
+        plain = FunctionalResNet(net.state_dict(), seed=variant == "seed", train=True)
+        expected = plain.block("b", x, stride)
         assert torch.equal(net["b"](x.clone()), expected)
 
 
 # ---- the weights they start with
 
 
-def close(values: Tensor, std: float) -> bool:
-    """Mean 0 and the given spread, each within 5 standard errors of a normal sample: σ/√n and σ/√(2n)."""
+def is_normal(values: Tensor, std: float) -> bool:
+    """Whether mean and deviation are 0 and `std`, within 5 standard errors: σ/√n and σ/√(2n)."""
     n = values.numel()
-    return bool(
-        abs(values.mean()) < 5 * std / n**0.5 and abs(values.std() - std) < 5 * std / (2 * n) ** 0.5
-    )
+    has_mean = abs(values.mean()) < 5 * std / n**0.5
+    has_std = abs(values.std() - std) < 5 * std / (2 * n) ** 0.5
+    return bool(has_mean and has_std)
 
 
 def test_seed_variant_starts_as_mindspores() -> None:
     net = nets.load("resnet18", classes=10, variant="seed")
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
-            assert close(module.weight, 0.01)
+            assert is_normal(module.weight, 0.01)
             assert module.bias is None or not module.bias.any()
         if isinstance(module, nn.BatchNorm2d):
             assert (module.eps, module.momentum) == (1e-4, 0.1)
             assert not module.bias.any()
-    far = (
-        (net.layer4[1].conv2.weight.abs() > 0.02).double().mean()
-    )  # not cut off, not uniform: P(|z| > 2)
-    assert abs(far - 0.0455) < 5 * (0.0455 / 2_359_296) ** 0.5
-    gammas = {
-        name: p for name, p in net.named_parameters() if p.dim() == 1 and name.endswith("weight")
-    }
-    last = {name: p for name, p in gammas.items() if name.startswith("layer") and ".bn2." in name}
-    assert len(last) == 8
-    assert all(
-        torch.equal(p, torch.full_like(p, float(name not in last))) for name, p in gammas.items()
-    )
+    # Neither cut off nor uniform: the share beyond 2σ is P(|z| > 2).
+    share_beyond = (net.layer4[1].conv2.weight.abs() > 0.02).double().mean()
+    assert abs(share_beyond - 0.0455) < 5 * (0.0455 / 2_359_296) ** 0.5
+
+    # The weights of the norms are 1, but 0 in the last norm of each block.
+    last_norm_count = 0
+    for name, p in net.named_parameters():
+        if p.dim() != 1 or not name.endswith("weight"):
+            continue
+        is_last = name.startswith("layer") and ".bn2." in name
+        last_norm_count += is_last
+        assert torch.equal(p, torch.zeros_like(p) if is_last else torch.ones_like(p))
+    assert last_norm_count == 8
 
 
 def test_common_variant_starts_as_kaiming() -> None:
     net = nets.load("resnet18", classes=10)
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
-            assert close(
-                module.weight, (2 / (module.out_channels * module.kernel_size[0] ** 2)) ** 0.5
-            )
+            fan_out = module.out_channels * module.kernel_size[0] ** 2
+            assert is_normal(module.weight, (2 / fan_out) ** 0.5)
         if isinstance(module, nn.BatchNorm2d):
             assert (module.eps, module.momentum) == (1e-5, 0.1)
             assert torch.equal(module.weight, torch.ones_like(module.weight))
@@ -344,12 +386,12 @@ def test_common_variant_starts_as_kaiming() -> None:
 
 def test_lenet5_starts_truncated() -> None:
     net = nets.lenet5()
-    assert all(
-        p.abs().max() <= 0.04 and p.count_nonzero() == p.numel() for p in net.parameters()
-    )  # biases are drawn
+    for p in net.parameters():
+        assert p.abs().max() <= 0.04
+        assert p.count_nonzero() == p.numel()  # biases are drawn too
     inside = math.erf(2**0.5)  # P(|z| < 2); a normal cut there has variance 1 − 4φ(2)/P
     density = math.exp(-2) / (2 * math.pi) ** 0.5
-    assert close(net.fc1.weight, 0.02 * (1 - 4 * density / inside) ** 0.5)
+    assert is_normal(net.fc1.weight, 0.02 * (1 - 4 * density / inside) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -368,8 +410,9 @@ def test_zero_last_gamma_starts_a_block_as_its_shortcut(name: str, options: dict
 
 
 def test_zero_init_residual_is_honoured_both_ways() -> None:
-    kept = nets.load("resnet18", variant="seed", zero_init_residual=False)
-    assert all(torch.equal(b.bn2.weight, torch.ones(b.bn2.num_features)) for b in kept.layer3)
+    net = nets.load("resnet18", variant="seed", zero_init_residual=False)
+    for block in net.layer3:
+        assert torch.equal(block.bn2.weight, torch.ones(block.bn2.num_features))
     block = nets.load("resnet18").layer1[0]
     x = torch.randn(1, 64, 3, 3)
     assert not torch.equal(block(x), x.relu())
@@ -380,21 +423,20 @@ def test_gradients_reach_every_parameter(variant: str) -> None:
     net = nets.load("resnet18", classes=3, variant=variant)
     F.cross_entropy(net(torch.randn(2, 3, 32, 32)), torch.tensor([0, 2])).backward()
     assert all(p.grad is not None for p in net.parameters())
-    assert all(
-        b.bn2.weight.grad.any() for a in (net.layer1, net.layer4) for b in a
-    )  # it can leave the shortcut
+    for block in (*net.layer1, *net.layer4):
+        assert block.bn2.weight.grad.any()  # a block can leave its shortcut
 
 
 def test_same_layers_train_in_half_precision() -> None:
     net = nn.Sequential(
         SameMaxPool2d(3, 2), SameConv2d(3, 8, 7, 2), Bottleneck(8, 4, 2, VARIANTS["seed"])
     )
-    x, y = torch.rand(4, 3, 32, 32), torch.rand(4, 16, 4, 4)
+    x = torch.rand(4, 3, 32, 32)
+    y = torch.rand(4, 16, 4, 4)
     dtypes: list[torch.dtype] = []
     net[1].register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
-    step = hs.TrainStep(
-        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision="O2")
     records = [step(x, y) for _ in range(5)]
     assert all(record.updated for record in records)
     assert all(after.loss < before.loss for before, after in pairwise(records))

@@ -1,4 +1,4 @@
-"""Networks by name: the table, the user's own entries, builders named by path, and what each mistake is told."""
+"""Networks by name: the table, the user's own entries, builders by path, and each error."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import nn
 from halfstep import nets
 from halfstep.nets import registry
 
-OWN = """
+USER_MODULE = """
 from torch import nn
 
 def build(width, depth=1):
@@ -41,19 +41,20 @@ BUILT_IN = ["mlp", "ffnn", "lenet5", "resnet18", "resnet34", "resnet50", "resnet
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test enters names into a table of its own, whatever the docs registered before."""
-    monkeypatch.setattr(registry, "_TABLE", dict(list(registry._TABLE.items())[: len(BUILT_IN)]))
+    built_in = list(registry._BUILDERS.items())[: len(BUILT_IN)]
+    monkeypatch.setattr(registry, "_BUILDERS", dict(built_in))
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def user_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A user's package on the path: `good` works, `bad` does not parse, `needy` lacks a package."""
     package = tmp_path / "own_nets"
     package.mkdir()
     for name, text in {
         "__init__": "",
-        "good": OWN,
+        "good": USER_MODULE,
         "bad": "def (",
         "needy": "import no_such_package_here",
     }.items():
@@ -64,7 +65,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def says(kind: type[Exception], provoke: Callable[[], Any], *words: str) -> str:
+def assert_raises(kind: type[Exception], provoke: Callable[[], Any], *words: str) -> str:
     with pytest.raises(kind) as caught:
         provoke()
     message = str(caught.value)
@@ -80,10 +81,10 @@ def test_names() -> None:
 
 def test_load_is_the_function_of_that_name() -> None:
     torch.manual_seed(1)
-    got = nets.load("mlp", hidden=[4], classes=2)
+    net = nets.load("mlp", hidden=[4], classes=2)
     torch.manual_seed(1)
     expected = nets.mlp(hidden=[4], classes=2)
-    assert all(map(torch.equal, got.parameters(), expected.parameters()))
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
 
 
 def test_register_as_decorator_and_call() -> None:
@@ -98,14 +99,14 @@ def test_register_as_decorator_and_call() -> None:
     assert nets.names()[-2:] == ["tiny", "line"]
 
 
-def test_a_taken_name_is_replaced_only_when_asked() -> None:
-    before = registry._TABLE["mlp"]
+def test_a_taken_name_is_replaced_only_on_request() -> None:
+    before = registry._BUILDERS["mlp"]
     for provoke in (
         lambda: nets.register("mlp", nn.Identity),
         lambda: nets.register("mlp")(nn.Identity),
     ):
-        says(ValueError, provoke, "'mlp' is taken", "another name", "replace=True")
-    assert registry._TABLE["mlp"] is before
+        assert_raises(ValueError, provoke, "'mlp' is taken", "another name", "replace=True")
+    assert registry._BUILDERS["mlp"] is before
     nets.register("mlp", nn.Identity, replace=True)
     assert isinstance(nets.load("mlp"), nn.Identity)
     nets.register("mlp", replace=True)(nn.Flatten)
@@ -138,13 +139,13 @@ def test_a_taken_name_is_replaced_only_when_asked() -> None:
 def test_register_refuses(
     kind: type[Exception], provoke: Callable[[], Any], words: tuple[str, ...]
 ) -> None:
-    says(kind, provoke, "nets.register", *words)
+    assert_raises(kind, provoke, "nets.register", *words)
     assert "x" not in nets.names()
 
 
 def test_unknown_name_gets_the_table_and_the_closest() -> None:
     nets.register("mine", lambda width: nn.Linear(width, width))
-    message = says(
+    message = assert_raises(
         ValueError,
         lambda: nets.load("resnet_50"),
         "'resnet_50'; did you mean 'resnet50'?",
@@ -157,8 +158,10 @@ def test_unknown_name_gets_the_table_and_the_closest() -> None:
         == "classes=1000, channels=3, variant='common', zero_init_residual=None"
     )
     assert dict(lines)["mine"] == "width"
-    assert "did you mean" not in says(ValueError, lambda: nets.load("transformer"), "'transformer'")
-    says(TypeError, lambda: nets.load(18), "expected a name, received int", "resnet18")
+    assert "did you mean" not in assert_raises(
+        ValueError, lambda: nets.load("transformer"), "'transformer'"
+    )
+    assert_raises(TypeError, lambda: nets.load(18), "expected a name, received int", "resnet18")
 
 
 @pytest.mark.parametrize(
@@ -178,24 +181,24 @@ def test_unknown_name_gets_the_table_and_the_closest() -> None:
         ("none", {"width": 1}, ("'width'", "It accepts: no options")),
     ],
 )
-def test_bad_options_are_told_the_good_ones(
+def test_an_error_about_options_lists_the_accepted_ones(
     name: str, options: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     nets.register("needs", lambda width, depth=1: nn.Linear(width, depth))
     nets.register("none", lambda: nn.Identity())
-    says(TypeError, lambda: nets.load(name, **options), "nets.load", *words)
+    assert_raises(TypeError, lambda: nets.load(name, **options), "nets.load", *words)
 
 
 def test_builders_python_cannot_read_are_just_called() -> None:
     nets.register("any", lambda **options: nn.Linear(**options))
     assert nets.load("any", in_features=1, out_features=2).out_features == 2
     nets.register("opaque", dict)  # inspect knows no signature for it
-    says(
+    assert_raises(
         TypeError,
         lambda: nets.load("opaque", a=1),
         "to return a torch.nn.Module, received a value of type dict",
     )
-    assert "opaque    ..." in says(ValueError, lambda: nets.load("nothing like it"))
+    assert "opaque    ..." in assert_raises(ValueError, lambda: nets.load("nothing like it"))
 
 
 @pytest.mark.parametrize(
@@ -232,17 +235,17 @@ def test_builders_python_cannot_read_are_just_called() -> None:
 def test_values_are_checked_at_construction(
     build: Callable[..., Any], options: Any, words: tuple[str, ...]
 ) -> None:
-    says(ValueError, lambda: build(**options), *words)
+    assert_raises(ValueError, lambda: build(**options), *words)
 
 
-@pytest.mark.usefixtures("own")
-def test_own_functions_classes_and_methods_by_path() -> None:
+@pytest.mark.usefixtures("user_package")
+def test_user_functions_classes_and_methods_by_path() -> None:
     assert len(nets.load("own_nets.good:build", width=3, depth=2)) == 2
     assert nets.load("own_nets.good:Wide", width=4).out_features == 4
     assert nets.load("own_nets.good:Wide.double").out_features == 6
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("user_package")
 @pytest.mark.parametrize(
     ("kind", "path", "words"),
     [
@@ -309,11 +312,13 @@ def test_own_functions_classes_and_methods_by_path() -> None:
         ),
     ],
 )
-def test_own_mistakes_are_named(kind: type[Exception], path: str, words: tuple[str, ...]) -> None:
-    says(kind, lambda: nets.load(path), "nets.load", *words)
+def test_errors_in_user_code_are_named(
+    kind: type[Exception], path: str, words: tuple[str, ...]
+) -> None:
+    assert_raises(kind, lambda: nets.load(path), "nets.load", *words)
 
 
-@pytest.mark.usefixtures("own")
+@pytest.mark.usefixtures("user_package")
 def test_the_cause_is_kept() -> None:
     with pytest.raises(ValueError, match="called with width=3") as caught:
         nets.load("own_nets.good:broken", width=3)

@@ -1,6 +1,7 @@
-"""Schedules: MindSpore's tables bit for bit, torch's schedulers step by step, and everything that is refused."""
+"""Schedules: MindSpore's tables bit for bit, torch's schedulers step by step, and the errors."""
 
 import copy
+import itertools
 import math
 import pickle
 import threading
@@ -31,61 +32,70 @@ from halfstep.schedules import (
     tables,
 )
 
-N = 40
+UPDATES = 40
 
 
-def bits(values: Any) -> Tensor:
+def as_float32(values: Any) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float64).astype(np.float32))
 
 
-# MindSpore's tables, restated with whole arrays: i counts updates, w of them warm up, t is their number.
+# MindSpore's tables, restated with numpy arrays. i: the update; warmup, total: numbers of updates.
 
 
-def in_steps(top: float, t: int) -> Any:
-    i = np.arange(t)
-    return np.select(
-        [i < 0.3 * t, i < 0.6 * t, i < 0.8 * t], [top, top * 0.1, top * 0.01], top * 0.001
-    )
+def mindspore_steps(lr: float, total: int) -> Any:
+    i = np.arange(total)
+    conditions = [i < 0.3 * total, i < 0.6 * total, i < 0.8 * total]
+    return np.select(conditions, [lr, lr * 0.1, lr * 0.01], lr * 0.001)
 
 
-def in_poly(low: float, top: float, w: int, t: int) -> Any:
-    i = np.arange(t, dtype=np.float64)
-    slope = (top - low) / w if w else 0
-    left = 1.0 - (i - w) / (t - w)
-    return np.where(i < w, low + slope * i, np.maximum(top * left * left, 0))
+def mindspore_poly(start: float, lr: float, warmup: int, total: int) -> Any:
+    i = np.arange(total, dtype=np.float64)
+    slope = (lr - start) / warmup if warmup else 0
+    remaining = 1.0 - (i - warmup) / (total - warmup)
+    falling = np.maximum(lr * remaining * remaining, 0)
+    return np.where(i < warmup, start + slope * i, falling)
 
 
-def in_lines(low: float, top: float, end: float, w: int, t: int) -> Any:
-    i = np.arange(t, dtype=np.float64)
-    return np.where(i < w, low + (top - low) * i / max(w, 1), top - (top - end) * (i - w) / (t - w))
+def mindspore_linear(start: float, lr: float, end: float, warmup: int, total: int) -> Any:
+    i = np.arange(total, dtype=np.float64)
+    rising = start + (lr - start) * i / max(warmup, 1)
+    falling = lr - (lr - end) * (i - warmup) / (total - warmup)
+    return np.where(i < warmup, rising, falling)
 
 
-def in_cosine(top: float, w: int, t: int) -> Any:
-    wave = np.array([math.cos(math.pi * 2 * 0.47 * i / (t - w)) for i in range(t)])
-    i = np.arange(t)
-    return np.where(
-        i < w, top / max(w, 1) * (i + 1), top * ((t - i) / (t - w) * (0.5 * (1 + wave)) + 0.00001)
-    )
+def mindspore_cosine(lr: float, warmup: int, total: int) -> Any:
+    i = np.arange(total)
+    decay = total - warmup
+    cosines = np.array([math.cos(math.pi * 2 * 0.47 * update / decay) for update in range(total)])
+    rising = lr / max(warmup, 1) * (i + 1)
+    falling = lr * ((total - i) / decay * (0.5 * (1 + cosines)) + 0.00001)
+    return np.where(i < warmup, rising, falling)
 
 
 @pytest.mark.parametrize(
-    ("w", "t"), [(7810, 15620), (0, 15620), (3, 10), (1, 7), (0, 1), (156, 157)]
+    ("warmup", "total"), [(7810, 15620), (0, 15620), (3, 10), (1, 7), (0, 1), (156, 157)]
 )
 @pytest.mark.parametrize(
-    ("low", "top", "end"), [(0.01, 0.1, 0.00001), (0.0, 1, 0), (0.3, 0.07, 0.011)]
+    ("start", "lr", "end"), [(0.01, 0.1, 0.00001), (0.0, 1, 0), (0.3, 0.07, 0.011)]
 )
-def test_mindspore_tables_bit_for_bit(low: float, top: float, end: float, w: int, t: int) -> None:
+def test_mindspore_tables_bit_for_bit(
+    start: float, lr: float, end: float, warmup: int, total: int
+) -> None:
+    steps = schedules.steps(lr, total)
+    poly = schedules.poly(lr, total, warmup=warmup, start=start)
+    linear = schedules.linear(lr, total, warmup=warmup, start=start, end=end)
+    warmup_cosine = schedules.warmup_cosine(lr, total, warmup=warmup)
     pairs = {
-        schedules.steps(top, t): in_steps(top, t),
-        schedules.poly(top, t, warmup=w, start=low): in_poly(low, top, w, t),
-        schedules.linear(top, t, warmup=w, start=low, end=end): in_lines(low, top, end, w, t),
-        schedules.warmup_cosine(top, t, warmup=w): in_cosine(top, w, t),
+        steps: mindspore_steps(lr, total),
+        poly: mindspore_poly(start, lr, warmup, total),
+        linear: mindspore_linear(start, lr, end, warmup, total),
+        warmup_cosine: mindspore_cosine(lr, warmup, total),
     }
     for schedule, expected in pairs.items():
-        assert torch.equal(schedule.table(t, dtype=torch.float32), bits(expected)), schedule
-        assert torch.equal(schedule.table(t), torch.from_numpy(expected.astype(np.float64))), (
-            schedule
-        )
+        in_float32 = schedule.table(total, dtype=torch.float32)
+        assert torch.equal(in_float32, as_float32(expected)), schedule
+        in_float64 = torch.from_numpy(expected.astype(np.float64))
+        assert torch.equal(schedule.table(total), in_float64), schedule
 
 
 def test_the_resnet_run_of_mindspore() -> None:
@@ -94,9 +104,8 @@ def test_the_resnet_run_of_mindspore() -> None:
     assert (rate(0), rate(7810)) == (0.01, 0.1)
     assert rate(3905) == pytest.approx(0.055, rel=1e-15)  # half-way up; one rounding per operation
     assert rate(11715) == 0.025  # half-way down: a quarter
-    assert rate(15619) == pytest.approx(
-        0.1 / 7810**2, rel=1e-11
-    )  # 1 - x loses log10(7810) digits of 16
+    # 1e-11: 1 - x loses log10(7810) digits of 16
+    assert rate(15619) == pytest.approx(0.1 / 7810**2, rel=1e-11)
 
 
 def test_warm_up_and_milestones_of_steps() -> None:
@@ -108,29 +117,36 @@ def test_warm_up_and_milestones_of_steps() -> None:
 
 def test_cosine_is_torchs() -> None:
     optimizer = sgd(0.3)
-    theirs = run(lrs.CosineAnnealingLR(optimizer, T_max=N, eta_min=0.01), N)[0]
-    # torch multiplies N times, each with a relative rounding of about 4 ulp
-    assert cosine(0.3, N, end=0.01).table(N) == pytest.approx(theirs, rel=4 * N * 2**-52)
-    warm = cosine(0.3, N, warmup=10, start=0.1, end=0.01)
+    theirs = rates_of_loop(lrs.CosineAnnealingLR(optimizer, T_max=UPDATES, eta_min=0.01), UPDATES)[
+        0
+    ]
+    # torch multiplies UPDATES times, each with a relative rounding of about 4 ulp
+    assert cosine(0.3, UPDATES, end=0.01).table(UPDATES) == pytest.approx(
+        theirs, rel=4 * UPDATES * 2**-52
+    )
+    warm = cosine(0.3, UPDATES, warmup=10, start=0.1, end=0.01)
     assert [warm.at(i) for i in (0, 5, 10)] == pytest.approx([0.1, 0.2, 0.3], rel=1e-15)
     assert warm.at(25) == pytest.approx(0.155, rel=1e-15)
 
 
-CYCLES = [(total, rise) for total in (1, 2, 7, N) for rise in (0.0, 0.3, 0.5, 0.99)]
+CYCLES = list(itertools.product((1, 2, 7, UPDATES), (0.0, 0.3, 0.5, 0.99)))
+CYCLES.remove((2, 0.5))  # there torch divides by zero
 
 
 @pytest.mark.parametrize("shape", ["cos", "linear"])
-@pytest.mark.parametrize(
-    ("total", "rise"), [c for c in CYCLES if c != (2, 0.5)]
-)  # there torch divides by zero
+@pytest.mark.parametrize(("total", "rise"), CYCLES)
 def test_one_cycle_is_torchs_bit_for_bit(total: int, rise: float, shape: Any) -> None:
-    options = {"max_lr": 0.7, "total_steps": total, "pct_start": rise, "anneal_strategy": shape}
-    theirs = run(
-        lrs.OneCycleLR(
-            sgd(1.0), **options, div_factor=10, final_div_factor=100, cycle_momentum=False
-        ),
-        total,
+    scheduler = lrs.OneCycleLR(
+        sgd(1.0),
+        max_lr=0.7,
+        total_steps=total,
+        pct_start=rise,
+        anneal_strategy=shape,
+        div_factor=10,
+        final_div_factor=100,
+        cycle_momentum=False,
     )
+    theirs = rates_of_loop(scheduler, total)
     ours = one_cycle(0.7, total, rise=rise, div=10, final_div=100, shape=shape)
     assert ours.table(total).tolist() == theirs[0]
 
@@ -143,10 +159,10 @@ def test_one_cycle_where_torch_divides_by_zero() -> None:
 def test_every_rate_lies_between_its_ends(updates: int, data: st.DataObject) -> None:
     warmup = data.draw(st.integers(0, updates))
     start, lr, end = (data.draw(st.floats(0, 10)) for _ in range(3))
-    top = max(start, lr, end) * (1 + 4 * 2**-52)
+    highest = max(start, lr, end) * (1 + 4 * 2**-52)
     for make in (schedules.linear, cosine):
         rates = make(lr, updates, warmup=warmup, start=start, end=end).table(updates)
-        assert rates.max() <= top
+        assert rates.max() <= highest
         assert warmup == updates or rates[warmup] == pytest.approx(lr, rel=4 * 2**-52)
         assert rates[0] == (start if warmup else pytest.approx(lr, rel=4 * 2**-52))
 
@@ -165,11 +181,11 @@ def test_a_schedule_is_a_value() -> None:
 
 def test_a_table_starts_anywhere_and_rounds_once() -> None:
     schedule = cosine(0.1, 100)
-    whole = schedule.table(100)
-    assert whole.dtype == torch.float64
-    assert torch.equal(schedule.table(30, start=50), whole[50:80])
-    assert torch.equal(schedule.table(100, "cpu", torch.float32), whole.float())
-    assert [schedule.at(i) for i in range(100)] == whole.tolist()
+    full_table = schedule.table(100)
+    assert full_table.dtype == torch.float64
+    assert torch.equal(schedule.table(30, start=50), full_table[50:80])
+    assert torch.equal(schedule.table(100, "cpu", torch.float32), full_table.float())
+    assert [schedule.at(i) for i in range(100)] == full_table.tolist()
 
 
 def test_groups_that_share_a_schedule_share_its_computation() -> None:
@@ -195,20 +211,18 @@ def test_an_epoch_holds_its_rate() -> None:
 )
 def test_past_the_end_is_an_error(schedule: Schedule) -> None:
     schedule.table(2)
-    for ask in (
-        lambda: schedule.at(2),
-        lambda: schedule.table(3),
-        lambda: schedule.table(1, start=2),
-    ):
-        with pytest.raises(
-            ValueError, match=r"expected rates for 3 updates, received 2; build it for 3"
-        ):
-            ask()
+    message = r"expected rates for 3 updates, received 2; build it for 3"
+    with pytest.raises(ValueError, match=message):
+        schedule.at(2)
+    with pytest.raises(ValueError, match=message):
+        schedule.table(3)
+    with pytest.raises(ValueError, match=message):
+        schedule.table(1, start=2)
     with pytest.raises(ValueError, match="count from 0, received -1"):
         schedule.at(-1)
 
 
-BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+BAD_SETTINGS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: constant(-1.0),
         ValueError,
@@ -217,11 +231,15 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: constant(math.nan), ValueError, "received nan"),
     (lambda: constant("0.1"), TypeError, "constant: lr: expected a number, received str '0.1'"),
     (lambda: constant(True), TypeError, "received bool"),
-    (lambda: cosine(0.1, 0), ValueError, "cosine: updates: expected 1 or more updates, received 0"),
+    (
+        lambda: cosine(0.1, 0),
+        ValueError,
+        "cosine: updates: expected a whole number of updates, 1 or more, received 0",
+    ),
     (
         lambda: cosine(0.1, 10.0),
         TypeError,
-        "expected a whole number of updates, received float 10.0",
+        "cosine: updates: expected a whole number of updates, 1 or more, received 10.0",
     ),
     (
         lambda: cosine(0.1, 10, warmup=11),
@@ -231,7 +249,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: cosine(0.1, 10, warmup=-1),
         ValueError,
-        "warmup: expected 0 or more updates, received -1",
+        "cosine: warmup: expected a whole number of updates, 0 or more, received -1",
     ),
     (lambda: cosine(0.1, 10, start=-0.1), ValueError, "cosine: start"),
     (lambda: cosine(0.1, 10, end=math.inf), ValueError, "cosine: end"),
@@ -271,7 +289,11 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "rate of update 0: expected a number, received list",
     ),
     (lambda: sequence("0.1"), TypeError, "expected numbers, one per update, received str"),
-    (lambda: schedules.function(0.1), TypeError, "expected a function update -> rate"),  # type: ignore[arg-type]
+    (
+        lambda: schedules.function(0.1),  # type: ignore[arg-type]
+        TypeError,
+        "expected a function update -> rate",
+    ),
     (
         lambda: schedules.function(lambda i: -1.0).at(3),
         ValueError,
@@ -295,7 +317,7 @@ BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "match"), BAD, ids=range(len(BAD)))
+@pytest.mark.parametrize(("make", "error", "match"), BAD_SETTINGS, ids=range(len(BAD_SETTINGS)))
 def test_bad_settings_are_refused_when_built(
     make: Callable[[], Any], error: type[Exception], match: str
 ) -> None:
@@ -304,26 +326,27 @@ def test_bad_settings_are_refused_when_built(
 
 
 def sgd(*rates: float | Tensor, **options: Any) -> torch.optim.SGD:
-    groups = [
-        {"params": [nn.Parameter(torch.ones(2))], "lr": r, "name": f"g{i}"}
-        for i, r in enumerate(rates)
-    ]
+    groups = []
+    for i, rate in enumerate(rates):
+        param = nn.Parameter(torch.ones(2))
+        groups.append({"params": [param], "lr": rate, "name": f"g{i}"})
     return torch.optim.SGD(groups, lr=9.0, **options)
 
 
-def run(scheduler: Any, updates: int) -> list[list[float]]:
-    """The rates that a loop of optimizer.step() and scheduler.step() really uses, one row per group."""
-    optimizer, used = scheduler.optimizer, []
+def rates_of_loop(scheduler: Any, updates: int) -> list[list[float]]:
+    """The rates that a loop of optimizer.step() and scheduler.step() uses, one row per group."""
+    optimizer = scheduler.optimizer
+    rates = []
     for i in range(updates):
-        used.append([float(g["lr"]) for g in optimizer.param_groups])
+        rates.append([float(group["lr"]) for group in optimizer.param_groups])
         optimizer.step()
         if i < updates - 1:
             scheduler.step()
-    return [list(row) for row in zip(*used, strict=True)]
+    return [list(row) for row in zip(*rates, strict=True)]
 
 
-class Falling:
-    """A factor that is a callable object with a memory: a copy must leave it alone."""
+class StatefulFactor:
+    """A factor that is a callable object with a state: a copy must leave it alone."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -333,7 +356,7 @@ class Falling:
         return 1 / (1 + epoch + self.calls)
 
 
-class Own(lrs.LRScheduler):
+class UserScheduler(lrs.LRScheduler):
     """A user's scheduler, which multiplies the rate it finds."""
 
     def get_lr(self) -> list[Any]:
@@ -346,8 +369,8 @@ def warm_then_cosine(o: Any) -> Any:
     )
 
 
-TORCH: dict[str, Callable[[Any], Any]] = {
-    "LambdaLR": lambda o: lrs.LambdaLR(o, [Falling(), lambda e: 0.9**e]),
+TORCH_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, [StatefulFactor(), lambda e: 0.9**e]),
     "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda e: 1 - e / 100),
     "StepLR": lambda o: lrs.StepLR(o, 7, 0.3),
     "MultiStepLR": lambda o: lrs.MultiStepLR(o, [3, 3, 20], 0.3),
@@ -358,7 +381,7 @@ TORCH: dict[str, Callable[[Any], Any]] = {
     "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 15, 0.01),
     "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 5, 2),
     "OneCycleLR": lambda o: lrs.OneCycleLR(
-        o, [0.5, 0.3], N, cycle_momentum=False, three_phase=True
+        o, [0.5, 0.3], UPDATES, cycle_momentum=False, three_phase=True
     ),
     "CyclicLR": lambda o: lrs.CyclicLR(o, 0.1, 0.4, 6, mode="triangular2", cycle_momentum=False),
     "CyclicLR by range": lambda o: lrs.CyclicLR(
@@ -372,29 +395,29 @@ TORCH: dict[str, Callable[[Any], Any]] = {
         [lrs.ConstantLR(o, 0.1, 4), lrs.ExponentialLR(o, 0.9)]
     ),
     "SWALR": lambda o: SWALR(o, 0.01, 8),
-    "Own": Own,
+    "UserScheduler": UserScheduler,
 }
 
 
 def test_every_scheduler_of_torch_is_here() -> None:
-    assert set(lrs.__all__) - set(TORCH) == {"LRScheduler", "ReduceLROnPlateau"}
+    assert set(lrs.__all__) - set(TORCH_SCHEDULERS) == {"LRScheduler", "ReduceLROnPlateau"}
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The epoch parameter:UserWarning"
-)  # torch's own SequentialLR, in some versions
-@pytest.mark.parametrize("name", TORCH)
+# The warning comes from torch's own SequentialLR, in some versions.
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+@pytest.mark.parametrize("name", TORCH_SCHEDULERS)
 def test_a_scheduler_of_torch_gives_its_table_and_stays_as_it_was(name: str) -> None:
     optimizer = sgd(0.5, 0.2)
-    scheduler = TORCH[name](optimizer)
-    groups, state = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(scheduler.state_dict())
-    table = tables(resolve(scheduler, optimizer, N), N).tolist()
-    assert optimizer.state_dict() == groups
-    assert repr(scheduler.state_dict()) == repr(state)
+    scheduler = TORCH_SCHEDULERS[name](optimizer)
+    optimizer_state = copy.deepcopy(optimizer.state_dict())
+    scheduler_state = copy.deepcopy(scheduler.state_dict())
+    table = tables(resolve(scheduler, optimizer, UPDATES), UPDATES).tolist()
+    assert optimizer.state_dict() == optimizer_state
+    assert repr(scheduler.state_dict()) == repr(scheduler_state)
     assert not hasattr(optimizer, "_opt_called"), (
         "torch still warns the user who steps in the wrong order"
     )
-    assert table == run(scheduler, N)
+    assert table == rates_of_loop(scheduler, UPDATES)
 
 
 def test_rates_that_are_tensors_are_rolled_in_their_dtype() -> None:
@@ -402,7 +425,7 @@ def test_rates_that_are_tensors_are_rolled_in_their_dtype() -> None:
     scheduler = lrs.ExponentialLR(optimizer, 0.9)
     table = tables(from_torch(scheduler, 9), 9).tolist()
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert table == run(scheduler, 9)
+    assert table == rates_of_loop(scheduler, 9)
 
 
 def test_parameters_are_not_copied_and_optimizer_state_not_touched() -> None:
@@ -414,11 +437,9 @@ def test_parameters_are_not_copied_and_optimizer_state_not_touched() -> None:
     scheduler = lrs.LambdaLR(optimizer, lambda e: float(net.weight.shape[0]) / (e + 3))
     from_torch(scheduler, 5)
     after = optimizer.state_dict()["state"]
-    assert all(
-        torch.equal(after[i][k], v)
-        for i, values in before["state"].items()
-        for k, v in values.items()
-    )
+    for i, tensors in before["state"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(after[i][name], tensor)
 
 
 def test_an_optimizers_state_is_not_copied() -> None:
@@ -437,7 +458,7 @@ def test_a_scheduler_stepped_per_epoch() -> None:
 def test_a_scheduler_in_the_middle_of_its_run() -> None:
     optimizer = sgd(1.0)
     scheduler = lrs.ExponentialLR(optimizer, 0.5)
-    run(scheduler, 3)
+    rates_of_loop(scheduler, 3)
     with pytest.raises(
         ValueError,
         match=r"not been stepped.*build the scheduler anew.*from_torch\(scheduler, updates",
@@ -449,7 +470,7 @@ def test_a_scheduler_in_the_middle_of_its_run() -> None:
         resolve(chained, optimizer, 4)
 
 
-class Locked(lrs.LRScheduler):
+class UncopyableScheduler(lrs.LRScheduler):
     def __init__(self, optimizer: Any) -> None:
         self.lock = threading.Lock()
         super().__init__(optimizer)
@@ -458,29 +479,30 @@ class Locked(lrs.LRScheduler):
         return [0.1]
 
 
-class Wrapper(torch.optim.Optimizer):
+class WrappingOptimizer(torch.optim.Optimizer):
     """An optimizer around another one, whose groups are its groups."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.defaults = inner, inner.defaults
+        self.inner = inner
+        self.defaults = inner.defaults
 
     @property
     def param_groups(self) -> Any:  # type: ignore[override]
         return self.inner.param_groups
 
 
-def by_hand(scheduler: Any, rate: float) -> Any:
+def with_rate_set_by_hand(scheduler: Any, rate: float) -> Any:
     scheduler.optimizer.param_groups[0]["lr"] = rate
     return scheduler
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+REFUSED_SCHEDULERS: dict[str, tuple[Callable[[], Any], str]] = {
     "plateau": (
         lambda: lrs.ReduceLROnPlateau(sgd(0.1)),
         r"follows a measured value.*hs\.ReduceLROnPlateau",
     ),
     "momentum": (
-        lambda: lrs.OneCycleLR(sgd(0.1, momentum=0.9), 0.5, N),
+        lambda: lrs.OneCycleLR(sgd(0.1, momentum=0.9), 0.5, UPDATES),
         "changes momentum besides the learning rate.*cycle_momentum=False",
     ),
     "betas": (
@@ -488,33 +510,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "CyclicLR changes betas",
     ),
     "over": (
-        lambda: lrs.OneCycleLR(sgd(0.1), 0.5, N // 2, cycle_momentum=False),
+        lambda: lrs.OneCycleLR(sgd(0.1), 0.5, UPDATES // 2, cycle_momentum=False),
         "OneCycleLR was built for 20 updates and 40 are asked for; build it with total_steps=40",
     ),
     "not copied": (
-        lambda: Locked(sgd(0.1)),
-        "Locked cannot be run ahead.*it cannot be copied.*list of rates",
+        lambda: UncopyableScheduler(sgd(0.1)),
+        "UncopyableScheduler cannot be run ahead.*it cannot be copied.*list of rates",
     ),
-    "wrapped": (lambda: Own(Wrapper(sgd(0.1))), "its optimizer Wrapper wraps another one"),
+    "wrapped": (
+        lambda: UserScheduler(WrappingOptimizer(sgd(0.1))),
+        "its optimizer WrappingOptimizer wraps another one",
+    ),
     "by hand": (
-        lambda: by_hand(lrs.ExponentialLR(sgd(0.1), 0.5), 0.3),
-        r"as ExponentialLR left them, \[0.1\], received \[0.3\]; build the optimizer and its scheduler anew",
+        lambda: with_rate_set_by_hand(lrs.ExponentialLR(sgd(0.1), 0.5), 0.3),
+        r"as ExponentialLR left them, \[0.1\], received \[0.3\]; "
+        "build the optimizer and its scheduler anew",
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REFUSED_SCHEDULERS)
 def test_a_scheduler_that_is_no_table_is_refused(case: str) -> None:
-    make, match = REFUSED[case]
+    make, match = REFUSED_SCHEDULERS[case]
     scheduler = make()
-    before = [g["lr"] for g in scheduler.optimizer.param_groups]
-    for ask in (
-        lambda: from_torch(scheduler, N),
-        lambda: resolve(scheduler, scheduler.optimizer, N),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ask()
-    assert [g["lr"] for g in scheduler.optimizer.param_groups] == before
+    groups = scheduler.optimizer.param_groups
+    rates_before = [group["lr"] for group in groups]
+    with pytest.raises(ValueError, match=match):
+        from_torch(scheduler, UPDATES)
+    with pytest.raises(ValueError, match=match):
+        resolve(scheduler, scheduler.optimizer, UPDATES)
+    assert [group["lr"] for group in groups] == rates_before
 
 
 def test_a_scheduler_needs_its_optimizer_and_the_number_of_updates() -> None:
@@ -527,7 +552,7 @@ def test_a_scheduler_needs_its_optimizer_and_the_number_of_updates() -> None:
         resolve(scheduler, scheduler.optimizer)
 
 
-GIVEN: dict[str, tuple[Any, list[list[float]]]] = {
+ACCEPTED: dict[str, tuple[Any, list[list[float]]]] = {
     "number": (0.5, [[0.5, 0.5], [0.5, 0.5]]),
     "numpy number": (np.float32(0.5), [[0.5, 0.5], [0.5, 0.5]]),
     "tensor number": (torch.tensor(0.5), [[0.5, 0.5], [0.5, 0.5]]),
@@ -549,18 +574,18 @@ GIVEN: dict[str, tuple[Any, list[list[float]]]] = {
 }
 
 
-@pytest.mark.parametrize("form", GIVEN)
+@pytest.mark.parametrize("form", ACCEPTED)
 def test_what_may_be_given_as_learning_rate(form: str) -> None:
-    value, expected = GIVEN[form]
-    found = resolve(value, sgd(8.0, 4.0), 2)
-    assert torch.equal(tables(found, 2), torch.tensor(expected, dtype=torch.float64))
+    value, expected = ACCEPTED[form]
+    resolved = resolve(value, sgd(8.0, 4.0), 2)
+    assert torch.equal(tables(resolved, 2), torch.tensor(expected, dtype=torch.float64))
 
 
-WRONG: list[tuple[Any, type[Exception], str]] = [
+REFUSED: list[tuple[Any, type[Exception], str]] = [
     ("cosine", TypeError, "schedule: received str. Accepted: a number; a list, array or tensor"),
     (None, TypeError, "schedule: received NoneType. Accepted"),
     (object(), TypeError, "schedule: received object. Accepted"),
-    (Falling, TypeError, "schedule: received type. Accepted"),
+    (StatefulFactor, TypeError, "schedule: received type. Accepted"),
     (iter([0.1]), TypeError, "schedule: received list_iterator. Accepted"),
     (torch.zeros(2, 2, 2), TypeError, r"schedule\[0\]: received list. Accepted"),
     ([0.1, "cosine"], TypeError, r"schedule\[1\]: received str. Accepted"),
@@ -594,7 +619,7 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "error", "match"), WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize(("value", "error", "match"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_refused_as_learning_rate(value: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         resolve(value, sgd(8.0, 4.0), 9)
@@ -636,16 +661,17 @@ def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_a_step_with_the_table_is_torchs_loop_bit_for_bit_and_skips_do_not_move_it(
     name: str,
 ) -> None:
-    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    y = torch.randn(8, 2, dtype=torch.float64)
     net, optimizer = two_groups()
-    scheduler = TORCH[name](optimizer)
+    scheduler = TORCH_SCHEDULERS[name](optimizer)
     for _ in range(6):
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
         scheduler.step()
     ours, optimizer = two_groups()
-    table = tables(resolve(TORCH[name](optimizer), optimizer, N), N)
+    table = tables(resolve(TORCH_SCHEDULERS[name](optimizer), optimizer, UPDATES), UPDATES)
     step = hs.TrainStep(ours, nn.MSELoss(), optimizer, precision="fp64", lr=table, nonfinite="skip")
     for i in range(6):
         assert torch.equal(step(x, y).lr, table[:, i])
@@ -655,7 +681,7 @@ def test_a_step_with_the_table_is_torchs_loop_bit_for_bit_and_skips_do_not_move_
 
 def test_the_end_of_one_cycle_counts_from_where_it_stands() -> None:
     scheduler = lrs.OneCycleLR(sgd(0.1), 0.5, 10, cycle_momentum=False)
-    run(scheduler, 5)  # rates of 5 updates, so that step() was called four times
+    rates_of_loop(scheduler, 5)  # rates of 5 updates, so that step() was called four times
     assert len(from_torch(scheduler, 7)[0].table(7)) == 7
     with pytest.raises(
         ValueError,
@@ -664,27 +690,32 @@ def test_the_end_of_one_cycle_counts_from_where_it_stands() -> None:
         from_torch(scheduler, 8)
 
 
-def stepped(act: str) -> list[str]:
-    """What torch says when the first update overflows and the user's own scheduler is stepped all the same."""
+def scheduler_warnings(update: str) -> list[str]:
+    """torch's warnings when the first update overflows and the user's scheduler is stepped.
+
+    `update` says what makes the update: "step", "scaler", or "nothing".
+    """
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scheduler, x = lrs.StepLR(optimizer, 2), torch.full((2, 3), math.inf)
-    with warnings.catch_warnings(record=True, action="always") as said:
-        if act == "step":
-            scale = hs.Precision("fp32", scale=hs.DynamicScale())
-            assert hs.TrainStep(net, nn.MSELoss(), optimizer, precision=scale)(
-                x, torch.zeros(2, 2)
-            ).skipped
-        elif act == "scaler":
+    scheduler = lrs.StepLR(optimizer, 2)
+    x = torch.full((2, 3), math.inf)
+    y = torch.zeros(2, 2)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        if update == "step":
+            precision = hs.Precision("fp32", scale=hs.DynamicScale())
+            step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision)
+            assert step(x, y).skipped
+        elif update == "scaler":
             scaler = hs.amp.GradScaler(device="cpu")
-            scaler.scale(nn.functional.mse_loss(net(x), torch.zeros(2, 2))).backward()
+            scaler.scale(nn.functional.mse_loss(net(x), y)).backward()
             scaler.step(optimizer)
             scaler.update()
         scheduler.step()
-    return [str(each.message) for each in said]
+    return [str(warning.message) for warning in caught]
 
 
 def test_a_skipped_first_update_is_no_wrong_order_for_torchs_scheduler() -> None:
-    """In a loop with a TrainStep and in one with a GradScaler; without either, torch's warning is right and stays."""
-    assert stepped("step") == stepped("scaler") == []
-    assert "`lr_scheduler.step()` before `optimizer.step()`" in stepped("nothing")[0]
+    """With a TrainStep and with a GradScaler. Without either, torch's warning is right."""
+    assert scheduler_warnings("step") == []
+    assert scheduler_warnings("scaler") == []
+    assert "`lr_scheduler.step()` before `optimizer.step()`" in scheduler_warnings("nothing")[0]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.data.download.catalog import Checksum
-from halfstep.data.download.fetch import Fetched, download
+from halfstep.data.download.fetch import FetchedFile, fetch_file
 
 BODY = bytes(range(256)) * 1000
 SHA256 = Checksum("sha256", hashlib.sha256(BODY).hexdigest())
@@ -129,8 +129,8 @@ def test_a_whole_file_arrives(
     server: str, tmp_path: Path, page: str, checksum: Checksum | None
 ) -> None:
     target = tmp_path / "new" / "folder" / "file"
-    got = download(f"{server}/{page}", target, checksum=checksum)
-    assert got == Fetched(target, f"{server}/{page}", SHA256.hex, len(BODY))
+    fetched = fetch_file(f"{server}/{page}", target, checksum=checksum)
+    assert fetched == FetchedFile(target, f"{server}/{page}", SHA256.hex, len(BODY))
     assert target.read_bytes() == BODY
     assert os.listdir(target.parent) == ["file"]
 
@@ -159,7 +159,7 @@ def test_a_failure_is_named_and_leaves_no_trace(
     if before is not None:
         target.write_bytes(before)
     with pytest.raises(OSError, match=match) as caught:
-        download(f"{server}/{page}", target, timeout_s=0.2, limit_bytes=1_000_000)
+        fetch_file(f"{server}/{page}", target, timeout_s=0.2, limit_bytes=1_000_000)
     message = str(caught.value)
     assert message.startswith(f"file could not be fetched:\n  {server}/{page}: ")
     assert message.endswith(f"or fetch the file by other means and put it at {target}.")
@@ -174,18 +174,18 @@ def test_a_wrong_checksum_is_refused(server: str, target: Path, algorithm) -> No
     with pytest.raises(
         OSError, match=f"expected {algorithm} {wrong.hex}, got {right} of 256000 bytes"
     ):
-        download(f"{server}/good", target, checksum=wrong)
+        fetch_file(f"{server}/good", target, checksum=wrong)
     assert os.listdir(target.parent) == []
 
 
 def test_a_length_without_promise_is_checked_by_the_checksum(server: str, target: Path) -> None:
     with pytest.raises(OSError, match="expected sha256"):
-        download(f"{server}/no-length", target, checksum=Checksum("sha256", "1" * 64))
+        fetch_file(f"{server}/no-length", target, checksum=Checksum("sha256", "1" * 64))
 
 
 def test_the_next_mirror_is_tried(server: str, target: Path) -> None:
     mirrors = [f"{server}/{page}" for page in ("missing", "short", "good", "broken")]
-    assert download(mirrors, target, checksum=MD5).url == mirrors[2]
+    assert fetch_file(mirrors, target, checksum=MD5).url == mirrors[2]
     assert target.read_bytes() == BODY
 
 
@@ -194,7 +194,7 @@ def test_every_mirrors_failure_is_listed(server: str, target: Path) -> None:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
         refused = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
         with pytest.raises(OSError, match="could not be fetched") as caught:
-            download([f"{server}/missing", refused, "http://no.such.host.invalid/x"], target)
+            fetch_file([f"{server}/missing", refused, "http://no.such.host.invalid/x"], target)
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
     assert "Connection refused" in lines[2]
@@ -206,12 +206,12 @@ def test_every_mirrors_failure_is_listed(server: str, target: Path) -> None:
 )
 def test_only_web_addresses_are_taken(target: Path, urls) -> None:
     with pytest.raises(ValueError, match="expected an address like https://host/file, got"):
-        download(urls, target)
+        fetch_file(urls, target)
 
 
 def test_no_address_is_an_error(target: Path) -> None:
     with pytest.raises(ValueError, match="at least one address"):
-        download([], target)
+        fetch_file([], target)
 
 
 def test_a_folder_that_cannot_be_made_is_named(server: str, tmp_path: Path) -> None:
@@ -219,57 +219,58 @@ def test_a_folder_that_cannot_be_made_is_named(server: str, tmp_path: Path) -> N
     with pytest.raises(
         OSError, match=r"plain/file cannot be written: .* make the folder writable"
     ) as caught:
-        download([f"{server}/good", f"{server}/good"], tmp_path / "plain" / "file")
+        fetch_file([f"{server}/good", f"{server}/good"], tmp_path / "plain" / "file")
     assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
 
 
 def test_a_folder_under_the_final_name_is_an_error(server: str, target: Path) -> None:
     target.mkdir()
     with pytest.raises(IsADirectoryError, match="cannot be written"):
-        download(f"{server}/good", target)
+        fetch_file(f"{server}/good", target)
     assert os.listdir(target.parent) == ["file"]
 
 
 # The modules alone, without the package around them, which would load torch for seconds.
-ALONE = """
+FETCH_ALONE = """
 import sys, types
 for name in ("halfstep", "halfstep.data"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [name.replace(".", "/")]
-from halfstep.data.download.fetch import download
+from halfstep.data.download.fetch import fetch_file
 assert "rich" not in sys.modules and "torch" not in sys.modules
 """
 
 
-def child(
+def start_python(
     code: str, *args: object, before: Callable[[], object] | None = None, **pipes
 ) -> subprocess.Popen:
-    command, root = [sys.executable, "-c", ALONE + code, *map(str, args)], Path(__file__).parents[4]
+    command = [sys.executable, "-c", FETCH_ALONE + code, *map(str, args)]
+    root = Path(__file__).parents[4]
     return subprocess.Popen(
         command, cwd=root, preexec_fn=before, text=True, **{"stderr": subprocess.PIPE} | pipes
     )
 
 
-GET = "download(sys.argv[1], sys.argv[2])"
+FETCH_ONE = "fetch_file(sys.argv[1], sys.argv[2])"
 
 
 def test_a_read_only_folder_is_named(server: str, target: Path) -> None:
     """By a process that is not root, whom permissions would not stop."""
     target.parent.chmod(0o500)
     drop = "import os, encodings.idna; os.getuid() or os.setuid(65534); "
-    error = child(drop + GET, f"{server}/good", target).communicate()[1]
+    error = start_python(drop + FETCH_ONE, f"{server}/good", target).communicate()[1]
     assert (
-        f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. Free space there, make"
-        in error
-    )
+        f"PermissionError: [Errno 13] {target} cannot be written: Permission denied. "
+        "Free space there, make"
+    ) in error
     assert os.listdir(target.parent) == []
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(server: str, target: Path) -> None:
-    """The kernel's own refusal to write on: a limit on the file size stands in for a disk that is full."""
+    """The kernel's own refusal to write on: a limit on the file size stands in for a full disk."""
     limit = (100_000, 100_000)
-    process = child(
-        GET,
+    process = start_python(
+        FETCH_ONE,
         f"{server}/good",
         target,
         before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
@@ -282,7 +283,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(server: str, target: Path) -> N
 
 
 def test_a_killed_download_leaves_nothing_under_the_name(server: str, target: Path) -> None:
-    process = child(GET, f"{server}/stalled", target)
+    process = start_python(FETCH_ONE, f"{server}/stalled", target)
     while not (
         parts := [part for part in target.parent.glob(".file.*.part") if part.stat().st_size]
     ):
@@ -291,17 +292,17 @@ def test_a_killed_download_leaves_nothing_under_the_name(server: str, target: Pa
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert os.listdir(target.parent) == [parts[0].name]
-    download(f"{server}/good", target)
+    fetch_file(f"{server}/good", target)
     assert target.read_bytes() == BODY
     assert parts[0].exists()  # it may be another process's work
     os.utime(parts[0], (0, 0))
-    download(f"{server}/good", target)
+    fetch_file(f"{server}/good", target)
     assert os.listdir(target.parent) == ["file"]  # a day later it is not
 
 
 def test_processes_at_once_end_with_one_good_file(server: str, target: Path) -> None:
-    many = "for _ in range(20): download(*sys.argv[1:])"
-    processes = [child(many, f"{server}/{page}", target) for page in ("good", "chunked")]
+    many = "for _ in range(20): fetch_file(*sys.argv[1:])"
+    processes = [start_python(many, f"{server}/{page}", target) for page in ("good", "chunked")]
     seen = set()
     while any(process.poll() is None for process in processes):
         if target.exists():
@@ -312,11 +313,11 @@ def test_processes_at_once_end_with_one_good_file(server: str, target: Path) -> 
     assert os.listdir(target.parent) == ["file"]
 
 
-def drawn(server: str, target: Path, progress: str) -> str:
+def draw_on_terminal(server: str, target: Path, progress: str) -> str:
     """What a terminal would show."""
     ours, theirs = pty.openpty()
-    process = child(
-        f"download(*sys.argv[1:], progress={progress})", f"{server}/good", target, stderr=theirs
+    process = start_python(
+        f"fetch_file(*sys.argv[1:], progress={progress})", f"{server}/good", target, stderr=theirs
     )
     process.wait()
     os.close(theirs)
@@ -329,9 +330,9 @@ def drawn(server: str, target: Path, progress: str) -> str:
 
 
 def test_progress_is_drawn_on_a_terminal_only(server: str, tmp_path: Path) -> None:
-    shown = drawn(server, tmp_path / "[red]file", "None")
+    shown = draw_on_terminal(server, tmp_path / "[red]file", "None")
     assert "[red]file" in shown
     assert "256.0/256.0 kB" in shown
-    assert drawn(server, tmp_path / "file", "False") == ""
-    silent = "download(*sys.argv[1:], progress=True); assert 'rich' not in sys.modules"
-    assert child(silent, f"{server}/good", tmp_path / "file").communicate()[1] == ""
+    assert draw_on_terminal(server, tmp_path / "file", "False") == ""
+    silent = "fetch_file(*sys.argv[1:], progress=True); assert 'rich' not in sys.modules"
+    assert start_python(silent, f"{server}/good", tmp_path / "file").communicate()[1] == ""

@@ -15,35 +15,35 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.data.download.catalog import CATALOG, Checksum, Source, known
+from halfstep.data.download.catalog import CATALOG, Checksum, PublishedFile, catalog_entry
 from halfstep.data.readers.idx import read_split
 from halfstep.errors import Notice
 
-module = importlib.import_module("halfstep.data.download.find")
-find = module.find
-IDX = CATALOG["mnist"].files
-TEN = CATALOG["cifar10"].files
+find_module = importlib.import_module("halfstep.data.download.find")
+find = find_module.find
+IDX_FILES = CATALOG["mnist"].files
+CIFAR10_FILES = CATALOG["cifar10"].files
 
 
 @pytest.fixture(autouse=True)
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Nothing of this machine's own: no variable, an empty home, an empty Debian folder."""
     for name in ("HALFSTEP_DATA", "HALFSTEP_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(module, "DEBIAN", tmp_path / "debian")
+    monkeypatch.setattr(find_module, "DEBIAN", tmp_path / "debian")
     return tmp_path
 
 
-def fill(folder: Path, files: tuple[str, ...] = IDX, suffix: str = "") -> Path:
+def write_files(folder: Path, files: tuple[str, ...] = IDX_FILES, suffix: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name in files:
         (folder / (name + suffix)).write_bytes(b"content of " + name.encode())
     return folder
 
 
-def tarred(path: Path, folder: str, files: tuple[str, ...] = TEN) -> Path:
+def write_tar(path: Path, folder: str, files: tuple[str, ...] = CIFAR10_FILES) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as archive:
         for name in files:
@@ -58,8 +58,11 @@ def tarred(path: Path, folder: str, files: tuple[str, ...] = TEN) -> Path:
 
 def test_the_table_is_consistent() -> None:
     assert {name: entry.num_classes for name, entry in CATALOG.items()} == {
-        "mnist": 10, "fashion-mnist": 10, "cifar10": 10, "cifar100": 100,
-    }  # fmt: skip
+        "mnist": 10,
+        "fashion-mnist": 10,
+        "cifar10": 10,
+        "cifar100": 100,
+    }
     for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.classes)) == entry.num_classes
@@ -67,9 +70,8 @@ def test_the_table_is_consistent() -> None:
             url.endswith(f"/{source.file}") for source in entry.sources for url in source.urls
         )
         assert len(entry.contents) in (0, len(entry.files))
-    assert list(CATALOG["cifar100"].classes) == sorted(
-        CATALOG["cifar100"].classes
-    )  # they are numbered by alphabet
+    # they are numbered by alphabet
+    assert list(CATALOG["cifar100"].classes) == sorted(CATALOG["cifar100"].classes)
 
 
 @pytest.mark.skipif(
@@ -77,20 +79,26 @@ def test_the_table_is_consistent() -> None:
 )
 def test_fashions_contents_are_those_of_debians_package() -> None:
     entry = CATALOG["fashion-mnist"]
-    for name, checksum in zip(
-        entry.files[1:], entry.contents[1:], strict=True
-    ):  # the 47 MB of training images: by hand
+    # the 47 MB of training images: by hand
+    for name, checksum in zip(entry.files[1:], entry.contents[1:], strict=True):
         content = gzip.decompress(Path(f"/usr/share/datasets/fashion-mnist/{name}.gz").read_bytes())
         assert hashlib.sha256(content).hexdigest() == checksum.hex
 
 
 @pytest.mark.parametrize(
     ("spelling", "name"),
-    [("mnist", "mnist"), ("MNIST", "mnist"), ("FashionMNIST", "fashion-mnist"), ("fashion_mnist", "fashion-mnist"),
-     ("CIFAR-10", "cifar10"), ("cifar_100", "cifar100"), ("CIFAR100", "cifar100")],
-)  # fmt: skip
+    [
+        ("mnist", "mnist"),
+        ("MNIST", "mnist"),
+        ("FashionMNIST", "fashion-mnist"),
+        ("fashion_mnist", "fashion-mnist"),
+        ("CIFAR-10", "cifar10"),
+        ("cifar_100", "cifar100"),
+        ("CIFAR100", "cifar100"),
+    ],
+)
 def test_names_in_any_spelling(spelling: str, name: str) -> None:
-    assert known(spelling).name == name
+    assert catalog_entry(spelling).name == name
 
 
 def test_unknown_names_list_the_table() -> None:
@@ -116,29 +124,33 @@ def test_checksums_are_checked_themselves(algorithm, digits: str) -> None:
 # The order
 
 
-def test_each_place_comes_before_the_next(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_place_comes_before_the_next(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = {
-        name: fill(places / name / "fashion-mnist") for name in ("given", "data", "cache", "debian")
+        name: write_files(root / name / "fashion-mnist")
+        for name in ("given", "data", "cache", "debian")
     }
-    monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
-    monkeypatch.setenv("HALFSTEP_CACHE", str(places / "cache"))
-    found = find("fashion-mnist", folders["given"], download=True)
-    assert (found.folder, found.origin, found.sample) == (folders["given"], "path", False)
-    found = find(
-        "fashion-mnist", download=True
-    )  # there is a set on this machine: nothing is fetched
-    assert (found.folder, found.origin) == (folders["data"], "HALFSTEP_DATA")
+    monkeypatch.setenv("HALFSTEP_DATA", str(root / "data"))
+    monkeypatch.setenv("HALFSTEP_CACHE", str(root / "cache"))
+    location = find("fashion-mnist", folders["given"], download=True)
+    assert (location.folder, location.origin, location.sample) == (folders["given"], "path", False)
+    # there is a set on this machine: nothing is fetched
+    location = find("fashion-mnist", download=True)
+    assert (location.folder, location.origin) == (folders["data"], "HALFSTEP_DATA")
     monkeypatch.delenv("HALFSTEP_DATA")
-    found = find("fashion-mnist", download=True)
-    assert (found.folder, found.origin) == (folders["cache"], "cache")
+    location = find("fashion-mnist", download=True)
+    assert (location.folder, location.origin) == (folders["cache"], "cache")
     monkeypatch.delenv("HALFSTEP_CACHE")
-    found = find("fashion-mnist", download=True)
-    assert (found.folder, found.origin) == (folders["debian"], "debian")
-    (folders["debian"] / IDX[3]).unlink()
+    location = find("fashion-mnist", download=True)
+    assert (location.folder, location.origin) == (folders["debian"], "debian")
+    (folders["debian"] / IDX_FILES[3]).unlink()
     with pytest.warns(Notice, match="sample"):
-        found = find("fashion-mnist")
-    assert (found.folder, found.origin, found.sample) == (module.SAMPLE, "sample", True)
-    assert read_split(found.folder, train=False)[0].shape == (2000, 28, 28)
+        location = find("fashion-mnist")
+    assert (location.folder, location.origin, location.sample) == (
+        find_module.SAMPLE,
+        "sample",
+        True,
+    )
+    assert read_split(location.folder, train=False)[0].shape == (2000, 28, 28)
 
 
 @pytest.mark.parametrize(
@@ -152,56 +164,64 @@ def test_each_place_comes_before_the_next(places: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_the_cache_is_where_the_environment_says(
-    places, monkeypatch, variable, value: str, folder: str
+    root, monkeypatch, variable, value: str, folder: str
 ) -> None:
-    monkeypatch.setenv(variable, value.format(places))
-    fill(places / folder / "mnist")
-    assert find("mnist").folder == places / folder / "mnist"
+    monkeypatch.setenv(variable, value.format(root))
+    write_files(root / folder / "mnist")
+    assert find("mnist").folder == root / folder / "mnist"
 
 
 @pytest.mark.parametrize(
     ("name", "folder", "suffix"),
     [
-        ("mnist", "", ""), ("mnist", "", ".gz"), ("mnist", "mnist", ".gz"), ("mnist", "MNIST/raw", ""),
+        ("mnist", "", ""),
+        ("mnist", "", ".gz"),
+        ("mnist", "mnist", ".gz"),
+        ("mnist", "MNIST/raw", ""),
         ("mnist", "raw", ""),
-        ("fashion-mnist", "fashion_mnist", ".gz"), ("fashion-mnist", "FashionMNIST/raw", ""),
-        ("cifar10", "", ""), ("cifar10", "CIFAR10", ""), ("cifar10", "cifar-10", ""),
-        ("cifar10", "cifar-10-batches-bin", ""), ("cifar10", "cifar10/cifar-10-batches-bin", ""),
-        ("cifar100", "cifar-100-binary", ""), ("cifar100", "CIFAR_100", ""),
+        ("fashion-mnist", "fashion_mnist", ".gz"),
+        ("fashion-mnist", "FashionMNIST/raw", ""),
+        ("cifar10", "", ""),
+        ("cifar10", "CIFAR10", ""),
+        ("cifar10", "cifar-10", ""),
+        ("cifar10", "cifar-10-batches-bin", ""),
+        ("cifar10", "cifar10/cifar-10-batches-bin", ""),
+        ("cifar100", "cifar-100-binary", ""),
+        ("cifar100", "CIFAR_100", ""),
     ],
-)  # fmt: skip
+)
 def test_layouts(
-    places: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, suffix: str
+    root: Path, monkeypatch: pytest.MonkeyPatch, name: str, folder: str, suffix: str
 ) -> None:
-    fill(places / "data" / folder, CATALOG[name].files, suffix)
-    monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
-    assert find(name).folder == places / "data" / folder
+    write_files(root / "data" / folder, CATALOG[name].files, suffix)
+    monkeypatch.setenv("HALFSTEP_DATA", str(root / "data"))
+    assert find(name).folder == root / "data" / folder
     monkeypatch.delenv("HALFSTEP_DATA")
-    assert find(name, str(places / "data")).folder == places / "data" / folder
+    assert find(name, str(root / "data")).folder == root / "data" / folder
 
 
-def test_a_folder_called_like_the_set_comes_first(places: Path) -> None:
-    fill(places / "data")
-    fill(places / "data" / "fashion-mnist")
-    assert find("fashion-mnist", places / "data").folder == places / "data" / "fashion-mnist"
-    assert find("mnist", places / "data").folder == places / "data"
+def test_a_folder_called_like_the_set_comes_first(root: Path) -> None:
+    write_files(root / "data")
+    write_files(root / "data" / "fashion-mnist")
+    assert find("fashion-mnist", root / "data").folder == root / "data" / "fashion-mnist"
+    assert find("mnist", root / "data").folder == root / "data"
 
 
-def test_half_a_set_is_none(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALFSTEP_DATA", str(fill(places / "data", IDX[:3])))
-    fill(places / "debian" / "mnist")
+def test_half_a_set_is_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_DATA", str(write_files(root / "data", IDX_FILES[:3])))
+    write_files(root / "debian" / "mnist")
     assert find("mnist").origin == "debian"
     with pytest.raises(
         FileNotFoundError,
         match=r"data lacks t10k-labels-idx1-ubyte\. They are: train.* plain or \.gz",
     ):
-        find("mnist", places / "data")
+        find("mnist", root / "data")
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
-def test_another_sets_files_are_told_by_their_labels(places: Path, monkeypatch, pack) -> None:
+def test_another_sets_files_are_told_by_their_labels(root: Path, monkeypatch, pack) -> None:
     """MNIST and Fashion-MNIST have the same file names: the content says which it is."""
-    folder = fill(places / "data", suffix=".gz" if pack is gzip.compress else "")
+    folder = write_files(root / "data", suffix=".gz" if pack is gzip.compress else "")
     labels = next(folder.glob("t10k-labels*"))
     labels.write_bytes(pack(b"these labels"))
     own = Checksum("sha256", hashlib.sha256(b"these labels").hexdigest())
@@ -214,17 +234,17 @@ def test_another_sets_files_are_told_by_their_labels(places: Path, monkeypatch, 
         find("mnist", folder)
 
 
-def test_another_sets_folder_is_told_by_its_name(places: Path) -> None:
-    fill(places / "data" / "FashionMNIST" / "raw")
-    for path in (places / "data" / "FashionMNIST", places / "data" / "FashionMNIST" / "raw"):
-        assert find("fashion-mnist", path).folder == places / "data" / "FashionMNIST" / "raw"
+def test_another_sets_folder_is_told_by_its_name(root: Path) -> None:
+    write_files(root / "data" / "FashionMNIST" / "raw")
+    for path in (root / "data" / "FashionMNIST", root / "data" / "FashionMNIST" / "raw"):
+        assert find("fashion-mnist", path).folder == root / "data" / "FashionMNIST" / "raw"
         with pytest.raises(FileNotFoundError, match="raw is called like fashion-mnist"):
             find("mnist", path)
 
 
 def test_the_sample_is_known_by_any_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find("fashion-mnist", module.SAMPLE).sample
-    monkeypatch.setenv("HALFSTEP_DATA", str(module.SAMPLE))
+    assert find("fashion-mnist", find_module.SAMPLE).sample
+    monkeypatch.setenv("HALFSTEP_DATA", str(find_module.SAMPLE))
     assert find("fashion-mnist").sample
     with pytest.raises(FileNotFoundError, match="holds a sample of fashion-mnist"):
         find("mnist")
@@ -234,19 +254,20 @@ def test_the_sample_is_known_by_any_way(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_not_found_lists_every_place_and_the_ways_out(
-    places: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (places / "data").mkdir()
-    monkeypatch.setenv("HALFSTEP_DATA", str(places / "data"))
-    fill(places / "debian" / "mnist", IDX[1:])
+    (root / "data").mkdir()
+    monkeypatch.setenv("HALFSTEP_DATA", str(root / "data"))
+    write_files(root / "debian" / "mnist", IDX_FILES[1:])
     with pytest.raises(FileNotFoundError) as caught:
         find("mnist")
     assert str(caught.value).splitlines() == [
         "mnist was not found:",
-        f"  HALFSTEP_DATA: {places}/data has neither the files nor a folder called mnist",
-        f"  cache: there is no folder {places}/home/.cache/halfstep",
-        f"  debian: {places}/debian/mnist lacks train-images-idx3-ubyte",
-        "Set HALFSTEP_DATA to a folder that holds mnist, pass path= (a folder, an archive or a URL), "
+        f"  HALFSTEP_DATA: {root}/data has neither the files nor a folder called mnist",
+        f"  cache: there is no folder {root}/home/.cache/halfstep",
+        f"  debian: {root}/debian/mnist lacks train-images-idx3-ubyte",
+        "Set HALFSTEP_DATA to a folder that holds mnist, "
+        "pass path= (a folder, an archive or a URL), "
         "or allow download=True.",
     ]
 
@@ -261,8 +282,8 @@ def test_the_samples_notice_says_how_to_get_the_whole() -> None:
     assert text.endswith("apt-get install dataset-fashion-mnist.")
 
 
-def test_halfstep_data_must_be_a_folder(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(places / "debian" / "mnist")
+def test_halfstep_data_must_be_a_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(root / "debian" / "mnist")
     monkeypatch.setenv("HALFSTEP_DATA", "/no/such/folder")
     with pytest.raises(
         NotADirectoryError, match="expected a folder in HALFSTEP_DATA, got '/no/such/folder'"
@@ -271,16 +292,16 @@ def test_halfstep_data_must_be_a_folder(places: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("path", ["nothing", "s3://bucket/mnist", "file://host/mnist"])
-def test_a_path_is_final(places: Path, path: str) -> None:
-    fill(places / "debian" / "mnist")
+def test_a_path_is_final(root: Path, path: str) -> None:
+    write_files(root / "debian" / "mnist")
     with pytest.raises((FileNotFoundError, ValueError), match=r"expected a (folder|path)"):
         find("mnist", path)
 
 
 def test_an_empty_path_is_a_mistake_and_not_this_folder(
-    places: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(fill(places / "here"))
+    monkeypatch.chdir(write_files(root / "here"))
     with pytest.raises(ValueError, match="path: expected a folder, an archive or a URL, got ''"):
         find("mnist", "")
 
@@ -289,50 +310,50 @@ def test_an_empty_path_is_a_mistake_and_not_this_folder(
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
-def test_an_archive_is_unpacked_once(places: Path, prefix: str) -> None:
-    archive = tarred(places / "set.tar.gz", "some/folder")
-    found = find("cifar10", f"{prefix}{archive}")
-    assert (found.origin, found.folder.name) == ("path", "folder")
-    assert [path.name for path in sorted(found.folder.iterdir())] == sorted(TEN)
-    before = found.folder.stat().st_mtime_ns
-    assert find("cifar10", f"{prefix}{archive}") == found
-    assert found.folder.stat().st_mtime_ns == before
-    tarred(archive, "changed")
+def test_an_archive_is_unpacked_once(root: Path, prefix: str) -> None:
+    archive = write_tar(root / "set.tar.gz", "some/folder")
+    location = find("cifar10", f"{prefix}{archive}")
+    assert (location.origin, location.folder.name) == ("path", "folder")
+    assert [path.name for path in sorted(location.folder.iterdir())] == sorted(CIFAR10_FILES)
+    before = location.folder.stat().st_mtime_ns
+    assert find("cifar10", f"{prefix}{archive}") == location
+    assert location.folder.stat().st_mtime_ns == before
+    write_tar(archive, "changed")
     assert find("cifar10", f"{prefix}{archive}").folder.name == "changed"
 
 
-def test_a_zip_with_both_sets_serves_both(places: Path) -> None:
-    with zipfile.ZipFile(places / "both.zip", "w") as archive:
+def test_a_zip_with_both_sets_serves_both(root: Path) -> None:
+    with zipfile.ZipFile(root / "both.zip", "w") as archive:
         for folder in ("x/MNIST", "x/fashion_mnist"):
-            for name in IDX:
+            for name in IDX_FILES:
                 archive.writestr(f"{folder}/{name}", folder)
-    with zipfile.ZipFile(places / "one.zip", "w") as archive:
-        for name in IDX:
+    with zipfile.ZipFile(root / "one.zip", "w") as archive:
+        for name in IDX_FILES:
             archive.writestr(f"MNIST/raw/{name}", "")
-    assert find("mnist", places / "both.zip").folder.name == "MNIST"
-    assert find("mnist", places / "one.zip").folder.name == "raw"
-    assert find("fashion-mnist", places / "both.zip").folder.name == "fashion_mnist"
+    assert find("mnist", root / "both.zip").folder.name == "MNIST"
+    assert find("mnist", root / "one.zip").folder.name == "raw"
+    assert find("fashion-mnist", root / "both.zip").folder.name == "fashion_mnist"
 
 
-def test_an_archive_of_other_things_is_refused(places: Path) -> None:
-    archive = tarred(places / "set.tar.gz", "folder", TEN[1:])
+def test_an_archive_of_other_things_is_refused(root: Path) -> None:
+    archive = write_tar(root / "set.tar.gz", "folder", CIFAR10_FILES[1:])
     with pytest.raises(
         FileNotFoundError,
         match=r"set\.tar\.gz.*expected the files of cifar10, .*lacks data_batch_1\.bin",
     ):
         find("cifar10", archive)
-    (places / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03"))
+    (root / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"\0\0\x08\x03"))
     with pytest.raises(
         ValueError, match=r"expected a tar archive .* or pass a folder of plain files"
     ):
-        find("mnist", places / "train-images-idx3-ubyte.gz")
+        find("mnist", root / "train-images-idx3-ubyte.gz")
 
 
 # URLs and downloads
 
 
 @pytest.fixture
-def web(places: Path) -> Iterator[str]:
+def web(root: Path) -> Iterator[str]:
     """A web server over the folder `web`, which counts what it is asked for."""
 
     class Pages(SimpleHTTPRequestHandler):
@@ -340,8 +361,8 @@ def web(places: Path) -> Iterator[str]:
             asked.append(self.path)
 
     asked: list[str] = []
-    (places / "web").mkdir()
-    handler = functools.partial(Pages, directory=str(places / "web"))
+    (root / "web").mkdir()
+    handler = functools.partial(Pages, directory=str(root / "web"))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as pages:
         thread = threading.Thread(target=pages.serve_forever, args=(0.01,))
         thread.start()
@@ -350,21 +371,21 @@ def web(places: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_url_of_an_archive(places: Path, web: str) -> None:
-    archive = tarred(places / "web" / "set.tgz", "folder")
+def test_a_url_of_an_archive(root: Path, web: str) -> None:
+    archive = write_tar(root / "web" / "set.tgz", "folder")
     sha256 = hashlib.sha256(archive.read_bytes()).hexdigest()
-    found = find("cifar10", f"{web}/set.tgz")
-    assert found.origin == f"{web}/set.tgz#sha256={sha256}"
-    assert places / "home/.cache/halfstep" in found.folder.parents
-    assert find("cifar10", found.origin) == found  # what came is a pin
+    location = find("cifar10", f"{web}/set.tgz")
+    assert location.origin == f"{web}/set.tgz#sha256={sha256}"
+    assert root / "home/.cache/halfstep" in location.folder.parents
+    assert find("cifar10", location.origin) == location  # what came is a pin
     archive.unlink()
-    assert find("cifar10", f"{web}/set.tgz") == found  # from the cache
+    assert find("cifar10", f"{web}/set.tgz") == location  # from the cache
     with pytest.raises(OSError, match="the server answered 404"):
         find("cifar10", f"{web}/other.tgz")
 
 
-def test_a_pin_is_kept(places: Path, web: str) -> None:
-    archive = tarred(places / "web" / "set.tgz", "folder")
+def test_a_pin_is_kept(root: Path, web: str) -> None:
+    archive = write_tar(root / "web" / "set.tgz", "folder")
     for address in (f"{web}/set.tgz", f"file://{archive}"):
         with pytest.raises((OSError, ValueError), match=r"expected .*sha256"):
             find("cifar10", f"{address}#sha256={'0' * 64}")
@@ -372,38 +393,38 @@ def test_a_pin_is_kept(places: Path, web: str) -> None:
             find("cifar10", f"{address}#sha1=0")
         md5 = hashlib.md5(archive.read_bytes()).hexdigest()
         assert find("cifar10", f"{address}#md5={md5}").folder.name == "folder"
-    fill(places / "web" / "mnist")
-    for address in (f"{web}/mnist", f"file://{places}/web/mnist"):
+    write_files(root / "web" / "mnist")
+    for address in (f"{web}/mnist", f"file://{root}/web/mnist"):
         with pytest.raises(ValueError, match="a checksum pins an archive"):
             find("mnist", f"{address}#sha256={'0' * 64}")
 
 
-def test_a_bad_archive_is_fetched_again(places: Path, web: str) -> None:
-    (places / "web" / "set.zip").write_bytes(b"not yet")
+def test_a_bad_archive_is_fetched_again(root: Path, web: str) -> None:
+    (root / "web" / "set.zip").write_bytes(b"not yet")
     with pytest.raises(ValueError, match="expected a tar archive"):
         find("cifar10", f"{web}/set.zip")
-    tarred(places / "web" / "set.zip", "folder")  # told by its content, not by its name
+    write_tar(root / "web" / "set.zip", "folder")  # told by its content, not by its name
     assert find("cifar10", f"{web}/set.zip").folder.name == "folder"
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_url_of_a_folder(places: Path, web: str, suffix: str, slash: str) -> None:
-    fill(places / "web" / "a", suffix=suffix)
-    found = find("mnist", f"{web}/a{slash}")
-    assert found.origin == f"{web}/a{slash}"
-    assert {path.name: path.read_bytes() for path in found.folder.iterdir()} == {
-        name + suffix: b"content of " + name.encode() for name in IDX
+def test_a_url_of_a_folder(root: Path, web: str, suffix: str, slash: str) -> None:
+    write_files(root / "web" / "a", suffix=suffix)
+    location = find("mnist", f"{web}/a{slash}")
+    assert location.origin == f"{web}/a{slash}"
+    assert {path.name: path.read_bytes() for path in location.folder.iterdir()} == {
+        name + suffix: b"content of " + name.encode() for name in IDX_FILES
     }
     with pytest.raises(OSError, match="404"):
         find("mnist", f"{web}/b")
 
 
-def published(monkeypatch: pytest.MonkeyPatch, folder: Path, base: str, name: str) -> None:
+def publish(monkeypatch: pytest.MonkeyPatch, folder: Path, base: str, name: str) -> None:
     """The entry as if `base` were its second mirror, with these files' checksums."""
     entry = CATALOG[name]
     sources = tuple(
-        Source(
+        PublishedFile(
             source.file,
             (f"{base}/gone/{source.file}", f"{base}/{source.file}"),
             Checksum("md5", hashlib.md5((folder / source.file).read_bytes()).hexdigest()),
@@ -413,28 +434,31 @@ def published(monkeypatch: pytest.MonkeyPatch, folder: Path, base: str, name: st
     monkeypatch.setitem(CATALOG, name, replace(entry, sources=sources))
 
 
-def test_download_of_four_files(places: Path, monkeypatch: pytest.MonkeyPatch, web: str) -> None:
-    published(monkeypatch, fill(places / "web", suffix=".gz"), web, "mnist")
+def test_download_of_four_files(root: Path, monkeypatch: pytest.MonkeyPatch, web: str) -> None:
+    publish(monkeypatch, write_files(root / "web", suffix=".gz"), web, "mnist")
     with pytest.raises(FileNotFoundError):
         find("mnist")
-    assert not (places / "home").exists()  # looking makes nothing
-    found = find("mnist", download=True)
-    assert (found.folder, found.origin) == (places / "home/.cache/halfstep/mnist", f"{web}/")
-    (found.folder / f"{IDX[1]}.gz").unlink()
-    (places / "web" / f"{IDX[0]}.gz").unlink()  # what is there whole is not asked for again
+    assert not (root / "home").exists()  # looking makes nothing
+    location = find("mnist", download=True)
+    assert (location.folder, location.origin) == (root / "home/.cache/halfstep/mnist", f"{web}/")
+    (location.folder / f"{IDX_FILES[1]}.gz").unlink()
+    (root / "web" / f"{IDX_FILES[0]}.gz").unlink()  # what is there whole is not asked for again
     assert find("mnist", download=True).origin == f"{web}/"
     assert find("mnist").origin == "cache"
 
 
-def test_download_of_an_archive(places: Path, monkeypatch: pytest.MonkeyPatch, web: str) -> None:
-    tarred(places / "web" / "cifar-10-binary.tar.gz", "cifar-10-batches-bin")
-    published(monkeypatch, places / "web", web, "cifar10")
-    found = find("cifar10", download=True)
-    cache = places / "home/.cache/halfstep"
-    assert (found.folder, found.origin) == (cache / "cifar10" / "cifar-10-batches-bin", f"{web}/")
+def test_download_of_an_archive(root: Path, monkeypatch: pytest.MonkeyPatch, web: str) -> None:
+    write_tar(root / "web" / "cifar-10-binary.tar.gz", "cifar-10-batches-bin")
+    publish(monkeypatch, root / "web", web, "cifar10")
+    location = find("cifar10", download=True)
+    cache = root / "home/.cache/halfstep"
+    assert (location.folder, location.origin) == (
+        cache / "cifar10" / "cifar-10-batches-bin",
+        f"{web}/",
+    )
     assert not list((cache / "downloads").iterdir())
-    assert find("cifar10") == replace(found, origin="cache")
-    (found.folder / TEN[0]).unlink()
+    assert find("cifar10") == replace(location, origin="cache")
+    (location.folder / CIFAR10_FILES[0]).unlink()
     with pytest.raises(
         FileNotFoundError, match=r"lacks data_batch_1.bin\. Remove .*cifar10 and try again"
     ):
@@ -442,8 +466,8 @@ def test_download_of_an_archive(places: Path, monkeypatch: pytest.MonkeyPatch, w
 
 
 def test_a_failed_download_is_no_sample(
-    places: Path, monkeypatch: pytest.MonkeyPatch, web: str
+    root: Path, monkeypatch: pytest.MonkeyPatch, web: str
 ) -> None:
-    published(monkeypatch, fill(places / "web", suffix=".gz"), f"{web}/moved", "fashion-mnist")
+    publish(monkeypatch, write_files(root / "web", suffix=".gz"), f"{web}/moved", "fashion-mnist")
     with pytest.raises(OSError, match="could not be fetched"):
         find("fashion-mnist", download=True)

@@ -1,4 +1,4 @@
-"""The CIFAR reader: values, layouts and order of files; damage is in faults/test_damaged_files.py."""
+"""The CIFAR reader: values, layouts, order of files. Damage: faults/test_damaged_files.py."""
 
 import os
 import struct
@@ -56,8 +56,8 @@ def test_hundred_classes_have_two_labels(tmp_path: Path) -> None:
 def test_more_records_than_one_piece(tmp_path: Path) -> None:
     labels = [(i % 10,) for i in range(2345)]
     data = np.frombuffer(write(tmp_path / "data_batch_1.bin", labels), np.uint8).reshape(-1, 3073)
-    images, got = read_cifar(tmp_path)
-    assert got.tolist() == [i % 10 for i in range(2345)]
+    images, labels_read = read_cifar(tmp_path)
+    assert labels_read.tolist() == [i % 10 for i in range(2345)]
     assert torch.equal(images.permute(0, 3, 1, 2).flatten(1), torch.from_numpy(data[:, 1:].copy()))
 
 
@@ -115,7 +115,10 @@ def test_a_gap_in_the_batches_is_named(
 ) -> None:
     for number in there:
         write(tmp_path / f"data_batch_{number}.bin", [(1,)])
-    match = rf"data_batch_{missing}\.bin: expected this file, found only data_batch_{there[0]}\.bin, .*Fetch cifar-10-b"
+    match = (
+        rf"data_batch_{missing}\.bin: expected this file, "
+        rf"found only data_batch_{there[0]}\.bin, .*Fetch cifar-10-b"
+    )
     with pytest.raises(FileNotFoundError, match=match):
         read_cifar(tmp_path)
 
@@ -134,7 +137,10 @@ def test_a_second_copy_of_a_batch_is_refused(tmp_path: Path, other: str) -> None
 
 def test_missing_files_are_named_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "data_batch_1").write_bytes(b"\x80\x02")
-    match = r"expected data_batch\*\.bin of CIFAR-10, found data_batch_1\. Fetch cifar-10-binary\.tar\.gz, unpack it"
+    match = (
+        r"expected data_batch\*\.bin of CIFAR-10, found data_batch_1\. "
+        r"Fetch cifar-10-binary\.tar\.gz, unpack it"
+    )
     with pytest.raises(FileNotFoundError, match=match):
         read_cifar(tmp_path)
     with pytest.raises(
@@ -146,14 +152,14 @@ def test_missing_files_are_named_with_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"classes": 20}, r"expected classes to be one of \[10, 100\], got 20"),
+        ({"classes": 20}, r"classes: expected one of \[10, 100\], received 20"),
         (
             {"labels": "coarse"},
-            r"expected labels to be one of \['fine'\] for CIFAR-10, got 'coarse'",
+            r"labels: expected one of \['fine'\] for CIFAR-10, received 'coarse'",
         ),
         (
             {"classes": 100, "labels": "both"},
-            r"one of \['coarse', 'fine'\] for CIFAR-100, got 'both'",
+            r"one of \['coarse', 'fine'\] for CIFAR-100, received 'both'",
         ),
     ],
 )

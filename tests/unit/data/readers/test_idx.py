@@ -1,4 +1,4 @@
-"""The idx reader: what it returns, that each kind of damage is refused by name, and the real files where they are."""
+"""The idx reader: what it returns, what it refuses, and the real files where they are."""
 
 import gzip
 import os
@@ -16,7 +16,7 @@ import halfstep.data
 from halfstep.data.readers.idx import read_idx, read_split
 
 VALUES = bytes(range(24))
-GOOD = struct.pack(">4B3I", 0, 0, 8, 3, 2, 3, 4) + VALUES
+GOOD_FILE = struct.pack(">4B3I", 0, 0, 8, 3, 2, 3, 4) + VALUES
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 
 
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
-def refused(path: Path, content: bytes, match: str) -> None:
+def assert_refused(path: Path, content: bytes, match: str) -> None:
     """The content is refused, and the message names the file, the match and what to do."""
     path.write_bytes(content)
     with pytest.raises(ValueError, match=match) as caught:
@@ -36,10 +36,10 @@ def refused(path: Path, content: bytes, match: str) -> None:
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 def test_reads_values_in_order(path: Path, pack) -> None:
-    path.write_bytes(pack(GOOD))
-    got = read_idx(path, dims=3)
-    assert got.dtype == torch.uint8
-    assert torch.equal(got, torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4))
+    path.write_bytes(pack(GOOD_FILE))
+    result = read_idx(path, dims=3)
+    assert result.dtype == torch.uint8
+    assert torch.equal(result, torch.arange(24, dtype=torch.uint8).reshape(2, 3, 4))
 
 
 @pytest.mark.parametrize("dims", [1, 2, 4])
@@ -59,18 +59,19 @@ def test_reads_past_every_internal_buffer(path: Path) -> None:
         assert torch.equal(read_idx(path, dims=1), values)
 
 
-@given(cut=st.lists(st.integers(0, len(GOOD)), max_size=4))
+@given(cut=st.lists(st.integers(0, len(GOOD_FILE)), max_size=4))
 def test_gzip_members_are_one_stream(
     tmp_path_factory: pytest.TempPathFactory, cut: list[int]
 ) -> None:
-    path, ends = tmp_path_factory.getbasetemp() / "members", [0, *sorted(cut), len(GOOD)]
-    path.write_bytes(b"".join(gzip.compress(GOOD[a:b]) for a, b in pairwise(ends)))
+    path = tmp_path_factory.getbasetemp() / "members"
+    ends = [0, *sorted(cut), len(GOOD_FILE)]
+    path.write_bytes(b"".join(gzip.compress(GOOD_FILE[a:b]) for a, b in pairwise(ends)))
     assert bytes(read_idx(path, dims=3).flatten().tolist()) == VALUES
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 def test_result_is_writable_and_its_own(path: Path, pack) -> None:
-    path.write_bytes(pack(GOOD))
+    path.write_bytes(pack(GOOD_FILE))
     read_idx(path, dims=3).zero_()
     assert read_idx(path, dims=3).sum() == sum(VALUES)
 
@@ -86,18 +87,18 @@ def test_impossible_rank_is_refused(path: Path, dims: int) -> None:
         read_idx(path, dims=dims)
 
 
-@given(cut=st.integers(0, len(GOOD) - 1))
+@given(cut=st.integers(0, len(GOOD_FILE) - 1))
 def test_every_cut_is_refused(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
-    refused(tmp_path_factory.getbasetemp() / "cut", GOOD[:cut], "expected")
+    assert_refused(tmp_path_factory.getbasetemp() / "cut", GOOD_FILE[:cut], "expected")
 
 
 @given(at=st.integers(0, 15), bit=st.integers(0, 7))
 def test_every_flipped_header_bit_is_refused(
     tmp_path_factory: pytest.TempPathFactory, at: int, bit: int
 ) -> None:
-    content = bytearray(GOOD)
+    content = bytearray(GOOD_FILE)
     content[at] ^= 1 << bit
-    refused(tmp_path_factory.getbasetemp() / "flip", bytes(content), "expected")
+    assert_refused(tmp_path_factory.getbasetemp() / "flip", bytes(content), "expected")
 
 
 def write_split(folder: Path, images: int, labels: bytes) -> None:
@@ -119,7 +120,10 @@ def test_split_mixes_plain_and_gzip_files(tmp_path: Path) -> None:
 )
 def test_labels_must_be_classes(tmp_path: Path, classes: int, count: int, first: int) -> None:
     write_split(tmp_path, images=3, labels=bytes([9, 10, 255]))
-    match = rf"ubyte\.gz: .*0\.\.{classes - 1} at byte {8 + first} of its .* number {first} \({count} labels are out"
+    match = (
+        rf"ubyte\.gz: .*0\.\.{classes - 1} at byte {8 + first} of its .* "
+        rf"number {first} \({count} labels are out"
+    )
     with pytest.raises(ValueError, match=match):
         read_split(tmp_path, train=False, classes=classes)
     assert read_split(tmp_path, train=False, classes=256)[1].tolist() == [9, 10, 255]
@@ -133,7 +137,10 @@ def test_impossible_classes_are_refused(tmp_path: Path, classes: int) -> None:
 
 def test_split_counts_must_agree(tmp_path: Path) -> None:
     write_split(tmp_path, images=3, labels=bytes(2))
-    match = r"t10k-labels.*expected 3 labels, one per image of t10k-images.*, at byte 4, found 2\. Fetch both"
+    match = (
+        r"t10k-labels.*expected 3 labels, one per image of t10k-images.*, "
+        r"at byte 4, found 2\. Fetch both"
+    )
     with pytest.raises(ValueError, match=match):
         read_split(tmp_path, train=False)
 
@@ -162,19 +169,23 @@ def test_sample_is_whole_and_balanced(train: bool, per_class: int) -> None:
     assert 0.25 < images.float().div(255).mean() < 0.32  # the full set's mean is 0.286
 
 
-def real(name: str, *others: Path) -> Path:
+def find_full_set(name: str, *others: Path) -> Path:
     """The folder of a full data set, or a skip that says where it was looked for."""
     root = os.environ.get("HALFSTEP_DATA")
-    places = [Path(root) / name, *others] if root else list(others)
-    for place in places:
-        if (place / "train-images-idx3-ubyte.gz").exists():
-            return place
-    looked = f"looked in {', '.join(map(str, places))}" if places else "HALFSTEP_DATA is unset"
-    pytest.skip(f"no {name}: {looked}")
+    folders = list(others)
+    if root:
+        folders.insert(0, Path(root) / name)
+    for folder in folders:
+        if (folder / "train-images-idx3-ubyte.gz").exists():
+            return folder
+    reason = "HALFSTEP_DATA is unset"
+    if folders:
+        reason = f"looked in {', '.join(map(str, folders))}"
+    pytest.skip(f"no {name}: {reason}")
 
 
-# label histograms and first labels, counted with gzip and collections.Counter, apart from the reader
-FULL = {
+# Label histograms and first labels, counted with gzip and collections.Counter, not the reader.
+FULL_SETS = {
     ("mnist", True): (
         [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949],
         [5, 0, 4, 1, 9, 2, 1, 3],
@@ -188,11 +199,12 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize(("name", "train"), FULL)
+@pytest.mark.parametrize(("name", "train"), FULL_SETS)
 def test_real_files(name: str, train: bool) -> None:
-    folder, split = real(name, *[DEBIAN] * (name == "fashion-mnist")), "train" if train else "t10k"
+    folder = find_full_set(name, *[DEBIAN] * (name == "fashion-mnist"))
+    split = "train" if train else "t10k"
     images, labels = read_split(folder, train=train)
-    histogram, first = FULL[name, train]
+    histogram, first = FULL_SETS[name, train]
     assert images.shape == (sum(histogram), 28, 28)
     assert labels.bincount().tolist() == histogram
     assert labels[:8].tolist() == first
@@ -203,7 +215,8 @@ def test_real_files(name: str, train: bool) -> None:
 
 
 def test_sixty_thousand_images_within_a_second() -> None:
-    folder, times = real("mnist", DEBIAN), []
+    folder = find_full_set("mnist", DEBIAN)
+    times = []
     for _ in range(3):  # the best of three: the machine may be busy
         start = time.perf_counter()
         read_split(folder)

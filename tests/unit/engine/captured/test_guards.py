@@ -420,7 +420,7 @@ def test_an_evaluation_sees_what_changed_in_the_loss_and_the_counters() -> None:
     scores.forward.graphs = Emulated(CPU)
     scores(Feed(batches), lambda: False)
     loss.label_smoothing = 0.3
-    accuracy: Any = metrics.each["acc"]
+    accuracy: Any = metrics.by_name["acc"]
     accuracy.total = accuracy.total.clone()
     accuracy.count = accuracy.count.clone()
     expected = evaluate(eval_step, Feed(batches), Metrics({"acc": Accuracy()}), second_column)

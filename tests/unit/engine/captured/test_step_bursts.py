@@ -154,7 +154,7 @@ def equal_to_eager(
     assert same_rows(rows(sink, PASSES), expected) == []
     assert same_state(eager, captured) == []
     assert not program.why
-    assert BurstKind(case.batch, 16) in program.graphs._held
+    assert BurstKind(case.batch, 16) in program.graphs._graphs
     return sink
 
 

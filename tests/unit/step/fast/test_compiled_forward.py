@@ -541,7 +541,7 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
     from torch._inductor import config
 
     graph = torch.fx.symbolic_trace(nn.Identity())
-    for low, kind in ((False, "Cut"), (True, "Fewer")):
+    for low, kind in ((False, "SplitK"), (True, "JoinCasts")):
         (made,) = _rewriting(graph, "cuda", low)[0].values()
         assert (type(made).__name__, made.device) == (kind, "cuda")
         with config.patch(post_grad_custom_pre_pass=lambda graph: None):

@@ -1,0 +1,242 @@
+"""The progress bar: on a real pseudo-terminal, silent elsewhere, cleaned up after errors."""
+
+import fcntl
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfstep as hs
+from halfstep.callbacks import Lambda, LossMonitor, ProgressBar
+from halfstep.engine import Run
+from tests.unit.callbacks.test_logs import log_bytes, train_logged
+from tests.unit.callbacks.test_monitors import data_with_inf, fit, make_model, make_samples
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HIDE_CURSOR = "\x1b[?25l"
+SHOW_CURSOR = "\x1b[?25h"
+
+
+class Terminal:
+    """A pseudo-terminal of 200 columns; inside `with` it is this process's stderr."""
+
+    def __init__(self) -> None:
+        self.ours, self.theirs = os.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+        self.drawn = b""
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def __enter__(self) -> None:
+        self.before = sys.stderr
+        sys.stderr = open(self.theirs, "w", closefd=False, encoding="utf-8")
+
+    def __exit__(self, *_: object) -> None:
+        sys.stderr.close()
+        sys.stderr = self.before
+
+    def _read(self) -> None:
+        try:
+            while part := os.read(self.ours, 4096):
+                self.drawn += part
+        except OSError:  # how Linux says that nobody holds the other end any more
+            pass
+
+    def text(self) -> str:
+        self.close()
+        return self.drawn.decode()
+
+    def close(self) -> None:
+        if self.theirs >= 0:
+            os.close(self.theirs)
+            self.theirs = -1
+            self.reader.join()
+            os.close(self.ours)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Whatever the machine's own settings."""
+    pseudo_terminal = Terminal()
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    yield pseudo_terminal
+    pseudo_terminal.close()
+
+
+def visible_lines(drawn: str) -> list[str]:
+    """What a person sees in the end: control codes gone, and of each line what was written last."""
+    return [
+        CONTROL.sub("", part.rstrip("\r").split("\r")[-1]).strip() for part in drawn.split("\n")
+    ]
+
+
+def test_a_line_per_epoch_stays(terminal: Terminal) -> None:
+    with terminal:
+        run = fit(3, ProgressBar(), valid=make_samples(30).batch(7), sink=7)
+    epoch_lines = [line for line in visible_lines(terminal.text()) if line]
+    assert len(epoch_lines) == 3
+    for epoch, (line, entry) in enumerate(zip(epoch_lines, run.history, strict=True), 1):
+        loss = entry["valid_loss"]
+        acc = entry["valid_acc"]
+        scores = re.escape(f"lr 0.5  valid_loss {loss:.4g}  valid_acc {acc:.4g}")
+        assert re.fullmatch(
+            rf"epoch {epoch}/3  13 steps  loss \S+  {scores}  \S+ steps/s  \d+\.\d s", line
+        )
+
+
+def test_the_kept_line_is_whole_on_a_narrow_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with terminal:
+        run = fit(1, ProgressBar(), valid=make_samples(30).batch(7), sink=7)
+    shown = " ".join(visible_lines(terminal.text()))
+    assert f"valid_acc {run.history[0]['valid_acc']:.4g}" in shown
+
+
+def test_the_moving_line_shows_scale_skips_and_the_time_left(terminal: Terminal) -> None:
+    trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    slow = Lambda(visit=lambda run: time.sleep(0.11))
+    with terminal:
+        trained.fit(1, data_with_inf(2), callbacks=[ProgressBar(), slow], sink=4)
+    drawn = CONTROL.sub("", terminal.text())
+    bar = "epoch 1/1 ━{12}╺━{7} 8/13"
+    numbers = r"loss \S+  lr 0\.5  scale 512  skipped 1  \S+ steps/s  eta 0:00:00"
+    assert re.search(f"{bar}  {numbers}", drawn), drawn
+
+
+def test_ten_times_a_second_at_most(terminal: Terminal) -> None:
+    began = time.monotonic()
+    with terminal:
+        fit(20, ProgressBar(), Lambda(visit=lambda run: time.sleep(0.001)), sink=1)
+    spent = time.monotonic() - began
+    moves = terminal.text().count("eta ")
+    assert 1 <= moves <= 10 * spent + 1  # of 260 visits
+
+
+def test_lines_of_others_stay_whole(terminal: Terminal, capfd: pytest.CaptureFixture[str]) -> None:
+    """stdout is no terminal here: its lines go where they went before."""
+    with terminal:
+        fit(1, ProgressBar(), LossMonitor(4), sink=1)
+    out = capfd.readouterr().out
+    steps = re.findall(r"^epoch: 1 step: (\d+), loss is [\d.e-]+$", out, re.MULTILINE)
+    assert steps == ["4", "8", "12"]
+    assert "loss is" not in terminal.text()
+
+
+def fail(run: Run) -> None:
+    if run.position >= 7:
+        raise OSError("disk")
+
+
+def interrupt(run: Run) -> None:
+    if run.position == 7:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize(("visit", "error"), [(fail, OSError), (interrupt, KeyboardInterrupt)])
+def test_it_is_put_away_after_errors_and_signals(
+    terminal: Terminal, visit: Callable[[Run], None], error: type[BaseException]
+) -> None:
+    with terminal:
+        before = sys.stdout, sys.stderr
+        with pytest.raises(error):
+            fit(3, ProgressBar(), Lambda(visit=visit), sink=7)
+        assert (sys.stdout, sys.stderr) == before
+        print("afterwards", file=sys.stderr, flush=True)
+    drawn = terminal.text()
+    assert drawn.rindex(SHOW_CURSOR) > drawn.rindex(HIDE_CURSOR)
+    assert visible_lines(drawn)[-2] == "afterwards"  # on a line of its own
+    bar = drawn[drawn.index("epoch 1/3") :]
+    assert bar.index("\x1b[2K") < bar.index("afterwards")  # and the moving line is wiped
+
+
+@pytest.mark.parametrize("name", ["FORCE_COLOR", "TTY_COMPATIBLE", ""])
+def test_nothing_is_drawn_into_a_pipe(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    if name:
+        monkeypatch.setenv(name, "1")
+    fit(1, ProgressBar(), valid=make_samples(30).batch(7))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_nothing_is_drawn_on_a_dumb_terminal(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal:
+        fit(1, ProgressBar())
+    assert terminal.text() == ""
+
+
+def test_without_rich_the_lines_that_stay_are_printed(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)  # importing it is a ModuleNotFoundError
+    with terminal:
+        fit(2, ProgressBar(), sink=7)
+    printed = terminal.text()
+    assert "\x1b" not in printed
+    first, second = [line for line in visible_lines(printed) if line]
+    numbers = r"13 steps  loss \S+  lr 0\.5  \S+ steps/s  \d+\.\d s"
+    assert re.fullmatch(f"epoch 1/2  {numbers}", first)
+    assert re.fullmatch(f"epoch 2/2  {numbers}", second)
+
+
+def test_skips_are_counted_over_a_resume() -> None:
+    bar = ProgressBar()
+    trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    trained.fit(2, data_with_inf(2), callbacks=bar)
+    again = ProgressBar()
+    again.load_state_dict(bar.state_dict())
+    assert again.state_dict() == {"skipped": 2}
+
+
+CHILD = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import pathlib, torch
+torch.set_num_threads(1)
+from halfstep.callbacks import Lambda, ProgressBar
+from tests.unit.callbacks.test_logs import train_logged
+die = lambda run, row: row.global_step == 18 and os.kill(os.getpid(), signal.SIGKILL)
+train_logged(pathlib.Path(sys.argv[2]), ProgressBar(), Lambda(step=die), sink=1)
+"""
+
+
+def test_a_killed_process_leaves_a_cursor_and_a_log_that_goes_on(tmp_path: Path) -> None:
+    terminal = Terminal()
+    tests = Path(__file__).parent
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
+    done: subprocess.CompletedProcess[Any] = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tests), str(tmp_path / "killed")],
+        stderr=terminal.theirs,
+        env=environment,
+    )
+    drawn = terminal.text()
+    assert done.returncode == -signal.SIGKILL, drawn
+    assert "epoch 1/2 " in drawn
+    assert drawn.rindex(SHOW_CURSOR) > drawn.rindex(HIDE_CURSOR)
+    with (tmp_path / "killed" / "log.csv").open("a") as file:
+        file.write("step,2,5,half a li")  # what a kill inside a write leaves
+    train_logged(tmp_path / "killed", resume="auto")
+    torch.manual_seed(0)
+    train_logged(tmp_path / "whole")
+    assert log_bytes(tmp_path / "killed") == log_bytes(tmp_path / "whole")

@@ -278,7 +278,7 @@ class Model:
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
-        """Inside `fit`: everything that decides the next step, as a tree for halfstep.checkpoint."""
+        """Inside `fit`: everything that decides the next step, as a tree for a checkpoint."""
         if self._fit is None:
             raise RuntimeError(
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
@@ -320,8 +320,8 @@ class Model:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
 
         One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
-        iterator of batches. `targets`: batches end with one, which is left out (None: where there is
-        a loss).
+        iterator of batches. `targets`: batches end with one, which is left out (None: if there is a
+        loss).
         """
         has_targets = self.loss is not None if targets is None else targets
         outputs = self._predict_batches(data, batch, has_targets, stream)

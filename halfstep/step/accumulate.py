@@ -160,7 +160,8 @@ class Accumulate:
         """The gradient of loss · weight · sens · scale by each parameter; p.grad is left empty."""
         if not loss.requires_grad:
             raise ValueError(
-                "the loss depends on no trainable parameter: check requires_grad, and that forward is not under no_grad"
+                "the loss depends on no trainable parameter: "
+                "check requires_grad, and that forward is not under no_grad"
             )
         trainable = [p for p in self.params if p.requires_grad]
         for p in trainable:

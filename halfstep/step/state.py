@@ -124,23 +124,16 @@ def _copy_to(value: Any, device: torch.device) -> Any:
 
 
 class Record(NamedTuple):
-    """What one step reports, as device tensors: reading one is up to the caller, and waits.
+    """What one step reports, as device tensors: reading one is up to the caller, and waits."""
 
-    `loss` is this batch's, `cycle_loss` the weighted mean of the open cycle: on a step that updates,
-    the loss of the full batch. `scale` is the one this step used. `skipped`: the update was dropped
-    for a non-finite gradient. `updated`: the weights moved. `lr` has one entry for each parameter
-    group when there are several. `grad_norm` is taken after unscaling and before clipping; it is 0
-    on steps that do not end a cycle. `fingerprint` is 0 unless this step recorded one.
-    """
-
-    loss: Tensor
-    cycle_loss: Tensor
-    lr: Tensor
-    scale: Tensor
-    skipped: Tensor
-    grad_norm: Tensor
-    updated: Tensor
-    fingerprint: Tensor
+    loss: Tensor  # of this batch
+    cycle_loss: Tensor  # weighted mean of the open cycle; on a step that updates, the full batch's
+    lr: Tensor  # one number, or one for each parameter group when there are several
+    scale: Tensor  # the loss scale that this step used
+    skipped: Tensor  # the update was dropped for a non-finite gradient
+    grad_norm: Tensor  # after unscaling, before clipping; 0 on steps that do not end a cycle
+    updated: Tensor  # the weights moved
+    fingerprint: Tensor  # of the whole state; 0 unless this step recorded one
 
 
 # A record as one row of float64 numbers: these fields in this order, then the learning rates, one

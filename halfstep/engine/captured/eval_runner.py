@@ -24,8 +24,8 @@ from halfstep.cuda_graphs.guards import (
 )
 from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.runner__pace import HostThrottle
+from halfstep.engine.captured.record_buffer import RecordBuffer
+from halfstep.engine.captured.runner import HostThrottle
 from halfstep.engine.captured.uncapturable import locate_error
 from halfstep.engine.evaluate import Labels, final_scores
 from halfstep.engine.feed import Args, Feed

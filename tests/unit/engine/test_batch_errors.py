@@ -335,7 +335,7 @@ def test_a_sunk_run_says_the_same(sink: int) -> None:
             torch.optim.SGD(net.parameters(), lr=0.01, fused=True),
             **options,
         )
-        made.captures.training_runner = lambda step, feed, steps: CapturedRunner.of(
+        made.captures.training_runner = lambda step, feed, steps: CapturedRunner.for_step(
             step, feed, direct=True
         )
         return made

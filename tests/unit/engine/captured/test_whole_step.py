@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 @pytest.fixture
 def early_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program from the third batch of a kind on, checked on two batches before it is compiled."""
-    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.step_program.OFTEN", 2)
     monkeypatch.setattr(whole_step, "CHECKED_BATCHES", 2)
 
 

@@ -142,6 +142,12 @@ class Record(NamedTuple):
 ROW_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
 
 
+def row_columns(names: Sequence[str]) -> tuple[int, ...]:
+    """The column of each of these fields in a row. All fields must be named: rows are whole."""
+    assert sorted(names) == sorted(ROW_FIELDS), f"{names} are not the fields of a row"
+    return tuple(ROW_FIELDS.index(name) for name in names)
+
+
 class RecordTarget(Protocol):
     """A table of rows on the device, and the number of the next row, [1], on the device too."""
 

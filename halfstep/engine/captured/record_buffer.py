@@ -13,7 +13,7 @@ from torch import Tensor
 
 from halfstep.kernels.launch import MORE, SAME, attempt, launch, usable
 from halfstep.step import Record
-from halfstep.step.state import ROW_FIELDS
+from halfstep.step.state import ROW_FIELDS, row_columns
 from halfstep.utils.device_values import read_to_host
 
 # Whether the kernel could be compiled, by everything that it is compiled for.
@@ -128,8 +128,6 @@ def _write_by_kernel(
     dtypes = [value.dtype for value in values.values()]
     compiled_for = (table.device, table.shape[1], keep_loss, advance, *dtypes)
 
-    # The kernel's name of one field differs.
-    values["norm"] = values.pop("grad_norm")
     arguments = dict(
         record_table=table,
         record_row=next_row,
@@ -140,11 +138,13 @@ def _write_by_kernel(
         GROUPS=record.lr.numel(),
         KEEP_LOSS=keep_loss,
         ADVANCE=advance,
+        FIELD_COUNT=len(ROW_FIELDS),
     )
 
     def run_kernel() -> None:
-        from halfstep.kernels.update_triton import record as record_kernel
+        from halfstep.kernels import update_triton
 
-        launch(table.device, [(record_kernel, 1, arguments, 1)])
+        arguments["COLUMNS"] = row_columns(update_triton.RECORD_FIELDS)
+        launch(table.device, [(update_triton.record, 1, arguments, 1)])
 
     return attempt(_kernel_works, compiled_for, run_kernel, MORE, SAME)

@@ -22,7 +22,14 @@ from torch import Tensor
 from halfstep.kernels.foreach import is_dense
 from halfstep.kernels.launch import MORE, SAME, Launch, launch, tell, usable
 from halfstep.precision.low_params import widen
-from halfstep.step.state import Cycle, RecordTarget, StepState, UpdateResult
+from halfstep.step.state import (
+    ROW_FIELDS,
+    Cycle,
+    RecordTarget,
+    StepState,
+    UpdateResult,
+    row_columns,
+)
 from halfstep.step.update import Update
 from halfstep.utils.device_values import is_capturing
 
@@ -261,6 +268,7 @@ class FusedUpdate:
         from halfstep.kernels import update_triton
 
         update = self.update
+        arguments: dict[str, Any]
         square_sums = torch.empty(len(plan.shares), device=update.device)
         nonfinite_flags = torch.empty_like(square_sums, dtype=torch.int32)
 
@@ -289,6 +297,8 @@ class FusedUpdate:
             "result_flags": outputs.flags,
             **self._record_arguments(record_lr, record_target),
             **self._decide_constants(plan),
+            "COLUMNS": row_columns(update_triton.RECORD_FIELDS),
+            "FIELD_COUNT": len(ROW_FIELDS),
         }
         yield update_triton.decide, 1, arguments, DECIDE_WARPS
 

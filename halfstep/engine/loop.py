@@ -289,7 +289,7 @@ class Loop:
         if self.evaluate and self._evaluation_is_due():
             self.pending = True
             # An evaluation moves no random state: a DataLoader would, by being started.
-            with rng.kept():
+            with rng.preserved_states():
                 run.scores = self.evaluate(lambda: self.signals.caught is not None)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None

@@ -11,7 +11,14 @@ from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.captured.step_program import BurstKind
 from halfstep.engine.feed import Feed
-from tests.support.captured_runs import OPTIMIZERS, by_hand, data, same_state, step, sunk
+from tests.support.captured_runs import (
+    OPTIMIZERS,
+    differing_tensors,
+    make_data,
+    make_step,
+    run_by_hand,
+    run_captured,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 PASSES = 3
@@ -32,20 +39,20 @@ def compare(
 ) -> tuple[hs.TrainStep, Sink]:
     """Records and the whole state after three passes with an odd last batch, both ways."""
     options = {"deterministic": device.type == "cuda", "fingerprint_every": 3, **options}
-    batches = data(device, samples=samples, batch=batch, poison=poison)
-    eager = step(device, precision, optimizer, **options)
+    batches = make_data(device, samples=samples, batch=batch, poison=poison)
+    eager = make_step(device, precision, optimizer, **options)
     torch.manual_seed(7)
-    expected = by_hand(eager, batches.fresh(), PASSES)
-    captured = step(device, precision, optimizer, **options)
+    expected = run_by_hand(eager, batches.fresh(), PASSES)
+    captured = make_step(device, precision, optimizer, **options)
     torch.manual_seed(7)
-    columns, sink = sunk(
+    columns, sink = run_captured(
         captured, batches, PASSES, every=every, direct=device.type == "cpu", polished=polished
     )
     assert sink.captures > 0
     for name, expected_column in expected.items():
         column = torch.tensor(columns[name])
         assert torch.equal(column.nan_to_num(7), torch.tensor(expected_column).nan_to_num(7)), name
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
     return captured, sink
 
 
@@ -95,9 +102,9 @@ def test_skipped_updates(precision: str, accumulate: int, device: torch.device) 
 def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
     """The state at a visit is that of eager steps, in the middle of a cycle too."""
     options = {"deterministic": device.type == "cuda", "accumulate": 4}
-    batches = list(data(device, samples=96)) * 4
-    eager = step(device, "O2", **options)
-    captured = step(device, "O2", **options)
+    batches = list(make_data(device, samples=96)) * 4
+    eager = make_step(device, "O2", **options)
+    captured = make_step(device, "O2", **options)
     torch.manual_seed(7)
     for batch in batches:
         eager(*batch)
@@ -111,7 +118,7 @@ def test_a_visit_inside_a_cycle_finds_it_open(device: torch.device) -> None:
         steps += len(records)
         assert captured.state.cycle.micro == steps % 4
     assert steps == 48
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
 
 
 @pytest.mark.parametrize("every", [11, 30, 1000])

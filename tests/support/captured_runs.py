@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
 SHORT_STEP_S = 1e-5
 
 
-class Hasty(HostThrottle):
+class ShortSteps(HostThrottle):
     """Steps that count as short from the first on, so that graphs hold many of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Net(nn.Module):
         return out
 
 
-def step(
+def make_step(
     device: torch.device, precision: str, optimizer: str = "sgd", **options: Any
 ) -> hs.TrainStep:
     """A TrainStep over a new Net, always with the same weights."""
@@ -62,7 +62,7 @@ def step(
     )
 
 
-def data(
+def make_data(
     device: torch.device, *, samples: int = 100, batch: int = 8, poison: tuple[int, ...] = ()
 ) -> hs.data.Dataset:
     """Shuffled batches on a device. `poison`: samples that overflow every precision."""
@@ -74,7 +74,7 @@ def data(
     return hs.data.Dataset((x.to(device), y.to(device)), seed=3).shuffle().batch(batch)
 
 
-def by_hand(step: hs.TrainStep, batches: Any, passes: int) -> dict[str, list[Any]]:
+def run_by_hand(step: hs.TrainStep, batches: Any, passes: int) -> dict[str, list[Any]]:
     """The columns of eager steps' records, the tail's flush joined to the last of its pass."""
     records: list[hs.Record] = []
     for _ in range(passes):
@@ -92,7 +92,7 @@ def by_hand(step: hs.TrainStep, batches: Any, passes: int) -> dict[str, list[Any
     return columns
 
 
-def sunk(
+def run_captured(
     step: hs.TrainStep,
     batches: Any,
     passes: int,
@@ -111,11 +111,11 @@ def sunk(
     if polished:
         assert isinstance(sink.runner.program, StepProgram)
         sink.runner.program.polish()
-        sink.runner.throttle = Hasty(step.device)
-    return rows(sink, passes), sink
+        sink.runner.throttle = ShortSteps(step.device)
+    return collect_columns(sink, passes), sink
 
 
-def rows(sink: Sink, passes: int) -> dict[str, Any]:
+def collect_columns(sink: Sink, passes: int) -> dict[str, Any]:
     """The columns of all records of some passes."""
     columns: dict[str, list[Any]] = {name: [] for name in FIELDS}
     for _ in range(passes):
@@ -128,7 +128,7 @@ def rows(sink: Sink, passes: int) -> dict[str, Any]:
     return columns
 
 
-def same_rows(columns: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differing_columns(columns: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Names of the columns in which they differ; NaN is like NaN."""
     differing = []
     for name in expected:
@@ -139,7 +139,7 @@ def same_rows(columns: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     return differing
 
 
-def same_state(a: hs.TrainStep, b: hs.TrainStep) -> list[str]:
+def differing_tensors(a: hs.TrainStep, b: hs.TrainStep) -> list[str]:
     """Names of the tensors in which two steps differ, bit by bit."""
     prints_a = {name: value.item() for name, value in a.fingerprints().items()}
     prints_b = {name: value.item() for name, value in b.fingerprints().items()}

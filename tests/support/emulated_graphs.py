@@ -87,7 +87,7 @@ class Recording(TorchDispatchMode):
                     out.detach().copy_(result)
 
 
-class Emulated(GraphCache):
+class EmulatedGraphs(GraphCache):
     """Captures by Recording."""
 
     @property
@@ -108,7 +108,7 @@ class Emulated(GraphCache):
         return self._graphs[key]
 
 
-def sinking(
+def sink_with_emulated_graphs(
     step: Any, batches: Any, *, every: int = 5, policy: Any = "raise", state: Any = ()
 ) -> Sink:
     """hs.sink with emulated graphs."""
@@ -116,8 +116,8 @@ def sinking(
     records = RecordBuffer(8192, CPU)
     program: Program
     if isinstance(step, hs.TrainStep):
-        program = StepProgram(step, records, Emulated(CPU), policy)
+        program = StepProgram(step, records, EmulatedGraphs(CPU), policy)
     else:
-        program = FunctionProgram(step, records, Emulated(CPU), policy, state)
+        program = FunctionProgram(step, records, EmulatedGraphs(CPU), policy, state)
     sink.runner = CapturedRunner(program, Feed(batches))
     return sink

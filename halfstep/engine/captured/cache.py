@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from halfstep.data import Dataset
 from halfstep.data.pipeline.plan import Plan
-from halfstep.engine.captured.eval_runner import Outputs, Scores
+from halfstep.engine.captured.eval_runner import EvalRunner, PredictRunner
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import check_verify, verify_replays
 from halfstep.engine.captured.step_program import StepProgram
@@ -48,8 +48,8 @@ class ModelCaptures:
         self.verify = verify
         self._runs_graphs = self.device.type == "cuda" and bool(mode)
         self._runner: CapturedRunner | None = None
-        self._scores: Scores | None = None
-        self._outputs: Outputs | None = None
+        self._scores: EvalRunner | None = None
+        self._outputs: PredictRunner | None = None
         self._device_datasets: list[DeviceDataset] = []
 
     def training_runner(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
@@ -75,21 +75,21 @@ class ModelCaptures:
             program.polish()
         return runner
 
-    def eval_runner(self, eval_step: Any, metrics: Metrics, labels: Labels) -> Scores | None:
+    def eval_runner(self, eval_step: Any, metrics: Metrics, labels: Labels) -> EvalRunner | None:
         """The evaluation of a step by these metrics."""
         if not self._runs_graphs or not isinstance(eval_step, EvalStep):
             return None
         scores = self._scores
         parts = (eval_step, metrics, labels)
-        if scores is None or (scores.cell, scores.metrics, scores.labels) != parts:
-            scores = Scores(eval_step, metrics, labels)
+        if scores is None or (scores.eval_step, scores.metrics, scores.labels) != parts:
+            scores = EvalRunner(eval_step, metrics, labels)
             self._scores = scores
         return scores
 
-    def predict_runner(self) -> Outputs | None:
+    def predict_runner(self) -> PredictRunner | None:
         """The predictions of the network."""
         if self._runs_graphs and self._outputs is None:
-            self._outputs = Outputs(self.eval_step.net, self.device)
+            self._outputs = PredictRunner(self.eval_step.net, self.device)
         return self._outputs
 
     def make_feed(self, data: Any, *, named: bool) -> Feed:
@@ -106,8 +106,8 @@ class ModelCaptures:
         reason = why_not_capturable(step, self.device)
         if not reason and not self.mode:
             reason = "capture=False"
-        if program is not None and program.why:
-            reason = program.why
+        if program is not None and program.refusal_reason:
+            reason = program.refusal_reason
         if reason:
             return f"eager, step by step: {reason}"
 
@@ -140,11 +140,11 @@ class ModelCaptures:
 
     def _on_device(self, data: Dataset) -> Dataset:
         """A copy of a data set on the device: the one from before if nothing was written since."""
-        versions = data.plan.versions
+        versions = data.plan.column_versions
         for entry in self._device_datasets:
             if entry.plan is data.plan and entry.versions == versions:
                 return entry.dataset
-        dataset = data.near(self.device)
+        dataset = data.to_device_if_unplaced(self.device)
         newest = self._device_datasets[-(MAX_DEVICE_DATASETS - 1) :]
         others = [entry for entry in newest if entry.plan is not data.plan]
         self._device_datasets = [*others, DeviceDataset(data.plan, versions, dataset)]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.cuda_graphs.capture import MOST, CapturedGraph, GraphCache, rng_generation
+from halfstep.cuda_graphs.capture import MAX_GRAPHS, CapturedGraph, GraphCache, rng_generation
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     module_attributes,
@@ -59,7 +59,7 @@ class FunctionProgram:
         self.state = tuple(state)
         self.names: tuple[str, ...] = ()  # of the columns, from the first call on
         self.replays = 0
-        self.why = ""  # why no more graphs are captured; empty while they are
+        self.refusal_reason = ""  # why no more graphs are captured; empty while they are
         self._eager_calls: dict[Hashable, int] = {}  # by the key of the batch's shape
         self._guards: tuple[Any, ...] = ()
         self._container_tensors = ContainerTensors(*self.state)
@@ -80,9 +80,9 @@ class FunctionProgram:
         if self._host_syncs:
             self._refuse(self._host_syncs)
 
-        can_capture = self.graphs.usable and not self.why
+        can_capture = self.graphs.usable and not self.refusal_reason
         if can_capture and shape_key is UNCAPTURABLE:
-            can_capture = self.graphs.has_capacity(MOST)  # False, and warns once
+            can_capture = self.graphs.has_capacity(MAX_GRAPHS)  # False, and warns once
         eager_calls = self._eager_calls.get(shape_key, 0)
 
         graph = self.graphs.get(shape_key)
@@ -134,7 +134,7 @@ class FunctionProgram:
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         """Captures nothing any more: raises, or warns that all calls run eagerly from now on."""
         self.graphs.clear()
-        self.why = reason
+        self.refusal_reason = reason
         self._host_syncs = ""
         raise_or_warn(reason, self.on_uncapturable, cause)
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from halfstep.cuda_graphs.capture import MOST
+from halfstep.cuda_graphs.capture import MAX_GRAPHS
 from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import Batch
-from halfstep.data.pipeline.source import Columns
+from halfstep.data.pipeline.source import ColumnSource
 from halfstep.engine.captured.gather import gather_samples, row_bytes, split_storage
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.feed import Args, Feed
 from halfstep.step.objective import batch_size
 
 # The most steps between two resets of the record buffer.
-ROWS = 1 << 13
+RECORD_ROWS = 1 << 13
 
 # Sample numbers are computed for about so many samples at once.
 SAMPLES_PER_REFILL = 1 << 20
@@ -51,7 +51,7 @@ class GatheredBatch(NamedTuple):
     epochs: Tensor
 
 
-class Resident:
+class ResidentInputs:
     """Batches of a data set on the device.
 
     A table on the device has the sample numbers of many batches, a row for each. A step gathers the
@@ -66,7 +66,7 @@ class Resident:
         self.data = data
         self.batch_size = 0  # of the current batch
 
-        width = min(data.plan.batch, data.plan.samples)
+        width = min(data.plan.batch_size, data.plan.sample_count)
         rows = min(records.capacity, max(1, SAMPLES_PER_REFILL // width))
         self._samples = torch.zeros(rows, width, dtype=torch.int64, device=records.device)
         self._epochs = torch.zeros_like(self._samples)
@@ -75,7 +75,7 @@ class Resident:
 
     def start(self) -> None:
         """Begins a pass at the feed's position."""
-        self.position = self.data.begin()
+        self.position = self.data.begin_pass()
         self._batch_sizes = ()
         self._row = 0
 
@@ -145,7 +145,9 @@ class Resident:
         count = min(len(self._samples), plan.size - self.position.step)
         if count <= 0:
             return False
-        indices = plan.tokens(self.position.epoch, self.position.step, count, self.records.device)
+        indices = plan.sample_indices(
+            self.position.epoch, self.position.step, count, self.records.device
+        )
         self._samples[:count].copy_(indices.samples)
         self._epochs[:count].copy_(indices.epochs)
         self._batch_sizes = indices.lengths
@@ -158,7 +160,7 @@ class Resident:
         plan = self.position.plan
         row = self.records.next_row
         samples = self._samples.index_select(0, row).view(-1)[: self.batch_size]
-        if plan.random:
+        if plan.has_random_transforms:
             epochs = self._epochs.index_select(0, row).view(-1)[: self.batch_size]
         else:
             # No transform reads the epochs, so any tensor will do and one kernel is saved.
@@ -207,12 +209,12 @@ class Resident:
 
     def _columns(self) -> dict[str, Tensor]:
         source = self.position.plan.source
-        assert isinstance(source, Columns)
+        assert isinstance(source, ColumnSource)
         return source.tensors
 
     def _tables_of_random_numbers(self) -> tuple[Tensor, ...]:
         """The tables that seed random transforms, where the data has any."""
-        if self.position.plan.random:
+        if self.position.plan.has_random_transforms:
             return (self._samples, self._epochs)
         return ()
 
@@ -223,7 +225,7 @@ class Resident:
         return columns
 
 
-class Staged:
+class StagedInputs:
     """Batches from anywhere, each copied into tensors that stay: one set for each shape."""
 
     def __init__(self, feed: Feed, records: RecordBuffer) -> None:
@@ -298,7 +300,7 @@ class Staged:
         shapes = tuple([(tuple(t.shape), t.dtype, t.stride()) for t in tensors])
 
         is_new = shapes not in self._static_tensors
-        has_capacity = not is_new or len(self._static_tensors) < MOST
+        has_capacity = not is_new or len(self._static_tensors) < MAX_GRAPHS
         if not has_capacity or not all(type(value) in PLAIN_TYPES for value in values):
             self._current = args
             return UNCAPTURABLE
@@ -329,12 +331,12 @@ class Staged:
         target.copy_(source, non_blocking=True)
 
 
-def make_inputs(feed: Feed, records: RecordBuffer) -> Resident | Staged:
+def make_inputs(feed: Feed, records: RecordBuffer) -> ResidentInputs | StagedInputs:
     """The inputs for a feed: gathered where its data lies on the device, else staged."""
     data = resident_dataset(feed, records.device)
     if data is None:
-        return Staged(feed, records)
-    return Resident(feed, records, data)
+        return StagedInputs(feed, records)
+    return ResidentInputs(feed, records, data)
 
 
 def resident_dataset(feed: Feed, device: torch.device) -> Dataset | None:
@@ -342,6 +344,6 @@ def resident_dataset(feed: Feed, device: torch.device) -> Dataset | None:
     data = feed.data
     if not isinstance(data, Dataset):
         return None
-    if not data.plan.ours or data.plan.source.device != device:
+    if not data.plan.runs_no_user_code or data.plan.source.device != device:
         return None
     return data

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from halfstep.cuda_graphs.capture import Compiles, GraphCache
-from halfstep.engine.captured.inputs import ROWS, MakeBatches, make_inputs
+from halfstep.cuda_graphs.capture import BodyCompiler, GraphCache
+from halfstep.engine.captured.inputs import RECORD_ROWS, MakeBatches, make_inputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.captured.uncapturable import OnUncapturable
@@ -76,8 +76,8 @@ class CapturedRunner:
         direct: bool = False,
     ) -> "CapturedRunner":
         """For a TrainStep. `direct`: a replay calls the step again, on any device (for tests)."""
-        graphs = GraphCache(step.device, direct=direct, compiles=whole_step_compiler(step))
-        records = RecordBuffer(ROWS, step.device)
+        graphs = GraphCache(step.device, direct=direct, compile_body=whole_step_compiler(step))
+        records = RecordBuffer(RECORD_ROWS, step.device)
         return cls(StepProgram(step, records, graphs, on_uncapturable), feed)
 
     def run(
@@ -233,7 +233,7 @@ class HostThrottle:
             self.steps_between_waits = max(self.steps_between_waits // 2, 1)
 
 
-def whole_step_compiler(step: TrainStep) -> Compiles | None:
+def whole_step_compiler(step: TrainStep) -> BodyCompiler | None:
     """What compiles the step as one program: on a CPU, if the step is to be compiled."""
     if step.device.type != "cpu" or not step.compiled.on:
         return None

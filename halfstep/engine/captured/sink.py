@@ -13,7 +13,7 @@ from halfstep.cuda_graphs.capture import GraphCache
 from halfstep.data import Dataset
 from halfstep.engine.captured import verify as verification
 from halfstep.engine.captured.function_program import FunctionProgram
-from halfstep.engine.captured.inputs import ROWS
+from halfstep.engine.captured.inputs import RECORD_ROWS
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
@@ -157,7 +157,7 @@ def sink(
         feed = Feed(data, device=run_device)
 
         def make_runner(feed: Feed) -> CapturedRunner:
-            records = RecordBuffer(ROWS, run_device)
+            records = RecordBuffer(RECORD_ROWS, run_device)
             graphs = GraphCache(run_device)
             return CapturedRunner(
                 FunctionProgram(step, records, graphs, on_uncapturable, state), feed
@@ -196,7 +196,7 @@ def verify_replays(
     rng_state = rng.save()
     feed_state = feed.state_dict()
     batch_count = verification.warmup_steps(step) + replays
-    batches = [verification.cloned(args, device) for args in islice(feed.start(), batch_count)]
+    batches = [verification.clone_batch(args, device) for args in islice(feed.start(), batch_count)]
     feed.load_state_dict(feed_state)
     rng.load(rng_state)
 

@@ -74,7 +74,7 @@ class StaticStep:
         names = [field.name for field in fields(Cycle) if field.name != "buffers"]
         cycle_before = {name: getattr(cycle, name) for name in names}
         try:
-            with backend_of(step), may_capture:
+            with step_backend_flags(step), may_capture:
                 if position.first:
                     cycle.close()
                 else:
@@ -177,7 +177,7 @@ class StaticStep:
             raise MissingOptimizerState
 
 
-def backend_of(step: TrainStep) -> AbstractContextManager[None]:
+def step_backend_flags(step: TrainStep) -> AbstractContextManager[None]:
     """Inside, torch chooses kernels as the step's precision and options ask for."""
     return set_backend_flags(step.precision, step.device, **step.options.backend_flags)
 

@@ -7,7 +7,12 @@ import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from halfstep.cuda_graphs.capture import MOST, OFTEN, CapturedGraph, GraphCache
+from halfstep.cuda_graphs.capture import (
+    BATCHES_BEFORE_COMPILE,
+    MAX_GRAPHS,
+    CapturedGraph,
+    GraphCache,
+)
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
@@ -107,7 +112,7 @@ class StepProgram:
         self.replays = 0  # steps that were replayed
         self.recaptures = 0  # how often graphs were dropped because they were stale
         self.polished = False  # kernels are compiled for the update, graphs hold many steps
-        self.why = ""  # why no more graphs are captured; empty while they are
+        self.refusal_reason = ""  # why no more graphs are captured; empty while they are
         self._compiles = graphs.compile_body is not None
 
         # What is known about kinds, and what graphs depend on.
@@ -127,7 +132,9 @@ class StepProgram:
         step = self.step
         self._in_eager_step = False
         self._has_step_hooks = has_step_hooks(step.optimizer)
-        step.compiled.inside_whole_step = self._compiles and not self.why and step.compiled.on
+        step.compiled.inside_whole_step = (
+            self._compiles and not self.refusal_reason and step.compiled.on
+        )
         self.static.take_over_cycle()
 
         if len(self.graphs):
@@ -220,9 +227,9 @@ class StepProgram:
         self.static.give_back_cycle()
 
         # Decide before the step whether this run counts, and whether it is the last eager one.
-        can_capture = self.graphs.usable and not self.why and not self._has_step_hooks
+        can_capture = self.graphs.usable and not self.refusal_reason and not self._has_step_hooks
         if can_capture and kind.shape_key is UNCAPTURABLE:
-            can_capture = self.graphs.has_capacity(MOST)  # False, and warns once
+            can_capture = self.graphs.has_capacity(MAX_GRAPHS)  # False, and warns once
         counts = self.step.ready_for_capture and can_capture
         is_last = counts and self._eager_runs.get(kind, 0) + 1 == self._eager_runs_needed()
 
@@ -312,21 +319,21 @@ class StepProgram:
 
     def _may_capture(self, kind: Kind) -> bool:
         """Whether a kind has run eagerly often enough, and graphs are possible."""
-        if self._has_step_hooks or not self.graphs.usable or self.graphs.full:
+        if self._has_step_hooks or not self.graphs.usable or self.graphs.is_full:
             return False
         return self._eager_runs.get(kind, 0) >= self._eager_runs_needed()
 
     def _eager_runs_needed(self) -> int:
         """Eager runs of a kind before its capture."""
         if self._compiles:
-            return OFTEN  # a program takes long to compile: it must be worth it
+            return BATCHES_BEFORE_COMPILE  # a program takes long to compile: it must be worth it
         if self.step.compiled.on:
             return 2  # the second one compiles forward and loss
         return 1
 
     def _count_eager_run(self, kind: Kind, counts: bool) -> None:
         """Notes an eager run, if the device could have decided it and one more kind fits."""
-        if not counts or not self.graphs.usable or self.why:
+        if not counts or not self.graphs.usable or self.refusal_reason:
             return
         if kind in self._eager_runs or self.graphs.has_capacity(len(self._eager_runs)):
             self._eager_runs[kind] = self._eager_runs.get(kind, 0) + 1
@@ -402,7 +409,7 @@ class StepProgram:
         """Captures nothing any more: raises, or warns that all steps run eagerly from now on."""
         self.graphs.clear()
         self._eager_runs.clear()
-        self.why = reason
+        self.refusal_reason = reason
         self._host_syncs = ""
         self.step.compiled.inside_whole_step = False
         raise_or_warn(reason, "parts" if self._compiles else self.on_uncapturable, cause)

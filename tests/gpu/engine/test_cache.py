@@ -16,7 +16,7 @@ import halfstep as hs
 from halfstep.cuda_graphs import capture as capture_module
 from halfstep.model import Model
 from tests.gpu.engine.test_captured import CUDA, make_model
-from tests.support.captured_runs import data, same_state
+from tests.support.captured_runs import differing_tensors, make_data
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
@@ -35,11 +35,11 @@ def test_evaluations_count_the_same_captured_or_not_and_again_after_training() -
         "auroc": MulticlassAUROC(3),  # counts beside it
     }
     for model in captured_and_eager(metrics=metrics):
-        before = model.evaluate(data(CUDA, samples=50))
+        before = model.evaluate(make_data(CUDA, samples=50))
         torch.manual_seed(5)
-        model.fit(2, data(CUDA))
-        after = model.evaluate(data(CUDA, samples=50))
-        in_other_batches = model.evaluate(data(CUDA, samples=50, batch=7))
+        model.fit(2, make_data(CUDA))
+        after = model.evaluate(make_data(CUDA, samples=50))
+        in_other_batches = model.evaluate(make_data(CUDA, samples=50, batch=7))
         scores.append([before, after, in_other_batches])
     assert scores[0] == scores[1]
     assert scores[0][0] != scores[0][1]
@@ -48,9 +48,9 @@ def test_evaluations_count_the_same_captured_or_not_and_again_after_training() -
 def test_labels_found_another_way_are_found_that_way() -> None:
     scores = []
     for model in captured_and_eager():
-        first = model.evaluate(data(CUDA, samples=50))
+        first = model.evaluate(make_data(CUDA, samples=50))
         model.labels = lambda batch: (batch[1] + 1) % 3
-        scores.append((first, model.evaluate(data(CUDA, samples=50))))
+        scores.append((first, model.evaluate(make_data(CUDA, samples=50))))
     assert scores[0] == scores[1]
     assert scores[0][0]["acc"] != scores[0][1]["acc"]
 
@@ -61,7 +61,7 @@ def test_labels_on_the_host_are_taken_along() -> None:
         model.labels = lambda batch: torch.zeros(len(batch[1]), dtype=torch.int64)
         # A copy from the host cannot be captured.
         with warnings.catch_warnings(action="ignore", category=hs.Notice):
-            scores.append(model.evaluate(data(CUDA, samples=50)))
+            scores.append(model.evaluate(make_data(CUDA, samples=50)))
     assert scores[0] == scores[1]
 
 
@@ -74,7 +74,7 @@ def test_data_that_is_written_to_between_two_fits_is_read_anew() -> None:
         model.fit(1, dataset)
         x.mul_(-2)
         model.fit(2, dataset)
-    assert same_state(models[0].step, models[1].step) == []
+    assert differing_tensors(models[0].step, models[1].step) == []
 
 
 def test_predictions_as_a_stream_are_of_the_weights_at_their_time() -> None:
@@ -85,7 +85,7 @@ def test_predictions_as_a_stream_are_of_the_weights_at_their_time() -> None:
         before = model.predict(x, batch=16)
         stream = model.predict(x, batch=16, stream=True)
         streamed_before = next(stream)
-        model.fit(1, data(CUDA))
+        model.fit(1, make_data(CUDA))
         streamed_after = next(stream)
         after = model.predict(x, batch=16)
         outputs.append([before, streamed_before, streamed_after, after])
@@ -108,7 +108,7 @@ def test_warnings_of_the_network_are_passed_on() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
     model = Model(net, nn.CrossEntropyLoss(), optimizer)
     with pytest.warns(UserWarning, match="something of the user's"):
-        model.fit(1, data(CUDA))
+        model.fit(1, make_data(CUDA))
 
 
 class WaitsInCapture(nn.Module):
@@ -136,7 +136,7 @@ def test_after_a_spoiled_capture_random_numbers_are_those_of_an_eager_run() -> N
         model = Model(net, nn.CrossEntropyLoss(), optimizer, capture=capture, deterministic=True)
         torch.manual_seed(5)
         with warnings.catch_warnings(action="ignore", category=hs.Notice):
-            model.fit(2, data(CUDA))
+            model.fit(2, make_data(CUDA))
         weights.append(net.inner.weight.detach().clone())
         draws.append(torch.rand(4, device=CUDA))
     assert torch.equal(*weights)
@@ -150,16 +150,16 @@ def test_a_stream_of_the_users_own_gives_the_same() -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.manual_seed(5)
-            model.fit(2, data(CUDA), valid=data(CUDA, samples=50))
+            model.fit(2, make_data(CUDA), valid=make_data(CUDA, samples=50))
             model.predict(torch.randn(20, 6))
         torch.cuda.synchronize()
-    assert same_state(models[0].step, models[1].step) == []
+    assert differing_tensors(models[0].step, models[1].step) == []
 
 
 def test_verify_says_when_there_were_too_few_batches_to_compare() -> None:
     model = make_model(verify=50)
     with pytest.warns(hs.Notice, match="of 50 replays were compared"):
-        model.fit(1, data(CUDA, samples=64))
+        model.fit(1, make_data(CUDA, samples=64))
 
 
 def make_wide_model(capture: Any) -> Model:
@@ -189,15 +189,15 @@ def test_graphs_that_are_gone_take_nothing_along(
         freed_model = make_wide_model(capture)
         model = make_wide_model(capture)
         torch.manual_seed(5)
-        freed_model.fit(2, data(CUDA), valid=data(CUDA, samples=50))
+        freed_model.fit(2, make_data(CUDA), valid=make_data(CUDA, samples=50))
         torch.manual_seed(5)
-        model.fit(2, data(CUDA), valid=data(CUDA, samples=50))
+        model.fit(2, make_data(CUDA), valid=make_data(CUDA, samples=50))
         del freed_model
         gc.collect()
         torch.cuda.empty_cache()
         # Take the memory that was freed: nobody may write to it any more.
         taken_memory = [torch.full((1 << 20,), torch.nan, device=CUDA) for _ in range(64)]
-        model.fit(3, data(CUDA), valid=data(CUDA, samples=50))
+        model.fit(3, make_data(CUDA), valid=make_data(CUDA, samples=50))
         assert all(t.isnan().all() for t in taken_memory)
         weights.append([p.detach().clone() for p in model.net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
 from halfstep.model import Model
-from tests.support.captured_runs import Net, data, step
+from tests.support.captured_runs import Net, make_data, make_step
 from tests.support.no_sync import no_sync
 
 pytestmark = [
@@ -74,8 +74,8 @@ def fit_model(capture: Any, sink: int | None, **options: Any) -> tuple[Model, li
     collect_states = StateFingerprints(model)
     run = model.fit(
         4,
-        data(CUDA),
-        valid=data(CUDA, samples=50),
+        make_data(CUDA),
+        valid=make_data(CUDA, samples=50),
         callbacks=[collect_rows, collect_states],
         sink=sink,
         valid_every_steps=9,
@@ -97,19 +97,19 @@ def test_fit_is_the_same_captured_or_not(sink: int | None, accumulate: int) -> N
     assert captured.captures._runner.program.graphs.captures >= 2
 
     # The second prediction and evaluation come from graphs.
-    x = next(iter(data(CUDA, samples=50)))[0]
+    x = next(iter(make_data(CUDA, samples=50)))[0]
     for _ in range(2):
         assert torch.equal(eager.predict(x), captured.predict(x))
-    scores = eager.evaluate(data(CUDA))
+    scores = eager.evaluate(make_data(CUDA))
     for _ in range(2):
-        assert captured.evaluate(data(CUDA)) == scores
+        assert captured.evaluate(make_data(CUDA)) == scores
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O2"])
 def test_between_visits_there_are_graph_launches_and_nothing_else(precision: str) -> None:
     """A captured pass with overflows under the profiler: one graph launch a step, no copies."""
-    train_step = step(CUDA, precision)
-    batches = data(CUDA, samples=800, poison=(5, 300, 641))
+    train_step = make_step(CUDA, precision)
+    batches = make_data(CUDA, samples=800, poison=(5, 300, 641))
     sink = hs.sink(train_step, batches, every=1000)
     for _ in range(2):
         list(sink)
@@ -174,7 +174,7 @@ def test_what_cannot_be_captured_is_named_with_its_line(
 
     message = rf"(?s)module block.*test_captured.py:\d+.*{line}"
     with pytest.raises(hs.UncapturableError, match=message):
-        list(hs.sink(sgd_step(Outer()), data(CUDA)))
+        list(hs.sink(sgd_step(Outer()), make_data(CUDA)))
 
 
 @pytest.mark.parametrize("block_type", [ReadsOnHost, CopiesFromHost])
@@ -188,19 +188,19 @@ def test_an_uncapturable_network_trains_eagerly_and_says_so(block_type: type[nn.
         model = Model(net, nn.CrossEntropyLoss(), optimizer, capture=capture)
         if capture:
             with pytest.warns(hs.Notice, match="cannot be captured"):
-                model.fit(2, data(CUDA))
+                model.fit(2, make_data(CUDA))
             assert "eager" in model.report().choices["engine"]
         else:
-            model.fit(2, data(CUDA))
+            model.fit(2, make_data(CUDA))
         weights.append([p.detach().clone() for p in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     fit_model(True, 7)
 
 
 def test_a_changed_setting_acts_on_the_next_replay_and_costs_one_capture() -> None:
-    eager = step(CUDA, "fp32", deterministic=True)
-    captured = step(CUDA, "fp32", deterministic=True)
-    batches = list(data(CUDA, samples=160))
+    eager = make_step(CUDA, "fp32", deterministic=True)
+    captured = make_step(CUDA, "fp32", deterministic=True)
+    batches = list(make_data(CUDA, samples=160))
     torch.manual_seed(7)
     for i, batch in enumerate(batches * 3):
         if i == 30:
@@ -221,8 +221,8 @@ def test_a_changed_setting_acts_on_the_next_replay_and_costs_one_capture() -> No
 
 
 def test_a_schedule_costs_no_capture() -> None:
-    train_step = step(CUDA, "O2", lr=[0.1 / (i + 1) for i in range(60)])
-    sink = hs.sink(train_step, data(CUDA, samples=160), every=10)
+    train_step = make_step(CUDA, "O2", lr=[0.1 / (i + 1) for i in range(60)])
+    sink = hs.sink(train_step, make_data(CUDA, samples=160), every=10)
     rates = torch.cat([records.lr for _ in range(3) for records in sink])
     assert sink.captures == 1
     assert rates.unique().numel() > 50
@@ -247,7 +247,7 @@ def test_a_hand_written_step_is_captured_too(autocast: bool) -> None:
             scaler.update()
             return loss.detach()
 
-        batches = data(CUDA, samples=160)
+        batches = make_data(CUDA, samples=160)
         losses: list[float] = []
         if captured:
             sink = hs.sink(train_batch, batches, every=6)
@@ -266,10 +266,10 @@ def test_a_hand_written_step_is_captured_too(autocast: bool) -> None:
 
 
 def test_batches_of_a_data_loader_are_staged() -> None:
-    x, y = next(iter(data(torch.device("cpu"), samples=96, batch=96)))
+    x, y = next(iter(make_data(torch.device("cpu"), samples=96, batch=96)))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
-    eager = step(CUDA, "O1", deterministic=True)
-    captured = step(CUDA, "O1", deterministic=True)
+    eager = make_step(CUDA, "O1", deterministic=True)
+    captured = make_step(CUDA, "O1", deterministic=True)
     torch.manual_seed(7)
     for _ in range(4):
         for batch in loader:
@@ -288,7 +288,7 @@ def test_twenty_thousand_steps_keep_the_memory_flat() -> None:
     def host_kib() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    sink = hs.sink(step(CUDA, "O2"), data(CUDA, samples=8000), every=100)
+    sink = hs.sink(make_step(CUDA, "O2"), make_data(CUDA, samples=8000), every=100)
     for _ in range(8):  # past the point from which kernels are compiled and graphs hold many steps
         list(sink)
     gc.collect()
@@ -305,18 +305,18 @@ def test_captures_are_as_many_as_shapes() -> None:
     x = torch.randn(64, 6, device=CUDA)
     y = torch.randint(0, 3, (64,), device=CUDA)
     ragged = [(x[:n], y[:n]) for n in (8, 16, 24, 8, 16, 24, 32, 40, 32, 40) * 6]
-    sink = hs.sink(step(CUDA, "fp32"), ragged, every=7)
+    sink = hs.sink(make_step(CUDA, "fp32"), ragged, every=7)
     list(sink)
     assert sink.captures == 5
 
 
 def test_verify_passes_and_leaves_no_trace() -> None:
-    plain = step(CUDA, "O2", deterministic=True, accumulate=2)
-    verified = step(CUDA, "O2", deterministic=True, accumulate=2)
+    plain = make_step(CUDA, "O2", deterministic=True, accumulate=2)
+    verified = make_step(CUDA, "O2", deterministic=True, accumulate=2)
     torch.manual_seed(7)
-    [expected] = list(hs.sink(plain, data(CUDA), every=100))
+    [expected] = list(hs.sink(plain, make_data(CUDA), every=100))
     torch.manual_seed(7)
-    [records] = list(hs.sink(verified, data(CUDA), every=100, verify=4))
+    [records] = list(hs.sink(verified, make_data(CUDA), every=100, verify=4))
     assert torch.equal(records.loss, expected.loss)
     assert same_weights(plain, verified)
 
@@ -348,7 +348,7 @@ class CountsInAttribute(nn.Module):
 
 def test_a_number_that_the_network_keeps_and_changes_is_seen_at_the_capture() -> None:
     with pytest.raises(hs.UncapturableError, match="counts in Python"):
-        list(hs.sink(sgd_step(CountsInAttribute()), data(CUDA)))
+        list(hs.sink(sgd_step(CountsInAttribute()), make_data(CUDA)))
 
 
 def test_verify_finds_what_a_graph_bakes_in() -> None:
@@ -358,5 +358,5 @@ def test_verify_finds_what_a_graph_bakes_in() -> None:
     message = r"verify: step \d+ differs in .*captured step is not the eager one"
     with pytest.raises(AssertionError, match=message):
         # Twelve steps: the counter is then where it was at the beginning.
-        hs.sink(train_step, data(CUDA, samples=160), verify=5)
+        hs.sink(train_step, make_data(CUDA, samples=160), verify=5)
     assert all(torch.equal(p, q) for p, q in zip(before, train_step.params, strict=True))

@@ -13,11 +13,18 @@ from torch.profiler import ProfilerActivity, profile
 import halfstep as hs
 from halfstep.engine.captured import gather as gather_module
 from halfstep.engine.captured.gather import gather_samples, split_storage
-from halfstep.engine.captured.inputs import ALLOCATION_BYTES, Resident
+from halfstep.engine.captured.inputs import ALLOCATION_BYTES, ResidentInputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.feed import Feed
-from tests.support.captured_runs import Hasty, by_hand, data, rows, step, sunk
+from tests.support.captured_runs import (
+    ShortSteps,
+    collect_columns,
+    make_data,
+    make_step,
+    run_by_hand,
+    run_captured,
+)
 from tests.support.no_sync import no_sync
 from tests.unit.engine.captured.test_inputs import (
     CASES,
@@ -123,12 +130,14 @@ def test_columns_beyond_int32() -> None:
 def test_a_polished_run_gathers_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of many steps, a short batch included: the same records, and the kernel ran."""
     monkeypatch.setattr(gather_module, "_kernel_works", {})
-    eager = step(CUDA, "fp32", deterministic=True)
-    captured = step(CUDA, "fp32", deterministic=True)
+    eager = make_step(CUDA, "fp32", deterministic=True)
+    captured = make_step(CUDA, "fp32", deterministic=True)
     torch.manual_seed(7)
-    expected = by_hand(eager, data(CUDA, samples=420), 3)
+    expected = run_by_hand(eager, make_data(CUDA, samples=420), 3)
     torch.manual_seed(7)
-    columns, _ = sunk(captured, data(CUDA, samples=420), 3, every=50, direct=False, polished=True)
+    columns, _ = run_captured(
+        captured, make_data(CUDA, samples=420), 3, every=50, direct=False, polished=True
+    )
     assert columns["loss"] == expected["loss"]
     assert list(gather_module._kernel_works.values()) == [True]
 
@@ -154,11 +163,11 @@ def launched_kernels(burst: Case) -> list[str]:
     sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
     assert isinstance(sink.runner.program, StepProgram)
     sink.runner.program.polish()
-    sink.runner.throttle = Hasty(CUDA)
-    rows(sink, 3)
+    sink.runner.throttle = ShortSteps(CUDA)
+    collect_columns(sink, 3)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        rows(sink, 1)
+        collect_columns(sink, 1)
         torch.cuda.synchronize()
     return cuda_event_names(profiler)
 
@@ -185,7 +194,7 @@ def test_batches_of_a_burst_begin_where_their_own_memory_would() -> None:
     records = RecordBuffer(64, CUDA)
     feed = Feed(dataset)
     assert isinstance(feed.data, hs.data.Dataset)
-    resident = Resident(feed, records, feed.data)
+    resident = ResidentInputs(feed, records, feed.data)
     records.use_kernels = True
     resident.start()
     resident.next()

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 import halfstep as hs
-from halfstep.engine.captured.eval_runner import Scores
+from halfstep.engine.captured.eval_runner import EvalRunner
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.evaluate import evaluate
 from halfstep.engine.feed import Feed
 from halfstep.metrics import Accuracy, Metrics
-from tests.support.captured_runs import data, same_state
-from tests.support.emulated_graphs import CPU, Emulated, sinking
+from tests.support.captured_runs import differing_tensors, make_data
+from tests.support.emulated_graphs import CPU, EmulatedGraphs, sink_with_emulated_graphs
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -81,7 +81,7 @@ def captured_losses(
     """The same from graphs, in two visits."""
     torch.manual_seed(7)
     half = len(batches) // 2
-    sink = sinking(step, batches, every=half)
+    sink = sink_with_emulated_graphs(step, batches, every=half)
     losses: list[float] = []
     for records in sink:
         losses += records.loss.tolist()
@@ -114,7 +114,7 @@ def test_a_change_between_visits_acts_on_the_next_step(name: str) -> None:
     expected = eager_losses(eager, batches, CHANGES[name])
     losses, sink = captured_losses(captured, batches, CHANGES[name])
     assert losses == expected
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
     assert sink.captures == (1 if name == "nothing" else 2)
 
 
@@ -184,7 +184,7 @@ def test_a_tensor_in_a_list_is_guarded_unless_the_step_stores_it_there(replaced:
 def test_an_optimizers_hook_runs_at_every_update() -> None:
     step = make_step()
     calls = []
-    for visit, _ in enumerate(sinking(step, make_batches(), every=10)):
+    for visit, _ in enumerate(sink_with_emulated_graphs(step, make_batches(), every=10)):
         if visit == 0:
             step.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     assert len(calls) == 20
@@ -214,10 +214,10 @@ def test_gradients_that_only_some_batches_have(order: str) -> None:
     batches = make_batches(order)
     for batch in batches:
         eager(*batch)
-    sink = sinking(captured, batches, every=1000)
+    sink = sink_with_emulated_graphs(captured, batches, every=1000)
     sink.runner.run(len(batches), lambda: False)
     assert sink.captures >= 2
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
 
 
 class ReplacesBuffer(nn.Module):
@@ -241,9 +241,9 @@ def test_a_replaced_buffer_is_refused_and_training_goes_on_with_the_right_one() 
     expected = eager_losses(eager, batches, no_change)
     torch.manual_seed(7)
     with pytest.warns(hs.Notice, match=r"(?s)cannot be captured.*write in place"):
-        visits = list(sinking(captured, batches, policy="eager"))
+        visits = list(sink_with_emulated_graphs(captured, batches, policy="eager"))
     assert torch.cat([records.loss for records in visits]).tolist() == expected
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
 
 
 def test_a_rate_set_by_hand_reaches_a_function_whose_state_is_named() -> None:
@@ -264,7 +264,7 @@ def test_a_rate_set_by_hand_reaches_a_function_whose_state_is_named() -> None:
             return loss.detach()
 
         if captured:
-            sink = sinking(train_batch, batches, every=10, state=(net, optimizer))
+            sink = sink_with_emulated_graphs(train_batch, batches, every=10, state=(net, optimizer))
             for visit, _ in enumerate(sink):
                 optimizer.param_groups[0]["lr"] = 0.1 / (visit + 2)
         else:
@@ -289,7 +289,7 @@ def test_values_that_are_no_tensors_reach_the_step_as_they_are() -> None:
         array[20, 20] = i
     extras = [*arrays, 1, True, 1.0, 0.0, -0.0, "1"]
     with pytest.warns(hs.Notice, match="values of unknown types"):
-        list(sinking(function, [(torch.ones(2), extra) for extra in extras]))
+        list(sink_with_emulated_graphs(function, [(torch.ones(2), extra) for extra in extras]))
     assert [type(x) for x in received] == [type(x) for x in extras]
     assert all(np.array_equal(a, b) for a, b in zip(received, extras, strict=True))
     assert str(received[-2]) == "-0.0"
@@ -297,7 +297,7 @@ def test_values_that_are_no_tensors_reach_the_step_as_they_are() -> None:
 
 def test_ragged_batches_are_bounded_with_a_warning() -> None:
     ragged = [(torch.randn(n, 6), torch.randint(0, 3, (n,))) for n in range(1, 90)] * 2
-    sink = sinking(make_step(), ragged)
+    sink = sink_with_emulated_graphs(make_step(), ragged)
     with pytest.warns(hs.Notice, match="more than 64 kinds"):
         list(sink)
     assert sink.captures <= 64
@@ -326,18 +326,18 @@ def test_an_error_of_the_data_leaves_the_open_cycle_as_it_was() -> None:
     for batch in batches[:26]:
         eager(*batch)
     torch.manual_seed(7)
-    sink = sinking(captured, FailingData(batches, 26), every=100)
+    sink = sink_with_emulated_graphs(captured, FailingData(batches, 26), every=100)
     with pytest.raises(OSError, match="disk"):
         list(sink)
     assert captured.state.cycle.micro == 2
-    assert same_state(eager, captured) == []
+    assert differing_tensors(eager, captured) == []
     assert len(sink.runner.rows()[0]) == 26
 
 
 def test_an_error_in_a_step_leaves_the_rows_before_it() -> None:
     batches = make_batches("A" * 12 + "B")
     batches[-1] = (torch.randn(6, 5), batches[-1][1])  # a shape the network does not take
-    sink = sinking(make_step(), batches, every=100)
+    sink = sink_with_emulated_graphs(make_step(), batches, every=100)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         list(sink)
     assert len(sink.runner.step_samples) == 12
@@ -358,14 +358,16 @@ class UnsizedData:
 @pytest.mark.parametrize("count", [8191, 8192, 8193])
 def test_a_pass_as_long_as_the_record_buffer(count: int) -> None:
     [batch] = make_batches("A")
-    visits = list(sinking(lambda x, y: x[0, 0], UnsizedData(batch, count), every=8000))
+    visits = list(
+        sink_with_emulated_graphs(lambda x, y: x[0, 0], UnsizedData(batch, count), every=8000)
+    )
     assert [len(records) for records in visits] == [8000, count - 8000]
     assert [len(records.loss) for records in visits] == [8000, count - 8000]
 
 
 def test_rows_of_a_failed_pass_do_not_reach_the_next_one() -> None:
     failing = FailingData(make_batches("A") * 9000, 8500)
-    sink = sinking(lambda x, y: x.sum(), failing, every=20_000)
+    sink = sink_with_emulated_graphs(lambda x, y: x.sum(), failing, every=20_000)
     with pytest.raises(OSError, match="disk"):
         list(sink)
     failing.fails_at = -1
@@ -375,7 +377,7 @@ def test_rows_of_a_failed_pass_do_not_reach_the_next_one() -> None:
 
 def test_compiling_begins_although_graphs_are_there() -> None:
     step = make_step()
-    sink = sinking(step, make_batches(), every=10)
+    sink = sink_with_emulated_graphs(step, make_batches(), every=10)
     list(sink)
     captures_before = sink.captures
     step.compiled.on = True  # as compiled(True) sets it; nothing is compiled here
@@ -404,8 +406,8 @@ def test_metrics_that_keep_the_outputs_they_get() -> None:
         return truth
 
     expected = evaluate(eval_step, Feed(batches), Metrics({"auc": BinaryAUROC()}), labels)
-    scores = Scores(eval_step, Metrics({"auc": BinaryAUROC()}), labels)
-    scores.forward.graphs = Emulated(CPU)
+    scores = EvalRunner(eval_step, Metrics({"auc": BinaryAUROC()}), labels)
+    scores.forward.graphs = EmulatedGraphs(CPU)
     assert scores(Feed(batches), lambda: False) == expected
     assert scores(Feed(batches), lambda: False) == expected
 
@@ -416,8 +418,8 @@ def test_an_evaluation_sees_what_changed_in_the_loss_and_the_counters() -> None:
     metrics = Metrics({"acc": Accuracy()})
     batches = make_batches()
     eval_step = hs.EvalStep(nn.Linear(6, 3), loss)
-    scores = Scores(eval_step, metrics, second_column)
-    scores.forward.graphs = Emulated(CPU)
+    scores = EvalRunner(eval_step, metrics, second_column)
+    scores.forward.graphs = EmulatedGraphs(CPU)
     scores(Feed(batches), lambda: False)
     loss.label_smoothing = 0.3
     accuracy: Any = metrics.by_name["acc"]
@@ -432,8 +434,8 @@ def test_an_evaluation_of_one_batch_is_captured_anew_when_a_list_has_another_ten
     net = StoresTensors()
     eval_step = hs.EvalStep(net, nn.CrossEntropyLoss())
     batches = make_batches()[:1]
-    scores = Scores(eval_step, Metrics({}), second_column)
-    scores.forward.graphs = Emulated(CPU)
+    scores = EvalRunner(eval_step, Metrics({}), second_column)
+    scores.forward.graphs = EmulatedGraphs(CPU)
     graph_counts = []
     for i in range(6):
         if i == 3:
@@ -447,9 +449,9 @@ def test_an_evaluation_of_one_batch_is_captured_anew_when_a_list_has_another_ten
 def test_passes_go_on_where_the_data_stands() -> None:
     """A sink made anew for every epoch shuffles anew, as a plain loop over the data does."""
     passes: list[list[float]] = []
-    dataset = data(CPU)
+    dataset = make_data(CPU)
     for _ in range(3):
         visits = list(hs.sink(lambda x, y: x[0, 0], dataset))
         passes.append(torch.cat([records.loss for records in visits]).tolist())
-    same_dataset = data(CPU)
+    same_dataset = make_data(CPU)
     assert passes == [[x[0, 0].item() for x, _ in same_dataset] for _ in range(3)]

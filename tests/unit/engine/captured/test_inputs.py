@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.engine.captured import gather as gather_module
 from halfstep.engine.captured.gather import gather_samples, word_bytes
-from halfstep.engine.captured.inputs import Resident
+from halfstep.engine.captured.inputs import ResidentInputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.feed import Feed
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
@@ -205,7 +205,7 @@ def resident_batches(feed: Feed, *, use_kernels: bool) -> list[Any]:
     """The batches of two passes of a Resident; the third batch of each is short."""
     records = RecordBuffer(64, DEVICE)
     assert isinstance(feed.data, hs.data.Dataset)
-    inputs = Resident(feed, records, feed.data)
+    inputs = ResidentInputs(feed, records, feed.data)
     records.use_kernels = use_kernels
     batches = []
     for _ in range(2):

@@ -10,19 +10,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
 from halfstep.engine.captured.verify import VerifyError
-from tests.support.captured_runs import Net, data, same_state, step
+from tests.support.captured_runs import Net, differing_tensors, make_data, make_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 CPU = torch.device("cpu")
 
 
 def test_visits_hold_every_record_in_order(device: torch.device) -> None:
-    eager = step(device, "fp32")
-    captured = step(device, "fp32")
+    eager = make_step(device, "fp32")
+    captured = make_step(device, "fp32")
     torch.manual_seed(7)
-    losses = [eager(*batch).loss.item() for batch in data(device)]
+    losses = [eager(*batch).loss.item() for batch in make_data(device)]
     torch.manual_seed(7)
-    visits = list(hs.sink(captured, data(device), every=5))
+    visits = list(hs.sink(captured, make_data(device), every=5))
     assert [len(records) for records in visits] == [5, 5, 3]
     assert torch.cat([records.loss for records in visits]).tolist() == losses
     samples = [count for records in visits for count in records.samples]
@@ -30,7 +30,7 @@ def test_visits_hold_every_record_in_order(device: torch.device) -> None:
     assert visits[0].updated.all()
     assert not visits[0].skipped.any()
     assert visits[0].lr.tolist() == [0.05] * 5
-    assert same_state(captured, eager) == []
+    assert differing_tensors(captured, eager) == []
     with pytest.raises(AttributeError, match=r"records: expected one of loss, .*got 'los'"):
         _ = visits[0].los
 
@@ -40,14 +40,14 @@ def test_each_for_is_the_next_pass(device: torch.device) -> None:
 
     A pass that was left early counts, and its open cycle stays open.
     """
-    eager = step(device, "fp32", accumulate=3)
-    captured = step(device, "fp32", accumulate=3)
-    sink = hs.sink(captured, data(device), every=4)
+    eager = make_step(device, "fp32", accumulate=3)
+    captured = make_step(device, "fp32", accumulate=3)
+    sink = hs.sink(captured, make_data(device), every=4)
     torch.manual_seed(7)
     records = next(iter(sink))
     list(sink)
 
-    batches = data(device)
+    batches = make_data(device)
     torch.manual_seed(7)
     for i, batch in enumerate(batches):
         if i == 4:
@@ -57,7 +57,7 @@ def test_each_for_is_the_next_pass(device: torch.device) -> None:
         eager(*batch)
     eager.flush()
     assert len(records) == 4
-    assert same_state(captured, eager) == []
+    assert differing_tensors(captured, eager) == []
 
 
 def make_net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -83,10 +83,10 @@ def make_step_function(
 def test_a_function_of_ones_own(device: torch.device) -> None:
     eager = make_step_function(*make_net_and_optimizer())
     torch.manual_seed(7)
-    expected = [eager(*batch) for batch in data(CPU)]
+    expected = [eager(*batch) for batch in make_data(CPU)]
     captured = make_step_function(*make_net_and_optimizer())
     torch.manual_seed(7)
-    visits = list(hs.sink(captured, data(CPU), every=6))
+    visits = list(hs.sink(captured, make_data(CPU), every=6))
     for name in ("loss", "acc"):
         column = torch.cat([getattr(records, name) for records in visits])
         assert column.tolist() == [result[name].item() for result in expected]
@@ -102,7 +102,7 @@ def test_a_function_of_ones_own(device: torch.device) -> None:
 )
 def test_what_a_function_may_not_return(result: object, message: str) -> None:
     with pytest.raises(TypeError, match=f"tensors of one number each.*{message}"):
-        list(hs.sink(lambda x, y: result, data(CPU)))
+        list(hs.sink(lambda x, y: result, make_data(CPU)))
 
 
 def test_a_function_must_return_the_same_every_time() -> None:
@@ -110,7 +110,7 @@ def test_a_function_must_return_the_same_every_time() -> None:
     with pytest.raises(
         ValueError, match=r"expected the step to return \['loss'\] every time, got \['lost'\]"
     ):
-        list(hs.sink(lambda x, y: next(results), data(CPU)))
+        list(hs.sink(lambda x, y: next(results), make_data(CPU)))
 
 
 def test_a_data_loader_and_a_network_with_its_own_loss() -> None:
@@ -122,7 +122,7 @@ def test_a_data_loader_and_a_network_with_its_own_loss() -> None:
         def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             return {"loss": nn.functional.cross_entropy(self.net(x), y)}
 
-    x, y = next(iter(data(CPU, samples=40, batch=40)))
+    x, y = next(iter(make_data(CPU, samples=40, batch=40)))
     losses = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -139,20 +139,20 @@ def test_a_data_loader_and_a_network_with_its_own_loss() -> None:
 
 
 def test_a_refused_update_raises_at_the_visit(device: torch.device) -> None:
-    train_step = step(device, "fp32", nonfinite="raise")
+    train_step = make_step(device, "fp32", nonfinite="raise")
     with pytest.raises(hs.NonFiniteError, match=r"step \d+: non-finite gradient"):
-        list(hs.sink(train_step, data(device, poison=(5,)), every=100))
+        list(hs.sink(train_step, make_data(device, poison=(5,)), every=100))
 
 
 def test_verify_puts_everything_back(device: torch.device) -> None:
-    plain = step(device, "O1", deterministic=True)
-    verified = step(device, "O1", deterministic=True)
+    plain = make_step(device, "O1", deterministic=True)
+    verified = make_step(device, "O1", deterministic=True)
     torch.manual_seed(7)
-    [expected] = list(hs.sink(plain, data(device), every=100))
+    [expected] = list(hs.sink(plain, make_data(device), every=100))
     torch.manual_seed(7)
-    [records] = list(hs.sink(verified, data(device), every=100, verify=2))
+    [records] = list(hs.sink(verified, make_data(device), every=100, verify=2))
     assert torch.equal(records.loss, expected.loss)
-    assert same_state(plain, verified) == []
+    assert differing_tensors(plain, verified) == []
 
 
 def test_verify_names_what_does_not_repeat() -> None:
@@ -170,7 +170,7 @@ def test_verify_names_what_does_not_repeat() -> None:
 
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(VerifyError, match=r"step 1 differs in .*first in aten.rand.*test_sink"):
-        hs.sink(noisy, data(CPU), verify=2, state=(net, optimizer))
+        hs.sink(noisy, make_data(CPU), verify=2, state=(net, optimizer))
     assert all(torch.equal(p, q) for p, q in zip(before, net.parameters(), strict=True))
 
 
@@ -188,18 +188,18 @@ def test_verify_names_what_does_not_repeat() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        hs.sink(step(CPU, "fp32"), data(CPU), **arguments)
+        hs.sink(make_step(CPU, "fp32"), make_data(CPU), **arguments)
 
 
 def test_what_cannot_be_a_step() -> None:
     with pytest.raises(TypeError, match="expected a TrainStep or a function of a batch, got int"):
-        hs.sink(3, data(CPU))  # type: ignore[arg-type]
+        hs.sink(3, make_data(CPU))  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"verify: expected state=\(net, optimizer, …\).*received none"
     ):
-        hs.sink(lambda x, y: x.sum(), data(CPU), verify=1)
+        hs.sink(lambda x, y: x.sum(), make_data(CPU), verify=1)
     with pytest.raises(ValueError, match="object without load_state_dict"):
-        hs.sink(lambda x, y: x.sum(), data(CPU), verify=1, state=(object(),))
+        hs.sink(lambda x, y: x.sum(), make_data(CPU), verify=1, state=(object(),))
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 6])
@@ -227,7 +227,7 @@ def test_sparse_gradients_add_up_over_a_cycle(accumulate: int, every: int) -> No
         eager(*batch)
         dense(*batch)
     assert sum(len(records) for records in hs.sink(captured, batches, every=every)) == 6
-    assert same_state(captured, eager) == []
+    assert differing_tensors(captured, eager) == []
     for a, b in zip(eager.params, dense.params, strict=True):
         # The sums are formed in another order: some roundings (6e-8 of 1) of weights around 1,
         # over six updates.

@@ -15,14 +15,20 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.engine.captured import inputs
 from halfstep.engine.captured.gather import split_storage
-from halfstep.engine.captured.inputs import Resident, Staged
+from halfstep.engine.captured.inputs import ResidentInputs, StagedInputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
 from halfstep.engine.captured.step_program import BurstKind, StepProgram
 from halfstep.engine.feed import Feed
-from tests.support.captured_runs import Hasty, by_hand, rows, same_rows, same_state
-from tests.support.emulated_graphs import CPU, sinking
+from tests.support.captured_runs import (
+    ShortSteps,
+    collect_columns,
+    differing_columns,
+    differing_tensors,
+    run_by_hand,
+)
+from tests.support.emulated_graphs import CPU, sink_with_emulated_graphs
 
 PASSES = 2
 STEPS = 20
@@ -144,16 +150,16 @@ def equal_to_eager(
     eager = case.step(device, **options)
     captured = case.step(device, **options)
     torch.manual_seed(7)
-    expected = by_hand(eager, case.data(device), PASSES)
+    expected = run_by_hand(eager, case.data(device), PASSES)
     torch.manual_seed(7)
     sink = make_sink(captured, case.data(device), every=100)
     program = sink.runner.program
     assert isinstance(program, StepProgram)
     program.polish()
-    sink.runner.throttle = Hasty(device)
-    assert same_rows(rows(sink, PASSES), expected) == []
-    assert same_state(eager, captured) == []
-    assert not program.why
+    sink.runner.throttle = ShortSteps(device)
+    assert differing_columns(collect_columns(sink, PASSES), expected) == []
+    assert differing_tensors(eager, captured) == []
+    assert not program.refusal_reason
     assert BurstKind(case.batch, 16) in program.graphs._graphs
     return sink
 
@@ -164,7 +170,7 @@ def direct_sink(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
     return sink
 
 
-@pytest.mark.parametrize("make_sink", [direct_sink, sinking])
+@pytest.mark.parametrize("make_sink", [direct_sink, sink_with_emulated_graphs])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_eager(
     case: str, make_sink: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
@@ -172,25 +178,25 @@ def test_equal_to_eager(
     counts = count_gathered(monkeypatch, gather_by_torch)
     equal_to_eager(CASES[case], CPU, make_sink)
     samples = STEPS * CASES[case].batch + CASES[case].tail
-    if make_sink is not sinking:  # no Python runs in its replays
+    if make_sink is not sink_with_emulated_graphs:  # no Python runs in its replays
         assert sum(counts) == PASSES * samples  # each once
     batches_at_once = 16 if CASES[case].at_once else 1
     assert max(counts) == CASES[case].batch * batches_at_once
 
 
-@pytest.mark.parametrize("make_sink", [direct_sink, sinking])
+@pytest.mark.parametrize("make_sink", [direct_sink, sink_with_emulated_graphs])
 def test_without_a_kernel_torch_does_it(make_sink: Callable[..., Sink]) -> None:
     equal_to_eager(CASES["random, a tail"], CPU, make_sink)
 
 
 def start_resident(
     data: hs.data.Dataset, *, use_kernels: bool = True, at_batch: int = 0
-) -> Resident:
+) -> ResidentInputs:
     """Inputs in the middle of a pass."""
     records = RecordBuffer(64, CPU)
     feed = Feed(data)
     assert isinstance(feed.data, hs.data.Dataset)
-    resident = Resident(feed, records, feed.data)
+    resident = ResidentInputs(feed, records, feed.data)
     records.use_kernels = use_kernels
     resident.start()
     for _ in range(at_batch + 1):
@@ -199,7 +205,7 @@ def start_resident(
     return resident
 
 
-def next_batches(resident: Resident, count: int) -> Iterator[tuple[Any, ...]]:
+def next_batches(resident: ResidentInputs, count: int) -> Iterator[tuple[Any, ...]]:
     """Its batches. After each the next row is counted, as a step's record does it."""
     for batch in resident.batches(count):
         yield batch
@@ -352,7 +358,7 @@ def test_refused_at_once_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_staged_batches_come_one_by_one() -> None:
     feed = Feed([(torch.ones(2), torch.zeros(2))])
-    staged = Staged(feed, RecordBuffer(8, CPU))
+    staged = StagedInputs(feed, RecordBuffer(8, CPU))
     staged.start()
     staged.next()
     [batch] = staged.batches(1)

@@ -205,7 +205,7 @@ def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer() -> No
     sink = compiled_sink(compiled, make_data(CPU, samples=96))
     got = collect_columns(sink, 4)
     assert sink.captures == 2
-    assert sink.runner.program.why == ""
+    assert sink.runner.program.refusal_reason == ""
 
     # float16's eps is 1e-3, and 24 updates of Adam carry it on.
     for name in ("loss", "grad_norm"):

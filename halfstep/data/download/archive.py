@@ -35,6 +35,7 @@ CHUNK_BYTES = 1 << 14
 
 # A second line of defence behind our own scan. Python before 3.11.4 does not know it.
 TAR_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+
 XZ_DECODER_BYTES = 256 << 20  # xz -9 needs 65 MiB; a hostile header may ask for 4 GiB
 MAX_NAME_BYTES = 255  # of one part of a path: the limit of file systems
 MAX_PATH_BYTES = 1024  # more than any data set needs

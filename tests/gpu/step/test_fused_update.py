@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.record_buffer import pack
+from halfstep.engine.captured.record_buffer import write_row
 from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
 from halfstep.step.fast.update_graph import capturable_optimizer
 from halfstep.step.state import UpdateResult
@@ -202,7 +202,8 @@ def test_a_captured_row_finds_its_place() -> None:
     )
 
     def write() -> None:
-        pack(table, at, x, x, x.double(), x, no, x, no, keep_loss=False, move=True)
+        record = hs.Record(x, x, x.double(), x, no, x, no, fingerprint=at)
+        write_row(table, at, record, keep_loss=False, advance=True)
 
     write()
     graph = torch.cuda.CUDAGraph()

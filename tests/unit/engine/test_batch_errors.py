@@ -357,7 +357,7 @@ def make_captured_model(net: nn.Module) -> Model:
     """A model whose steps run as on CUDA, but without graphs."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, fused=True)
     model = Model(net, nn.CrossEntropyLoss(), optimizer, decide="device")
-    model.captures.training_runner = lambda step, feed, steps: CapturedRunner.of(
+    model.captures.training_runner = lambda step, feed, steps: CapturedRunner.for_step(
         step, feed, direct=True
     )
     return model

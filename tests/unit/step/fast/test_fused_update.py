@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.record_buffer import pack
+from halfstep.engine.captured.record_buffer import write_row
 from halfstep.step.gradients import clip_norm_
 from halfstep.step.state import UpdateResult
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
@@ -165,7 +165,7 @@ class Journal:
 
 
 def journalled(step: Any, event: str, at: int) -> UpdateResult:
-    """As `run`; the record of a cycle of one batch is then in the journal, as `pack` would have put it there."""
+    """As `run`; the record of a cycle of one batch is then in the journal, as `write_row` would have put it there."""
     journal, before = (
         Journal(len(step.optimizer.param_groups)),
         Journal(len(step.optimizer.param_groups)),
@@ -174,15 +174,14 @@ def journalled(step: Any, event: str, at: int) -> UpdateResult:
     assert outcome.record_written is (step.options.accumulate == 1)
     told = outcome.lr, outcome.scale, outcome.skipped, outcome.norm, outcome.updated
     if outcome.record_written:
-        pack(
+        record = hs.Record(outcome.loss, outcome.loss, *told, fingerprint=before.next_row)
+        write_row(
             before.table,
             before.next_row,
-            outcome.loss,
-            outcome.loss,
-            *told,
+            record,
             keep_loss=False,
-            move=True,
-            compiled=False,
+            advance=True,
+            use_kernel=False,
         )
     same(f"{event} {at}: row", journal.table, before.table)
     same(f"{event} {at}: place", journal.next_row, before.next_row)
@@ -293,15 +292,18 @@ def rows_are_packed() -> None:
     ):
         table = torch.full((4, 6 + lr.numel()), -1.0, dtype=torch.float64, device=DEVICE)
         at = torch.tensor([1], device=DEVICE)
-        fields = (scalars[0], scalars[1], lr, scalars[2], flags[0], low, flags[1])
-        pack(table, at, *fields, keep_loss=False, move=True)
+        record = hs.Record(
+            scalars[0], scalars[1], lr, scalars[2], flags[0], low, flags[1], fingerprint=at
+        )
+        write_row(table, at, record, keep_loss=False, advance=True)
         row = [1.25, scalars[1].item(), 65536.0, 2.5, 1.0, 0.0, *lr.reshape(-1).tolist()]
         blank = [-1.0] * len(row)
         assert (table.tolist(), at.tolist()) == ([blank, row, blank, blank], [2])
-        pack(table, at, low, low, lr, low, flags[1], low, flags[0], keep_loss=True, move=False)
+        flushed = hs.Record(low, low, lr, low, flags[1], low, flags[0], fingerprint=at)
+        write_row(table, at, flushed, keep_loss=True, advance=False)
         amended = [1.25, 2.5, 2.5, 2.5, 0.0, 1.0, *lr.reshape(-1).tolist()]
         assert (table.tolist(), at.tolist()) == ([blank, amended, blank, blank], [2])
-        pack(table, at, *fields, keep_loss=False, move=False)
+        write_row(table, at, record, keep_loss=False, advance=False)
         assert (table.tolist(), at.tolist()) == ([blank, amended, row, blank], [2])
 
 

@@ -162,6 +162,12 @@ def run_on_two_devices(*, moved: bool) -> None:
     assert_updates(build(net))
 
 
+def run_deterministic(**options: Any) -> None:
+    """Runs on the CPU, where a deterministic step needs no setting of cuBLAS."""
+    step = build(nn.Linear(3, 2), deterministic=True, **options)
+    assert_updates(step, X.cpu(), Y.cpu())
+
+
 def run_frozen_network(*, unfreeze: bool) -> None:
     net = linear().requires_grad_(False)
     step = build(net)
@@ -237,6 +243,15 @@ OPTIONS = {
     "nonfinite": option_case("skip", "explode", "nonfinite", "'raise', 'skip', 'ignore'"),
     "fingerprint_every": option_case(0, -1, "fingerprint_every", "0 (never)"),
     "decide": option_case("host", "gpu", "decide", "'auto', 'host' or 'device'"),
+    "flag": option_case("auto", "yes", "compile", "True, False or 'auto'"),
+    "measured algorithms": Case(
+        lambda: run_deterministic(cudnn_benchmark=True),
+        ("cudnn_benchmark: expected 'auto' or False", "deterministic=True", "received True"),
+        lambda: (
+            run_deterministic(cudnn_benchmark="auto"),
+            run_deterministic(cudnn_benchmark=False),
+        ),
+    ),
     "count": option_case(len, 3, "count", "a function"),
     "forward": option_case(None, 3, "forward", "a function"),
     "unknown": Case(

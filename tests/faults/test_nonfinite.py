@@ -1,5 +1,6 @@
 """What a non-finite gradient does, by choice; what is not one; and where the loss scale stops."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,37 +13,47 @@ import halfstep as hs
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALED = hs.Precision("fp32", scale=hs.FixedScale(value=2.0**16))
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-FUSED = partial(torch.optim.Adam, lr=0.1, fused=True)
+FUSED_ADAM = partial(torch.optim.Adam, lr=0.1, fused=True)
 Batch = tuple[Tensor, ...]
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+EVERY_DECISION = pytest.mark.parametrize(
+    ("make_optimizer", "decide"),
+    [(SGD, "host"), (SGD, "device"), (FUSED_ADAM, "host"), (FUSED_ADAM, "device")],
+)
 
 
-class Gained(nn.Module):
-    """√(z·gain) is finite at z = 0, the gradient of `gain` there is not; every other gradient is."""
+class LinearWithGain(nn.Module):
+    """√(z·gain) is finite at z = 0, but the gradient of `gain` is not; all other gradients are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.gain = nn.Linear(3, 2), nn.Parameter(torch.ones(2))
+        self.linear = nn.Linear(3, 2)
+        self.gain = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         return self.linear(x) + torch.sqrt(z * self.gain)
 
 
-def batch(i: int, *, bad: bool = False) -> Batch:
-    torch.manual_seed(i)
-    z = torch.zeros(()) if bad else torch.ones(())
-    return torch.randn(4, 3).to(DEVICE), z.to(DEVICE), torch.randn(4, 2).to(DEVICE)
+def make_batch(seed: int, *, nonfinite_grad: bool = False) -> Batch:
+    torch.manual_seed(seed)
+    z = torch.zeros(()) if nonfinite_grad else torch.ones(())
+    x = torch.randn(4, 3)
+    y = torch.randn(4, 2)
+    return x.to(DEVICE), z.to(DEVICE), y.to(DEVICE)
 
 
-def build(make: Any = SGD, **options: Any) -> hs.TrainStep:
+def build(make_optimizer: MakeOptimizer = SGD, **options: Any) -> hs.TrainStep:
     torch.manual_seed(0)
-    net = Gained().to(DEVICE)
-    return hs.TrainStep(net, nn.MSELoss(), make(net.parameters()), **options)
+    net = LinearWithGain().to(DEVICE)
+    return hs.TrainStep(net, nn.MSELoss(), make_optimizer(net.parameters()), **options)
 
 
-def plain(batches: list[Batch], make: Any = SGD) -> nn.Module:
+def train_plain_torch(batches: list[Batch], make_optimizer: MakeOptimizer = SGD) -> nn.Module:
+    """Returns the network after one update per batch, in plain torch."""
     torch.manual_seed(0)
-    net = Gained().to(DEVICE)
-    optimizer = make(net.parameters())
+    net = LinearWithGain().to(DEVICE)
+    optimizer = make_optimizer(net.parameters())
     for x, z, y in batches:
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x, z), y).backward()
@@ -50,113 +61,124 @@ def plain(batches: list[Batch], make: Any = SGD) -> nn.Module:
     return net
 
 
-def weights(net: nn.Module) -> list[Tensor]:
+def copy_weights(net: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in net.parameters()]
 
 
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Bit for bit, NaN where NaN is."""
-    return all(
-        torch.equal(p.view(torch.int32), q.view(torch.int32)) for p, q in zip(a, b, strict=True)
-    )
+def same_bits(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether all float32 tensors are equal bit for bit, NaN included."""
+    actual_bits = [tensor.view(torch.int32) for tensor in actual]
+    expected_bits = [tensor.view(torch.int32) for tensor in expected]
+    return all(torch.equal(a, b) for a, b in zip(actual_bits, expected_bits, strict=True))
 
 
-def run_into_it(step: hs.TrainStep, batches: int = 40) -> None:
-    """Bad batches until the host hears of it: at once, or some updates late when a CUDA device decides."""
-    was = step.precision
+def run_until_host_reacts(step: hs.TrainStep, batches: int = 40) -> None:
+    """Runs batches with a non-finite gradient until the step raises or changes its precision.
+
+    It does so at once, or some updates late when a CUDA device decides.
+    """
+    precision_before = step.precision
     for _ in range(batches):
-        step(*batch(0, bad=True))
-        if step.precision is not was:
+        step(*make_batch(0, nonfinite_grad=True))
+        if step.precision is not precision_before:
             return
     step.check()
 
 
-PLACES = pytest.mark.parametrize(
-    ("make", "decide"), [(SGD, "host"), (SGD, "device"), (FUSED, "host"), (FUSED, "device")]
-)
-
-
-@PLACES
+@EVERY_DECISION
 @pytest.mark.parametrize("precision", ["fp32", SCALED], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("bad_step", [1, 3])
 def test_raise_names_the_step_and_the_parameter_and_training_can_continue(
-    make: Any, decide: str, precision: Any, bad_step: int
+    make_optimizer: MakeOptimizer, decide: str, precision: Any, bad_step: int
 ) -> None:
-    step = build(make, precision=precision, decide=decide, nonfinite="raise")
-    done = [batch(i) for i in range(1, bad_step)]
-    for each in done:
-        assert step(*each).updated
+    step = build(make_optimizer, precision=precision, decide=decide, nonfinite="raise")
+    batches_before = [make_batch(i) for i in range(1, bad_step)]
+    for batch in batches_before:
+        assert step(*batch).updated
+
     with pytest.raises(hs.NonFiniteError, match=rf"\bstep {bad_step}\b.*\bgain\b") as error:
-        run_into_it(step)
-    assert "linear" not in str(error.value), "only the culprit is named"
-    assert same(weights(step.net), weights(plain(done, make))), "nothing was committed"
-    more = [batch(i) for i in range(10, 13)]
-    for each in more:
-        assert step(*each).updated
-    assert same(weights(step.net), weights(plain(done + more, make)))
+        run_until_host_reacts(step)
+    assert "linear" not in str(error.value), "only the parameter at fault is named"
+    expected = train_plain_torch(batches_before, make_optimizer)
+    assert same_bits(copy_weights(step.net), copy_weights(expected)), "nothing was committed"
+
+    batches_after = [make_batch(i) for i in range(10, 13)]
+    for batch in batches_after:
+        assert step(*batch).updated
+    expected = train_plain_torch(batches_before + batches_after, make_optimizer)
+    assert same_bits(copy_weights(step.net), copy_weights(expected))
 
 
 def test_the_default_raises_without_loss_scaling_and_skips_with_it() -> None:
     with pytest.raises(hs.NonFiniteError):
-        build()(*batch(0, bad=True))
-    assert build(precision=SCALED)(*batch(0, bad=True)).skipped
+        build()(*make_batch(0, nonfinite_grad=True))
+    assert build(precision=SCALED)(*make_batch(0, nonfinite_grad=True)).skipped
 
 
-@PLACES
+@EVERY_DECISION
 @pytest.mark.parametrize("precision", ["fp32", SCALED], ids=["unscaled", "scaled"])
 def test_skip_drops_the_update_and_ignore_applies_it_as_plain_torch(
-    make: Any, decide: str, precision: Any
+    make_optimizer: MakeOptimizer, decide: str, precision: Any
 ) -> None:
-    batches = [batch(1), batch(2, bad=True), batch(3)]
-    skip, ignore = (
-        build(make, precision=precision, decide=decide, nonfinite=n) for n in ("skip", "ignore")
-    )
-    assert [bool(skip(*each).skipped) for each in batches] == [False, True, False]
-    assert same(weights(skip.net), weights(plain([batches[0], batches[2]], make)))
-    records = [ignore(*each) for each in batches]
-    assert not any(r.skipped for r in records)
-    assert all(r.updated for r in records)
+    batches = [make_batch(1), make_batch(2, nonfinite_grad=True), make_batch(3)]
+
+    skip = build(make_optimizer, precision=precision, decide=decide, nonfinite="skip")
+    assert [bool(skip(*batch).skipped) for batch in batches] == [False, True, False]
+    expected = train_plain_torch([batches[0], batches[2]], make_optimizer)
+    assert same_bits(copy_weights(skip.net), copy_weights(expected))
+
+    ignore = build(make_optimizer, precision=precision, decide=decide, nonfinite="ignore")
+    records = [ignore(*batch) for batch in batches]
+    assert not any(record.skipped for record in records)
+    assert all(record.updated for record in records)
     assert ignore.net.gain.isnan().all()
-    assert same(weights(ignore.net), weights(plain(batches, make)))
+    expected = train_plain_torch(batches, make_optimizer)
+    assert same_bits(copy_weights(ignore.net), copy_weights(expected))
 
 
 def test_an_empty_batch_under_ignore_changes_no_buffer() -> None:
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(DEVICE)
     step = hs.TrainStep(net, nn.MSELoss(), SGD(net.parameters()), nonfinite="ignore")
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    assert not step(torch.zeros(0, 3, device=DEVICE), torch.zeros(0, 2, device=DEVICE)).updated
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x = torch.zeros(0, 3, device=DEVICE)
+    y = torch.zeros(0, 2, device=DEVICE)
+    assert not step(x, y).updated
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def streaky(on_skips: str, name: str = "O2", decide: str = "host") -> hs.TrainStep:
+def build_with_skip_limit(
+    on_skips: str, precision_name: str = "O2", decide: str = "host"
+) -> hs.TrainStep:
+    """Returns a step that does what `on_skips` says after three skipped updates in a row."""
     scale = hs.DynamicScale(init=8.0, max_skips=3, on_skips=on_skips)
-    return build(precision=hs.Precision(name, scale=scale), decide=decide)
+    return build(precision=hs.Precision(precision_name, scale=scale), decide=decide)
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-@pytest.mark.parametrize("warm", [0, 2])
-def test_a_streak_of_skips_raises_with_scale_and_culprit(decide: str, warm: int) -> None:
-    step = streaky("raise", decide=decide)
-    for i in range(warm):
-        step(*batch(i))
-    before = weights(step.net)
+@pytest.mark.parametrize("updates_before", [0, 2])
+def test_a_streak_of_skips_raises_with_scale_and_parameter(
+    decide: str, updates_before: int
+) -> None:
+    step = build_with_skip_limit("raise", decide=decide)
+    for i in range(updates_before):
+        step(*make_batch(i))
+    weights_before = copy_weights(step.net)
     for _ in range(2):
-        assert step(*batch(0, bad=True)).skipped
-    assert step(*batch(0)).updated, "an update in between ends the streak"
-    after = weights(step.net)
-    assert not same(before, after)
-    with pytest.raises(
-        hs.NonFiniteError, match=r"\d+ updates in a row overflowed.*\bgain\b.*bfloat16"
-    ) as error:
-        run_into_it(step)
+        assert step(*make_batch(0, nonfinite_grad=True)).skipped
+    assert step(*make_batch(0)).updated, "an update in between ends the streak"
+    weights_after = copy_weights(step.net)
+    assert not same_bits(weights_before, weights_after)
+
+    message = r"\d+ updates in a row overflowed.*\bgain\b.*bfloat16"
+    with pytest.raises(hs.NonFiniteError, match=message) as error:
+        run_until_host_reacts(step)
     assert "linear" not in str(error.value)
     assert f"scale {float(step.state.scale):g}" in str(error.value)
-    assert (
-        int(step.state.streak) == 3
-        if DEVICE == "cpu" or decide == "host"
-        else int(step.state.streak) >= 3
-    )
-    assert same(weights(step.net), after)
+    if DEVICE == "cpu" or decide == "host":
+        assert int(step.state.streak) == 3
+    else:
+        assert int(step.state.streak) >= 3
+    assert same_bits(copy_weights(step.net), weights_after)
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
@@ -165,21 +187,22 @@ def test_a_streak_of_skips_raises_with_scale_and_culprit(decide: str, warm: int)
 def test_a_streak_of_skips_can_go_on_in_another_precision(
     name: str, on_skips: str, dtype: torch.dtype, decide: str
 ) -> None:
-    step = streaky(on_skips, name, decide)
-    step(*batch(1))
-    before, momentum = (
-        weights(step.net),
-        step.optimizer.state_dict()["state"][0]["momentum_buffer"].clone(),
-    )
+    step = build_with_skip_limit(on_skips, name, decide)
+    step(*make_batch(1))
+    weights_before = copy_weights(step.net)
+    momentum_before = step.optimizer.state_dict()["state"][0]["momentum_buffer"].clone()
+
     with pytest.warns(hs.Notice, match=r"updates in a row overflowed.*\bgain\b.*going on in"):
-        run_into_it(step)
+        run_until_host_reacts(step)
     assert step.precision.compute == dtype
-    assert same(weights(step.net), before)
-    assert torch.equal(step.optimizer.state_dict()["state"][0]["momentum_buffer"], momentum)
-    record = step(*batch(2))
+    assert same_bits(copy_weights(step.net), weights_before)
+    momentum = step.optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert torch.equal(momentum, momentum_before)
+
+    record = step(*make_batch(2))
     assert record.updated
     assert record.scale == 1, "neither fallback scales the loss"
-    assert not same(weights(step.net), before)
+    assert not same_bits(copy_weights(step.net), weights_before)
 
 
 @pytest.mark.parametrize(
@@ -188,43 +211,43 @@ def test_a_streak_of_skips_can_go_on_in_another_precision(
 def test_a_fallback_that_cannot_be_taken_is_refused_at_construction(
     name: str, on_skips: str
 ) -> None:
-    """fp16 stores its weights in float16, so that bf16 or fp32 would need another network; fp32 has no bf16 form."""
+    """fp16 stores its weights in float16, so that bf16 or fp32 would need another network.
+
+    fp32 has no bf16 form.
+    """
     with pytest.raises(ValueError, match="on_skips"):
-        streaky(on_skips, name)
+        build_with_skip_limit(on_skips, name)
 
 
 def test_the_scale_stops_at_its_floor_and_at_its_cap() -> None:
-    low = build(precision=hs.Precision("fp32", scale=hs.DynamicScale(init=4.0, floor=1.0)))
-    assert [float(low(*batch(0, bad=True)).scale) for _ in range(5)] == [4, 2, 1, 1, 1]
-    high = build(
-        precision=hs.Precision("fp32", scale=hs.DynamicScale(init=4.0, interval=1, cap=16.0))
-    )
-    assert [float(high(*batch(i)).scale) for i in range(5)] == [4, 8, 16, 16, 16]
-    fixed = build(precision=SCALED)
-    assert {float(fixed(*batch(i, bad=i % 2 == 0)).scale) for i in range(5)} == {2.0**16}
+    with_floor = hs.DynamicScale(init=4.0, floor=1.0)
+    step = build(precision=hs.Precision("fp32", scale=with_floor))
+    scales = [float(step(*make_batch(0, nonfinite_grad=True)).scale) for _ in range(5)]
+    assert scales == [4, 2, 1, 1, 1]
+
+    with_cap = hs.DynamicScale(init=4.0, interval=1, cap=16.0)
+    step = build(precision=hs.Precision("fp32", scale=with_cap))
+    scales = [float(step(*make_batch(i)).scale) for i in range(5)]
+    assert scales == [4, 8, 16, 16, 16]
+
+    step = build(precision=SCALED)
+    batches = [make_batch(i, nonfinite_grad=i % 2 == 0) for i in range(5)]
+    assert {float(step(*batch).scale) for batch in batches} == {2.0**16}
 
 
-@PLACES
+@EVERY_DECISION
 @pytest.mark.parametrize(
     "limit", [{"clip_norm": 0.01}, {"clip_value": 0.003}], ids=["norm", "value"]
 )
 def test_the_clipped_update_is_the_same_at_every_scale_and_plain_torchs(
-    make: Any, decide: str, limit: Any
+    make_optimizer: MakeOptimizer, decide: str, limit: dict[str, float]
 ) -> None:
     """Clipping acts on unscaled gradients; scales are powers of two, so that unscaling is exact."""
-    ends = []
-    for precision in ("fp32", *(hs.Precision("fp32", scale=s) for s in (1.0, 2.0**16))):
-        step = build(make, precision=precision, decide=decide, **limit)
-        norms = [step(*batch(i)).grad_norm for i in range(3)]
-        assert all(n > 0.1 for n in norms), "the norm before clipping"
-        ends.append(weights(step.net))
-    assert same(ends[0], ends[1])
-    assert same(ends[0], ends[2])
     torch.manual_seed(0)
-    net = Gained().to(DEVICE)
-    optimizer = make(net.parameters())
+    net = LinearWithGain().to(DEVICE)
+    optimizer = make_optimizer(net.parameters())
     for i in range(3):
-        x, z, y = batch(i)
+        x, z, y = make_batch(i)
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x, z), y).backward()
         if "clip_norm" in limit:
@@ -232,13 +255,26 @@ def test_the_clipped_update_is_the_same_at_every_scale_and_plain_torchs(
         else:
             nn.utils.clip_grad_value_(net.parameters(), limit["clip_value"])
         optimizer.step()
-    assert same(ends[0], weights(net))
+    expected = copy_weights(net)
+
+    unscaled = hs.Precision("fp32")
+    scaled_by_one = hs.Precision("fp32", scale=1.0)
+    scaled = hs.Precision("fp32", scale=2.0**16)
+    for precision in (unscaled, scaled_by_one, scaled):
+        step = build(make_optimizer, precision=precision, decide=decide, **limit)
+        norms = [step(*make_batch(i)).grad_norm for i in range(3)]
+        assert all(norm > 0.1 for norm in norms), "the norm before clipping"
+        assert same_bits(copy_weights(step.net), expected)
 
 
-class Partly(nn.Module):
+class PartlyTrained(nn.Module):
+    """A network with a layer that is trained, one that is frozen and one that is not used."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.frozen, self.unused = nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        self.used = nn.Linear(3, 2)
+        self.frozen = nn.Linear(2, 2)
+        self.unused = nn.Linear(2, 2)
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -252,26 +288,35 @@ def test_frozen_and_unused_parameters_and_zero_gradients_train_as_in_plain_torch
     precision: Any, accumulate: int, decide: str
 ) -> None:
     torch.manual_seed(0)
-    net, other = Partly().to(DEVICE), Partly().to(DEVICE)
-    other.load_state_dict(net.state_dict())
-    make = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
-    settings = {"precision": precision, "accumulate": accumulate, "decide": decide}
-    step = hs.TrainStep(net, nn.MSELoss(), make(net.parameters()), **settings)
-    optimizer = make(other.parameters())
+    net = PartlyTrained().to(DEVICE)
+    plain_net = PartlyTrained().to(DEVICE)
+    plain_net.load_state_dict(net.state_dict())
+    make_optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1)
+    step = hs.TrainStep(
+        net,
+        nn.MSELoss(),
+        make_optimizer(net.parameters()),
+        precision=precision,
+        accumulate=accumulate,
+        decide=decide,
+    )
+    plain_optimizer = make_optimizer(plain_net.parameters())
+
+    # The target equals the output: all gradients are exactly 0, and momentum and weight decay
+    # still act.
+    micro_batch_size = 4 // accumulate
     x = torch.randn(4, 3, device=DEVICE)
-    for _ in range(
-        3
-    ):  # a target equal to the output: all gradients are exactly 0, and momentum and decay still act
+    for _ in range(3):
         with torch.no_grad(), step.applied:
             y = net(x)
-        for part in zip(x.split(4 // accumulate), y.split(4 // accumulate), strict=True):
-            record = step(*part)
+        for micro_batch in zip(x.split(micro_batch_size), y.split(micro_batch_size), strict=True):
+            record = step(*micro_batch)
         assert record.updated
         assert record.grad_norm == 0
-        for p in other.used.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-    assert same(weights(net), weights(other))
+        for param in plain_net.used.parameters():
+            param.grad = torch.zeros_like(param)
+        plain_optimizer.step()
+    assert same_bits(copy_weights(net), copy_weights(plain_net))
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
@@ -280,24 +325,22 @@ def test_frozen_and_unused_parameters_and_zero_gradients_train_as_in_plain_torch
 )
 def test_a_huge_but_finite_gradient_is_applied(precision: Any, decide: str) -> None:
     """Elements of 1e30 are finite; their squares, and so the norm in float32, are not."""
-    make = partial(torch.optim.SGD, lr=1e-32)
-    step, net = (
-        build(make, precision=precision, decide=decide, sens=1e30, nonfinite="raise"),
-        plain([], make),
-    )
+    make_optimizer = partial(torch.optim.SGD, lr=1e-32)
+    step = build(make_optimizer, precision=precision, decide=decide, sens=1e30, nonfinite="raise")
+    plain_net = train_plain_torch([], make_optimizer)
+    plain_params = list(plain_net.parameters())
     for i in range(3):
-        x, z, y = batch(i)
+        x, z, y = make_batch(i)
         assert step(x, z, y).updated
-        loss = nn.functional.mse_loss(net(x, z), y)
-        for p, g in zip(
-            net.parameters(), torch.autograd.grad(loss * 1e30, [*net.parameters()]), strict=True
-        ):
-            assert g.abs().max() > 1e25
-            p.data.add_(g, alpha=-1e-32)
-    assert same(weights(step.net), weights(net))
+        loss = nn.functional.mse_loss(plain_net(x, z), y)
+        grads = torch.autograd.grad(loss * 1e30, plain_params)
+        for param, grad in zip(plain_params, grads, strict=True):
+            assert grad.abs().max() > 1e25
+            param.data.add_(grad, alpha=-1e-32)
+    assert same_bits(copy_weights(step.net), copy_weights(plain_net))
 
 
-def test_a_huge_finite_gradient_is_not_blamed_for_another_ones_nan() -> None:
+def test_a_huge_finite_gradient_is_not_named_for_the_nan_of_another() -> None:
     step = build(sens=1e30)
     with pytest.raises(hs.NonFiniteError, match=r"non-finite gradient in gain\."):
-        step(*batch(0, bad=True))
+        step(*make_batch(0, nonfinite_grad=True))

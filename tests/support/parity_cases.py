@@ -1,51 +1,61 @@
-"""Networks, batches, precisions and optimizers that the parity tests run through, and the comparison itself."""
+"""Networks, batches, precisions and optimizers of the parity tests, and the comparison itself."""
 
 import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
 import halfstep as hs
-from tests.support.torch_loops import BF16, F16, F32, F64, Loop, Make, Row, Spec
+from tests.support.torch_loops import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    CastSpec,
+    LoopRecord,
+    MakeOptimizer,
+    TorchLoop,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Batches = list[tuple[Tensor, Tensor]]
+PrecisionCase = tuple[hs.Precision, CastSpec]
 
-PRECISIONS: dict[str, tuple[hs.Precision, Spec]] = {
-    "fp32": (hs.Precision("fp32"), Spec("none", F32)),
-    "fp64": (hs.Precision("fp64"), Spec("whole", F64)),
-    "O1": (hs.Precision("O1", kernels="torch"), Spec("autocast", F16, scaled=True)),
-    "O2": (hs.Precision("O2", kernels="torch"), Spec("copies", F16, scaled=True)),
-    "O3": (hs.Precision("O3", kernels="torch"), Spec("copies", F16, low_norms=True)),
-    "O1-bf16": (hs.Precision("O1", dtype="bfloat16", kernels="torch"), Spec("autocast", BF16)),
-    "O2-bf16": (hs.Precision("O2", dtype="bfloat16", kernels="torch"), Spec("copies", BF16)),
+PRECISIONS: dict[str, PrecisionCase] = {
+    "fp32": (hs.Precision("fp32"), CastSpec("none", F32)),
+    "fp64": (hs.Precision("fp64"), CastSpec("params", F64)),
+    "O1": (hs.Precision("O1", kernels="torch"), CastSpec("autocast", F16, scaled=True)),
+    "O2": (hs.Precision("O2", kernels="torch"), CastSpec("copies", F16, scaled=True)),
+    "O3": (hs.Precision("O3", kernels="torch"), CastSpec("copies", F16, low_norms=True)),
+    "O1-bf16": (hs.Precision("O1", dtype="bfloat16", kernels="torch"), CastSpec("autocast", BF16)),
+    "O2-bf16": (hs.Precision("O2", dtype="bfloat16", kernels="torch"), CastSpec("copies", BF16)),
     "O3-bf16": (
         hs.Precision("O3", dtype="bfloat16", kernels="torch"),
-        Spec("copies", BF16, low_norms=True),
+        CastSpec("copies", BF16, low_norms=True),
     ),
-    "fp16": (hs.Precision("fp16", kernels="torch"), Spec("whole", F16)),
-    "bf16": (hs.Precision("bf16", kernels="torch"), Spec("whole", BF16)),
+    "fp16": (hs.Precision("fp16", kernels="torch"), CastSpec("params", F16)),
+    "bf16": (hs.Precision("bf16", kernels="torch"), CastSpec("params", BF16)),
 }
-SCALED = {  # scales that the table does not choose
+# Loss scales that the table of precisions does not choose.
+SCALED: dict[str, PrecisionCase] = {
     "fp16-scaled": (
         hs.Precision("fp16", kernels="torch", scale="dynamic"),
-        Spec("whole", F16, scaled=True),
+        CastSpec("params", F16, scaled=True),
     ),
     "O3-scaled": (
         hs.Precision("O3", kernels="torch", scale="dynamic"),
-        Spec("copies", F16, True, low_norms=True),
+        CastSpec("copies", F16, scaled=True, low_norms=True),
     ),
 }
-ROUNDED = {
-    f"{name}-{how}": (
-        hs.Precision(name, kernels="torch", rounding=how),
-        Spec("whole", dtype, rounding=how),
+ROUNDED: dict[str, PrecisionCase] = {
+    f"{name}-{rounding}": (
+        hs.Precision(name, kernels="torch", rounding=rounding),
+        CastSpec("params", dtype, rounding=rounding),
     )
     for name, dtype in (("fp16", F16), ("bf16", BF16))
-    for how in ("kahan", "stochastic")
+    for rounding in ("kahan", "stochastic")
 }
 
 # eps at least 1e-4: in float16 a smaller one is 0, and 0/0 where a gradient is 0.
@@ -67,7 +77,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-class Bag(nn.Module):
+class EmbeddingSum(nn.Module):
     """Sums of embeddings with sparse gradients; ids repeat within a row."""
 
     def __init__(self) -> None:
@@ -88,145 +98,184 @@ def conv() -> nn.Module:
     )
 
 
-def net_for(optimizer: str) -> nn.Module:
-    """The smallest network that `optimizer` accepts, on the device, always the same."""
+def net_for(name: str) -> nn.Module:
+    """Returns the smallest network that this optimizer accepts, or the one called "conv".
+
+    It is on the device and always has the same weights.
+    """
     torch.manual_seed(1)
-    kinds: dict[str, Callable[[], nn.Module]] = {
-        "SparseAdam": Bag,
-        "Muon": partial(mlp, bias=False),
-        "conv": conv,
-    }
-    return kinds.get(optimizer, mlp)().to(DEVICE)
+    if name == "SparseAdam":
+        net: nn.Module = EmbeddingSum()
+    elif name == "Muon":
+        net = mlp(bias=False)
+    elif name == "conv":
+        net = conv()
+    else:
+        net = mlp()
+    return net.to(DEVICE)
 
 
 def batches_for(net: nn.Module, count: int, sizes: Sequence[int] = (5,)) -> Batches:
-    """`count` batches of inputs and classes; batch sizes go round in `sizes`."""
-    g = torch.Generator().manual_seed(2)
-    shape = None if isinstance(net, Bag) else (2, 5, 5) if isinstance(net[0], nn.Conv2d) else (6,)
-    found = []
+    """Returns `count` batches of inputs and classes; batch sizes go round in `sizes`."""
+    generator = torch.Generator().manual_seed(2)
+    batches = []
     for i in range(count):
-        n = sizes[i % len(sizes)]
-        x = (
-            torch.randint(10, (n, 6), generator=g)
-            if shape is None
-            else torch.randn(n, *shape, generator=g)
-        )
-        found.append((x.to(DEVICE), torch.randint(4, (n,), generator=g).to(DEVICE)))
-    return found
+        size = sizes[i % len(sizes)]
+        if isinstance(net, EmbeddingSum):
+            x = torch.randint(10, (size, 6), generator=generator)
+        elif isinstance(net[0], nn.Conv2d):
+            x = torch.randn(size, 2, 5, 5, generator=generator)
+        else:
+            x = torch.randn(size, 6, generator=generator)
+        y = torch.randint(4, (size,), generator=generator)
+        batches.append((x.to(DEVICE), y.to(DEVICE)))
+    return batches
 
 
-def maker(name: str, **settings: Any) -> Make:
-    """params → the optimizer, by name, with the table's settings unless told otherwise."""
-    return lambda params: getattr(optim, name)(params, **{**OPTIMIZERS[name], **settings})
+def optimizer_maker(name: str, **settings: Any) -> MakeOptimizer:
+    """Returns a function from parameters to the optimizer; `settings` override the table's."""
+    settings = {**OPTIMIZERS[name], **settings}
+    return lambda params: getattr(optim, name)(params, **settings)
 
 
-def in_groups(
+def grouped_optimizer_maker(
     name: str, rates: Sequence[float], *, interleaved: bool = False, **settings: Any
-) -> Make:
-    """params → the optimizer with one parameter group per rate: runs of neighbours, or every n-th parameter."""
+) -> MakeOptimizer:
+    """Returns a function from parameters to the optimizer, with one parameter group per rate.
 
-    def make(params: list[Tensor]) -> optim.Optimizer:
-        n = len(rates)
-        cut = [
-            params[i::n] if interleaved else params[i * len(params) // n :][: len(params) // n]
-            for i in range(n)
-        ]
-        groups = [{"params": part, "lr": rate} for part, rate in zip(cut, rates, strict=True)]
-        return getattr(optim, name)(groups, **{**OPTIMIZERS[name], **settings})
+    A group is a run of neighbours, or every n-th parameter.
+    """
+    settings = {**OPTIMIZERS[name], **settings}
+    count = len(rates)
 
-    return make
+    def make_optimizer(params: list[Tensor]) -> optim.Optimizer:
+        size = len(params) // count
+        groups = []
+        for i, rate in enumerate(rates):
+            start = i * len(params) // count
+            group_params = params[i::count] if interleaved else params[start : start + size]
+            groups.append({"params": group_params, "lr": rate})
+        return getattr(optim, name)(groups, **settings)
+
+    return make_optimizer
 
 
 def has_fused(name: str) -> bool:
-    """Whether this torch has a fused kernel of that optimizer for the device (2.11 has no Adagrad for CUDA)."""
-    p = nn.Parameter(torch.ones(2, 2, device=DEVICE))
-    p.grad = torch.ones_like(p)
+    """Whether this torch has a fused kernel of that optimizer for the device.
+
+    torch 2.11 has no fused Adagrad for CUDA.
+    """
+    param = nn.Parameter(torch.ones(2, 2, device=DEVICE))
+    param.grad = torch.ones_like(param)
     try:
-        getattr(optim, name)([p], fused=True).step()
+        getattr(optim, name)([param], fused=True).step()
     except RuntimeError:
         return False
     return True
 
 
 def fused_sgd_works(dtype: torch.dtype) -> bool:
-    """Whether torch's fused SGD moves every element of a long parameter; on CPUs half ones stay (pytorch#191763)."""
-    p = nn.Parameter(torch.ones(256, dtype=dtype, device=DEVICE))
-    p.grad = torch.ones_like(p)
-    optim.SGD([p], lr=1.0, fused=True).step()
-    return not p.any()
+    """Whether torch's fused SGD moves every element of a long parameter.
+
+    On CPUs it does not move half parameters (pytorch#191763).
+    """
+    param = nn.Parameter(torch.ones(256, dtype=dtype, device=DEVICE))
+    param.grad = torch.ones_like(param)
+    optim.SGD([param], lr=1.0, fused=True).step()
+    return not param.any()
 
 
 def overflow_at(batches: Batches, steps: Sequence[int]) -> Batches:
-    """The batches with an inf among the inputs of these steps."""
-    spoiled = [(x.clone(), y) for x, y in batches]
+    """Returns the batches with an inf among the inputs of these steps."""
+    overflowing = [(x.clone(), y) for x, y in batches]
     for i in steps:
-        spoiled[i][0][0, 0] = float("inf")
-    return spoiled
+        x, _ = overflowing[i]
+        x[0, 0] = float("inf")
+    return overflowing
 
 
-def run(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
-    """Every batch, and the tail."""
+def run_batches(step: hs.TrainStep, batches: Batches) -> list[hs.Record]:
+    """Runs every batch, and flushes the tail of the last cycle."""
     records = [step(x, y) for x, y in batches]
     tail = step.flush()
-    return records if tail is None else [*records, tail]
+    if tail is not None:
+        records.append(tail)
+    return records
 
 
-def both(
-    net: nn.Module, make: Make, precision: str, batches: Batches, **options: Any
-) -> tuple[hs.TrainStep, Loop]:
-    """Runs halfstep and plain torch from the same start and asserts that nothing differs. `given` is for halfstep."""
-    given = options.pop("given", {})
-    ours, spec = {**PRECISIONS, **SCALED, **ROUNDED}[precision]
-    loss = options.pop("loss", nn.CrossEntropyLoss())
-    loop = Loop(copy.deepcopy(net), make, spec, loss=loss, **options)
-    step = hs.TrainStep(net, loss, make(list(net.parameters())), precision=ours, **options, **given)
-    records, rows = run(step, batches), loop.run(batches)
-    same_records(records, rows)
-    same_state(step, loop)
+def assert_equals_torch_loop(
+    net: nn.Module,
+    make_optimizer: MakeOptimizer,
+    precision_name: str,
+    batches: Batches,
+    *,
+    loss: Any = None,
+    step_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[hs.TrainStep, TorchLoop]:
+    """Runs halfstep and plain torch from the same start and asserts that nothing differs.
+
+    `step_options` are for halfstep alone. Returns the step and the loop.
+    """
+    precision, spec = {**PRECISIONS, **SCALED, **ROUNDED}[precision_name]
+    if loss is None:
+        loss = nn.CrossEntropyLoss()
+    loop = TorchLoop(copy.deepcopy(net), make_optimizer, spec, loss=loss, **options)
+    optimizer = make_optimizer(list(net.parameters()))
+    step = hs.TrainStep(
+        net, loss, optimizer, precision=precision, **options, **(step_options or {})
+    )
+    records = run_batches(step, batches)
+    assert_same_records(records, loop.run(batches))
+    assert_same_state(step, loop)
     return step, loop
 
 
-def same_records(records: list[hs.Record], rows: list[Row]) -> None:
-    assert len(records) == len(rows)
-    for i, (record, row) in enumerate(zip(records, rows, strict=True)):
-        assert same(record.loss, row.loss), (i, "loss", record.loss, row.loss)
-        # CUDA divides by a Python number as a product with its reciprocal: one ulp of float64
-        close = torch.allclose(
-            record.cycle_loss, row.cycle_loss, rtol=2.0**-52, atol=0, equal_nan=True
-        )
-        exact = record.cycle_loss.device.type == "cpu" or record.cycle_loss.dtype != torch.float64
-        assert same(record.cycle_loss, row.cycle_loss) if exact else close, (
-            i,
-            record.cycle_loss,
-            row.cycle_loss,
-        )
-        assert record.scale.item() == row.scale, (i, "scale")
-        assert bool(record.updated) == row.updated, (i, "updated")
-        assert bool(record.skipped) == (row.norm is not None and not row.updated), (i, "skipped")
-        norm = torch.zeros_like(record.grad_norm) if row.norm is None else row.norm
-        assert same(record.grad_norm, norm), (i, "grad_norm", record.grad_norm, norm)
+def assert_same_records(records: list[hs.Record], expected_records: list[LoopRecord]) -> None:
+    """Asserts equal loss, cycle loss, scale, norm and decision at every step."""
+    assert len(records) == len(expected_records)
+    for i, (record, expected) in enumerate(zip(records, expected_records, strict=True)):
+        assert is_same(record.loss, expected.loss), (i, "loss", record.loss, expected.loss)
+
+        # CUDA divides by a Python number as a product with its reciprocal: one ulp of float64.
+        cycle_loss = record.cycle_loss
+        if cycle_loss.device.type == "cpu" or cycle_loss.dtype != torch.float64:
+            matches = is_same(cycle_loss, expected.cycle_loss)
+        else:
+            matches = torch.allclose(
+                cycle_loss, expected.cycle_loss, rtol=2.0**-52, atol=0, equal_nan=True
+            )
+        assert matches, (i, cycle_loss, expected.cycle_loss)
+
+        ends_cycle = expected.norm is not None
+        assert record.scale.item() == expected.scale, (i, "scale")
+        assert bool(record.updated) == expected.updated, (i, "updated")
+        assert bool(record.skipped) == (ends_cycle and not expected.updated), (i, "skipped")
+        norm = expected.norm if ends_cycle else torch.zeros_like(record.grad_norm)
+        assert is_same(record.grad_norm, norm), (i, "grad_norm", record.grad_norm, norm)
 
 
-def same_state(step: hs.TrainStep, loop: Loop) -> None:
-    """Parameters, buffers and optimizer state."""
-    for (name, a), b in zip(
-        step.net.state_dict().items(), loop.net.state_dict().values(), strict=True
-    ):
-        assert same(a, b), (name, a, b)
-    held = loop.held if loop.rounded else loop.params
-    for p, q in zip(step.net.parameters(), held, strict=True):
-        ours, theirs = step.optimizer.state.get(p, {}), loop.optimizer.state.get(q, {})
-        assert set(ours) == set(theirs)
-        for key in ours:
-            assert same(ours[key], theirs[key]), (key, ours[key], theirs[key])
+def assert_same_state(step: hs.TrainStep, loop: TorchLoop) -> None:
+    """Asserts equal parameters, buffers and optimizer state."""
+    actual_tensors = step.net.state_dict()
+    expected_tensors = loop.net.state_dict()
+    for name, expected in zip(actual_tensors, expected_tensors.values(), strict=True):
+        assert is_same(actual_tensors[name], expected), (name, actual_tensors[name], expected)
+
+    loop_params = loop.wide_params if loop.updates_wide else loop.params
+    for param, loop_param in zip(step.net.parameters(), loop_params, strict=True):
+        actual_state = step.optimizer.state.get(param, {})
+        expected_state = loop.optimizer.state.get(loop_param, {})
+        assert set(actual_state) == set(expected_state)
+        for key, actual in actual_state.items():
+            assert is_same(actual, expected_state[key]), (key, actual, expected_state[key])
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal dtype, shape and values; NaN equals NaN."""
-    if not isinstance(a, Tensor):
-        return bool(a == b)
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and bool(((a == b) | (a.isnan() & b.isnan())).all())
-    )
+def is_same(actual: Any, expected: Any) -> bool:
+    """Whether dtype, shape and values are equal; NaN equals NaN."""
+    if not isinstance(actual, Tensor):
+        return bool(actual == expected)
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    both_nan = actual.isnan() & expected.isnan()
+    return bool(((actual == expected) | both_nan).all())

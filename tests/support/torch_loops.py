@@ -1,4 +1,7 @@
-"""Training loops in plain torch, one per way of casting, written out: what a TrainStep must equal bit for bit."""
+"""Training loops in plain torch, one per way of casting, written out.
+
+A TrainStep must equal them bit for bit.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,21 +12,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-Make = Callable[[list[Tensor]], torch.optim.Optimizer]
+F16 = torch.float16
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
+HALF_DTYPES = (F16, BF16)
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
-class Spec(NamedTuple):
-    """A precision spelled out, independently of the table under test."""
+class CastSpec(NamedTuple):
+    """A precision spelled out, independently of the table under test.
 
-    cast: str  # "none", "autocast", "copies" (low copies of fp32 masters) or "whole" (the parameters themselves)
+    `cast` is "none", "autocast", "copies" (low copies of fp32 masters) or "params" (the parameters
+    themselves are converted).
+    """
+
+    cast: str
     dtype: torch.dtype
     scaled: bool = False
     low_norms: bool = False
     rounding: str = "nearest"
 
 
-class Row(NamedTuple):
+class LoopRecord(NamedTuple):
     """One step of a loop; `norm` is None on steps that end no cycle."""
 
     loss: Tensor
@@ -33,231 +44,287 @@ class Row(NamedTuple):
     updated: bool
 
 
-class Loop:
-    """forward, loss in float32, backward, Σ gradients / N, clip, optimizer.step(); with torch's GradScaler when scaled.
+class TorchLoop:
+    """Forward, loss in float32, backward, Σ gradients / N, clip, optimizer.step().
 
-    Backward fills `leaves`; `held` carries their sums in float32 or wider: the parameters themselves, or stand-ins
-    when those are half.
+    torch's GradScaler scales the loss when the spec says so. Backward fills the gradients of
+    `leaves`; `wide_params` carry their sums in float32 or wider: they are the parameters
+    themselves, or float32 stand-ins where the parameters are half.
     `rates` has one row per parameter group, one column per update.
     """
 
     def __init__(
-        self, net: nn.Module, make: Make, spec: Spec, *, accumulate: int = 1, clip_norm: float | None = None,
-        loss: Callable[..., Tensor] = F.cross_entropy, scaler: dict[str, Any] | None = None,
-        rates: Sequence[Sequence[float]] | None = None, ema: float | None = None,
-    ) -> None:  # fmt: skip
-        self.net = net.to(spec.dtype) if spec.cast == "whole" else net
-        self.spec, self.accumulate, self.clip_norm, self.loss, self.rates = (
-            spec,
-            accumulate,
-            clip_norm,
-            loss,
-            rates,
-        )
-        self.params = self.leaves = list(net.parameters())
+        self,
+        net: nn.Module,
+        make_optimizer: MakeOptimizer,
+        spec: CastSpec,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        loss: Callable[..., Tensor] = F.cross_entropy,
+        scaler: dict[str, Any] | None = None,
+        rates: Sequence[Sequence[float]] | None = None,
+        ema: float | None = None,
+    ) -> None:
+        self.net = net.to(spec.dtype) if spec.cast == "params" else net
+        self.spec = spec
+        self.accumulate = accumulate
+        self.clip_norm = clip_norm
+        self.loss = loss
+        self.rates = rates
+
+        self.params = list(net.parameters())
+        self.leaves = self.params
         self.device = self.params[0].device.type
-        self.low = self.params[0].dtype in (F16, BF16)
-        self.held = (
-            [nn.Parameter(p.detach().float()) for p in self.params] if self.low else self.params
-        )
-        self.rounded = self.low and spec.rounding != "nearest"
+        self.is_half = self.params[0].dtype in HALF_DTYPES
+        if self.is_half:
+            self.wide_params = [nn.Parameter(p.detach().float()) for p in self.params]
+        else:
+            self.wide_params = self.params
+
+        # Kahan and stochastic rounding: the optimizer steps on float32, then the result is rounded.
+        self.updates_wide = self.is_half and spec.rounding != "nearest"
         self.residue = [torch.zeros_like(p) for p in self.params]
-        self.optimizer = make(self.held if self.rounded else self.params)
-        # GradScaler refuses half gradients: there it scales stand-ins, under an optimizer that moves nothing.
-        self.scales = torch.optim.SGD(self.held, lr=0.0) if self.low else self.optimizer
+        self.optimizer = make_optimizer(self.wide_params if self.updates_wide else self.params)
+
+        # GradScaler refuses half gradients: then it unscales the stand-ins, under an optimizer
+        # that moves nothing.
+        self.scaled_optimizer = self.optimizer
+        if self.is_half:
+            self.scaled_optimizer = torch.optim.SGD(self.wide_params, lr=0.0)
         self.scaler = torch.amp.GradScaler(self.device, enabled=spec.scaled, **(scaler or {}))
-        self.decay, self.ema = ema, [h.detach().clone() for h in self.held]
+
+        self.ema_decay = ema
+        self.ema = [p.detach().clone() for p in self.wide_params]
         self.updates = 0
-        self._open()
+        self._start_cycle()
 
-    def run(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Row]:
-        """Every batch, then the tail of the last cycle as an update of its own."""
-        rows = [self.step(x, y) for x, y in batches]
-        return (
-            rows
-            if self.micro == 0
-            else [*rows, self._end(torch.zeros((), dtype=self.dtype, device=self.device))]
-        )
+    def run(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[LoopRecord]:
+        """Runs every batch, then the tail of the last cycle as an update of its own."""
+        records = [self.step(x, y) for x, y in batches]
+        if self.micro_batches > 0:
+            no_loss = torch.zeros((), dtype=self.loss_dtype, device=self.device)
+            records.append(self._end_cycle(no_loss))
+        return records
 
-    def step(self, x: Tensor, y: Tensor) -> Row:
-        """One micro-batch; the last of its cycle updates."""
-        self.first = self.first or len(y)
-        weight = len(y) / self.first  # of a batch of another size than the cycle's first
+    def step(self, x: Tensor, y: Tensor) -> LoopRecord:
+        """Runs one micro-batch; the last of its cycle updates."""
+        # A batch of another size than the cycle's first counts in proportion.
+        if self.first_batch_size == 0:
+            self.first_batch_size = len(y)
+        weight = len(y) / self.first_batch_size
+
         loss = self.loss(self.forward(x), y)
         self.scaler.scale(loss if weight == 1 else loss * weight).backward()
-        self._widen()
-        self.micro, self.N = self.micro + 1, self.N + weight
-        self.total, self.dtype = self.total + loss.detach().double() * weight, loss.dtype
-        if self.micro == self.accumulate:
-            return self._end(loss.detach())
-        return Row(loss.detach(), self._mean(), self._scale(), None, False)
+        self.add_wide_grads()
+        self.micro_batches += 1
+        self.N += weight
+        self.loss_sum = self.loss_sum + loss.detach().double() * weight
+        self.loss_dtype = loss.dtype
+        if self.micro_batches == self.accumulate:
+            return self._end_cycle(loss.detach())
+        return LoopRecord(
+            loss=loss.detach(),
+            cycle_loss=self._mean_loss(),
+            scale=self.scaler.get_scale(),
+            norm=None,
+            updated=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The network's output, in float32 or wider."""
+        """Returns the network's output, in float32 or wider."""
         if self.spec.cast == "autocast":
             with torch.autocast(self.device, dtype=self.spec.dtype):
                 out = self.net(x)
         elif self.spec.cast == "copies":
-            out = self._on_copies(x)
+            out = self._forward_on_copies(x)
         else:
-            out = self.net(_to(x, self.spec.dtype))
-        return out.float() if out.dtype in (F16, BF16) else out
+            out = self.net(_cast(x, self.spec.dtype))
+        return out.float() if out.dtype in HALF_DTYPES else out
 
-    def _on_copies(self, x: Tensor) -> Tensor:
-        """On low leaves beside the masters; the statistics of a low norm go through the low dtype and back."""
-        named = dict(self.net.named_parameters())
-        self.leaves = [p if self._stays(n) else _leaf(p, self.spec.dtype) for n, p in named.items()]
-        stats = {
-            n: _to(b, self.spec.dtype) for n, b in self.net.named_buffers() if self.spec.low_norms
-        }
-        swapped = {**dict(zip(named, self.leaves, strict=True)), **stats}
-        out: Tensor = functional_call(self.net, swapped, (_to(x, self.spec.dtype),))
+    def _forward_on_copies(self, x: Tensor) -> Tensor:
+        """Runs the network on low copies of the masters.
+
+        The statistics of a low norm go through the low dtype and back.
+        """
+        low = self.spec.dtype
+        params = dict(self.net.named_parameters())
+        self.leaves = []
+        for name, param in params.items():
+            if self._stays_wide(name):
+                self.leaves.append(param)
+            else:
+                self.leaves.append(param.detach().to(low).requires_grad_())
+
+        statistics: dict[str, Tensor] = {}
+        if self.spec.low_norms:
+            statistics = {name: _cast(b, low) for name, b in self.net.named_buffers()}
+
+        replaced = {**dict(zip(params, self.leaves, strict=True)), **statistics}
+        out: Tensor = functional_call(self.net, replaced, (_cast(x, low),))
         with torch.no_grad():
-            for name, low in stats.items():
-                self.net.get_buffer(name).copy_(low)
+            for name, statistic in statistics.items():
+                self.net.get_buffer(name).copy_(statistic)
         return out
 
-    def _stays(self, name: str) -> bool:
+    def _stays_wide(self, name: str) -> bool:
         module = self.net.get_submodule(name.rpartition(".")[0])
         return isinstance(module, nn.BatchNorm2d) and not self.spec.low_norms
 
-    def _widen(self) -> None:
-        """Half gradients are added up in float32."""
-        for h, leaf in zip(self.held, self.leaves, strict=True):
-            if h is not leaf:
-                # model.half() and nothing else: the optimizer adds repeated rows in half
-                sums_itself = self.low and self._untouched and leaf.grad.is_sparse
-                wide = (leaf.grad.coalesce() if sums_itself else leaf.grad).float()
-                h.grad = wide if h.grad is None else h.grad + wide
-                leaf.grad = leaf.grad if self._untouched else None
+    def add_wide_grads(self) -> None:
+        """Adds the half gradients of backward to the float32 sums."""
+        for wide_param, leaf in zip(self.wide_params, self.leaves, strict=True):
+            if wide_param is leaf:
+                continue
+            grad = leaf.grad
+            if self.is_half and self._steps_on_raw_grads and grad.is_sparse:
+                grad = grad.coalesce()  # the optimizer adds repeated rows in half
+            wide_grad = grad.float()
+            if wide_param.grad is not None:
+                wide_grad = wide_param.grad + wide_grad
+            wide_param.grad = wide_grad
+            if not self._steps_on_raw_grads:
+                leaf.grad = None
 
     @property
-    def _untouched(self) -> bool:
-        """model.half() and nothing else: the optimizer steps on what backward left."""
+    def _steps_on_raw_grads(self) -> bool:
+        """model.half() and nothing else: the optimizer steps on the gradients of backward."""
         return (
-            not self.rounded
+            not self.updates_wide
             and self.accumulate == 1
             and self.clip_norm is None
             and not self.spec.scaled
         )
 
-    def _end(self, loss: Tensor) -> Row:
-        cycle_loss, scale = self._mean(), self._scale()
+    def _end_cycle(self, loss: Tensor) -> LoopRecord:
+        cycle_loss = self._mean_loss()
+        scale = self.scaler.get_scale()
         if self.spec.scaled:
-            self.scaler.unscale_(self.scales)
-        values = self._values()
-        if (
-            self.accumulate > 1
-        ):  # by a tensor: on CUDA a division by a number is a product with its reciprocal
-            for g in values:
-                g.div_(torch.full((), self.N, dtype=g.dtype, device=g.device))
-        finite = all(bool(g.isfinite().all()) for g in values)
-        norm = self._clip(values)
+            self.scaler.unscale_(self.scaled_optimizer)
+
+        # Average by a tensor: on CUDA a division by a number is a product with its reciprocal.
+        grads = self._grad_values()
+        if self.accumulate > 1:
+            for grad in grads:
+                grad.div_(torch.full((), self.N, dtype=grad.dtype, device=grad.device))
+
+        is_finite = all(bool(grad.isfinite().all()) for grad in grads)
+        norm = self._clip(grads)
         self._set_rates()
-        self._commit(finite)
+        self._commit(is_finite)
         self.scaler.update()
-        self.updates += finite
-        self._open()
-        return Row(loss, cycle_loss, scale, norm, finite)
+        self.updates += is_finite
+        self._start_cycle()
+        return LoopRecord(loss, cycle_loss, scale, norm, is_finite)
 
-    def _clip(self, values: list[Tensor]) -> Tensor:
+    def _clip(self, grads: list[Tensor]) -> Tensor:
         if self.clip_norm is None:
-            return torch.nn.utils.get_total_norm(values)
-        return torch.nn.utils.clip_grad_norm_(_carriers(values), self.clip_norm)
+            return torch.nn.utils.get_total_norm(grads)
+        return torch.nn.utils.clip_grad_norm_(_params_with_grads(grads), self.clip_norm)
 
-    def _values(self) -> list[Tensor]:
-        """The gradients to work on in place; of a sparse one its summed values."""
-        for h in self.held:
-            if h.grad.is_sparse:
-                h.grad = h.grad.coalesce()
-        return [h.grad._values() if h.grad.is_sparse else h.grad for h in self.held]
+    def _grad_values(self) -> list[Tensor]:
+        """Returns the gradients to work on in place; of a sparse one its summed values."""
+        values = []
+        for param in self.wide_params:
+            if param.grad.is_sparse:
+                param.grad = param.grad.coalesce()
+                values.append(param.grad._values())
+            else:
+                values.append(param.grad)
+        return values
 
-    def _commit(self, finite: bool) -> None:
-        """A skipped update restores the buffers; GradScaler skips the optimizer by itself."""
-        if not finite:
+    def _commit(self, is_finite: bool) -> None:
+        """Updates, or restores the buffers; GradScaler skips the optimizer by itself."""
+        if not is_finite:
             with torch.no_grad():
-                for b, old in zip(self.net.buffers(), self.buffers, strict=True):
-                    b.copy_(old)
+                for buffer, saved in zip(self.net.buffers(), self.saved_buffers, strict=True):
+                    buffer.copy_(saved)
         if self.spec.scaled:
-            self.scaler.step(self.scales)
-        if finite and (self.low or not self.spec.scaled):
+            self.scaler.step(self.scaled_optimizer)
+        if is_finite and (self.is_half or not self.spec.scaled):
             self._optimizer_step()
-        if finite and self.decay is not None:
-            for average, p in zip(self.ema, self.params, strict=True):
-                average.lerp_(p.detach().to(average.dtype), 1 - self.decay)
+        if is_finite and self.ema_decay is not None:
+            for average, param in zip(self.ema, self.params, strict=True):
+                average.lerp_(param.detach().to(average.dtype), 1 - self.ema_decay)
 
     def _optimizer_step(self) -> None:
-        if self.rounded:
-            for h, p, r in zip(self.held, self.params, self.residue, strict=True):
-                h.data = p.detach().float() + r.float()
-        elif self.low and not self._untouched:
-            for h, p in zip(self.held, self.params, strict=True):
-                p.grad = h.grad.to(p.dtype)
+        if self.updates_wide:
+            triples = zip(self.wide_params, self.params, self.residue, strict=True)
+            for wide_param, param, residue in triples:
+                wide_param.data = param.detach().float() + residue.float()
+        elif self.is_half and not self._steps_on_raw_grads:
+            for wide_param, param in zip(self.wide_params, self.params, strict=True):
+                param.grad = wide_param.grad.to(param.dtype)
         self.optimizer.step()
-        if self.rounded:
-            self._store()
+        if self.updates_wide:
+            self._store_rounded()
 
-    def _store(self) -> None:
-        """The fp32 result in low storage, with a Kahan residue or rounded at random."""
-        for i, (h, p, r) in enumerate(zip(self.held, self.params, self.residue, strict=True)):
+    def _store_rounded(self) -> None:
+        """Stores the fp32 result in half, with a Kahan residue or rounded at random."""
+        triples = zip(self.wide_params, self.params, self.residue, strict=True)
+        for i, (wide_param, param, residue) in enumerate(triples):
+            value = wide_param.detach()
             if self.spec.rounding == "kahan":
-                p.data = h.detach().to(p.dtype)
-                r.copy_(h.detach() - p.detach().float())
+                param.data = value.to(param.dtype)
+                residue.copy_(value - param.detach().float())
             else:
-                p.data = round_stochastically(h.detach(), p.dtype, update=self.updates, index=i)
+                param.data = round_stochastically(value, param.dtype, update=self.updates, index=i)
 
     def _set_rates(self) -> None:
-        for group, row in zip(
-            self.optimizer.param_groups, self.rates or (), strict=bool(self.rates)
-        ):
+        if not self.rates:
+            return
+        for group, row in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = row[min(self.updates, len(row) - 1)]
 
-    def _scale(self) -> float:
-        return self.scaler.get_scale()
+    def _mean_loss(self) -> Tensor:
+        return (self.loss_sum / self.N).to(self.loss_dtype)
 
-    def _mean(self) -> Tensor:
-        return (self.total / self.N).to(self.dtype)
-
-    def _open(self) -> None:
-        self.micro, self.N, self.first, self.total = (
-            0,
-            0.0,
-            0,
-            torch.zeros((), dtype=F64, device=self.device),
-        )
-        self.buffers = [b.clone() for b in self.net.buffers()]
-        for p in (*self.params, *self.held):
-            p.grad = None
+    def _start_cycle(self) -> None:
+        self.micro_batches = 0
+        self.N = 0.0
+        self.first_batch_size = 0
+        self.loss_sum = torch.zeros((), dtype=F64, device=self.device)
+        self.saved_buffers = [buffer.clone() for buffer in self.net.buffers()]
+        for param in (*self.params, *self.wide_params):
+            param.grad = None
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts a floating-point tensor; token ids stay as they are."""
     return x.to(dtype) if x.is_floating_point() else x
 
 
-def _leaf(p: Tensor, dtype: torch.dtype) -> Tensor:
-    return p.detach().to(dtype).requires_grad_()
-
-
-def _carriers(values: list[Tensor]) -> list[Tensor]:
+def _params_with_grads(grads: list[Tensor]) -> list[Tensor]:
     """Parameters whose gradients are these very tensors, as torch.nn.utils takes them."""
-    carriers = [nn.Parameter(torch.empty_like(v)) for v in values]
-    for c, v in zip(carriers, values, strict=True):
-        c.grad = v
-    return carriers
+    params = [nn.Parameter(torch.empty_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
 
 
 def round_stochastically(x: Tensor, dtype: torch.dtype, *, update: int, index: int) -> Tensor:
-    """x to the grid of `dtype` below or above, in exact float64: |x| / step plus a draw in [0, 1), then floor.
+    """Rounds x to the grid of `dtype` below or above, in exact float64.
 
-    The draw is 13 (fp16) or 16 (bf16) low bits of lowbias32 on a counter, keyed by (update, parameter).
+    |x| / step plus a draw in [0, 1), then floor. The draw is 13 (fp16) or 16 (bf16) low bits of
+    lowbias32 on a counter, keyed by (update, parameter).
     """
-    drop, mantissa, lowest = (13, 10, -24) if dtype == F16 else (16, 7, -133)
+    if dtype == F16:
+        dropped_bits = 13
+        mantissa_bits = 10
+        lowest_exponent = -24
+    else:
+        dropped_bits = 16
+        mantissa_bits = 7
+        lowest_exponent = -133
+
     key = (update * 0x9E3779B1 + index * 0x85EBCA77) & 0x7FFFFFFF
-    h = np.arange(x.numel(), dtype=np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key)
+    hashes = np.arange(x.numel(), dtype=np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        h = (h ^ (h >> np.uint32(shift))) * np.uint32(factor)
-    draw = ((h ^ (h >> np.uint32(16))) & np.uint32((1 << drop) - 1)) / 2.0**drop
+        hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
+    hashes = hashes ^ (hashes >> np.uint32(16))
+    draws = (hashes & np.uint32((1 << dropped_bits) - 1)) / 2.0**dropped_bits
+
     values = x.detach().cpu().double().flatten().numpy()
-    step = 2.0 ** np.maximum(np.frexp(values)[1] - 1 - mantissa, lowest)
-    rounded = np.copysign(np.floor(np.abs(values) / step + draw) * step, values)
+    steps = 2.0 ** np.maximum(np.frexp(values)[1] - 1 - mantissa_bits, lowest_exponent)
+    rounded = np.copysign(np.floor(np.abs(values) / steps + draws) * steps, values)
     return torch.from_numpy(rounded).view(x.shape).to(x.device, dtype)

@@ -1,11 +1,10 @@
-"""The choices that make a step fast on CUDA: compiled code, channels-last, measured cuDNN algorithms."""
+"""What makes a step fast on CUDA: compiled code, channels-last, measured cuDNN algorithms."""
 
 import copy
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,9 +20,13 @@ pytestmark = pytest.mark.gpu
 def convolutional() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.Flatten(),
+        nn.Conv2d(8, 16, 3, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 1),
+        nn.Flatten(),
         nn.Linear(16 * 36, 10),
-    ).cuda()  # fmt: skip
+    ).cuda()
 
 
 def dense() -> nn.Module:
@@ -46,111 +49,131 @@ def build(net: nn.Module, precision: Any = "fp32", **options: Any) -> hs.TrainSt
     return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision, **options)
 
 
-def is_last(t: Tensor) -> bool:
-    return t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
+def is_channels_last(tensor: Tensor) -> bool:
+    is_last = tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "O1", "O2", "fp16"])
 def test_convolutions_run_channels_last_from_end_to_end(precision: str) -> None:
-    net, seen = convolutional(), []
+    net = convolutional()
     step = build(net, precision)
-    net[0].register_forward_hook(
-        lambda m, args, out: seen.append((is_last(args[0]), is_last(m.weight), is_last(out)))
-    )
+    formats = []
+
+    def record_formats(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        tensors = (inputs[0], module.weight, output)
+        formats.extend(is_channels_last(tensor) for tensor in tensors)
+
+    net[0].register_forward_hook(record_formats)
     for _ in range(6):
         assert step(*images()).updated
-    assert set(seen) == {(True, True, True)}
-    p = net[0].weight
-    assert is_last(p)
-    assert is_last(step.optimizer.state[p]["momentum_buffer"])
+    assert set(formats) == {True}
+    weight = net[0].weight
+    assert is_channels_last(weight)
+    assert is_channels_last(step.optimizer.state[weight]["momentum_buffer"])
     assert step.report().choices["memory format"].startswith("channels-last: ")
 
 
 def test_float64_and_dense_networks_stay_as_they_are() -> None:
-    assert not is_last(build(convolutional(), "fp64").net[0].weight)
+    assert not is_channels_last(build(convolutional(), "fp64").net[0].weight)
     assert not build(dense()).channels_last.on
 
 
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_fused_kernels_go_on_from_a_state_of_the_other_order(last: bool, make: Any) -> None:
-    def fresh(last: bool) -> hs.TrainStep:
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_fused_kernels_go_on_from_a_state_of_the_other_memory_format(
+    channels_last: bool, make_optimizer: Any
+) -> None:
+    def build_in_format(channels_last: bool) -> hs.TrainStep:
         net = convolutional()
-        settings = {"momentum": 0.9} if make is torch.optim.SGD else {}
-        optimizer = make(net.parameters(), lr=0.01, fused=True, **settings)
+        settings = {"momentum": 0.9} if make_optimizer is torch.optim.SGD else {}
         return hs.TrainStep(
-            net, nn.CrossEntropyLoss(), optimizer, precision="O2", ema=0.9, channels_last=last
+            net,
+            nn.CrossEntropyLoss(),
+            make_optimizer(net.parameters(), lr=0.01, fused=True, **settings),
+            precision="O2",
+            ema=0.9,
+            channels_last=channels_last,
         )
 
-    one, other = fresh(last), fresh(not last)
+    saved_step = build_in_format(channels_last)
+    loaded_step = build_in_format(not channels_last)
     for _ in range(6):
-        one(*images())
-    other.load_state_dict(one.state_dict())
-    a, b = one.fingerprints(), other.fingerprints()
-    assert [k for k in a if not torch.equal(a[k], b[k])] == []
+        saved_step(*images())
+    loaded_step.load_state_dict(saved_step.state_dict())
+    saved = saved_step.fingerprints()
+    loaded = loaded_step.fingerprints()
+    assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
     for _ in range(6):
-        assert other(*images()).updated
+        assert loaded_step(*images()).updated
 
 
 def test_cudnn_measures_inside_the_step_and_the_users_switch_comes_back() -> None:
-    seen: list[bool] = []
+    benchmark_flags: list[bool] = []
 
-    def look(m: nn.Module, args: Any) -> None:
-        seen.append(torch.backends.cudnn.benchmark)
+    def record_flag(module: nn.Module, inputs: Any) -> None:
+        benchmark_flags.append(torch.backends.cudnn.benchmark)
 
-    for mine in (True, False):
-        torch.backends.cudnn.benchmark = mine
+    for user_flag in (True, False):
+        torch.backends.cudnn.benchmark = user_flag
         try:
             for options in ({}, {"cudnn_benchmark": False}):
                 net = convolutional()
-                net.register_forward_pre_hook(look)
+                net.register_forward_pre_hook(record_flag)
                 step = build(net, **options)
                 step(*images())
                 step.evaluator()(*images())
                 step.evaluator().predict(images()[0])
-                assert torch.backends.cudnn.benchmark is mine
+                assert torch.backends.cudnn.benchmark is user_flag
         finally:
             torch.backends.cudnn.benchmark = False
-    assert seen == [True, True, True, False, False, False] * 2
+    assert benchmark_flags == [True, True, True, False, False, False] * 2
 
 
-REPEATS = """
-import torch, halfstep as hs
+DETERMINISTIC_STEP = """
+import torch
 from torch import nn
-seen = []
+import halfstep as hs
+
+flags = []
 net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 3)).cuda()
-net.register_forward_pre_hook(lambda m, args: seen.append(torch.backends.cudnn.benchmark))
-step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), deterministic=True)
-x, y = torch.randn(2, 3, 8, 8, device="cuda"), torch.tensor([0, 1], device="cuda")
-step(x, y), step.evaluator()(x, y)
-assert seen == [False, False], seen
+net.register_forward_pre_hook(lambda *_: flags.append(torch.backends.cudnn.benchmark))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, deterministic=True)
+x = torch.randn(2, 3, 8, 8, device="cuda")
+y = torch.tensor([0, 1], device="cuda")
+step(x, y)
+step.evaluator()(x, y)
+assert flags == [False, False], flags
 assert step.report().choices["cudnn benchmark"] == "no: deterministic=True"
 assert step.compiled(True) is False
 """
 
 
 def test_a_deterministic_step_measures_nothing() -> None:
-    env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        [sys.executable, "-c", REPEATS], env=env, capture_output=True, text=True, check=False
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    run = subprocess.run(
+        [sys.executable, "-c", DETERMINISTIC_STEP],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert run.returncode == 0, run.stderr
 
 
-def moved(
-    make: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], precision: str, compile: bool
-) -> Tensor:
-    """What two steps moved the weights by; the second is compiled where that was asked for."""
-    net = make()
+def weight_changes(precision: str, *, compile: bool) -> Tensor:
+    """Returns by how much two steps change the weights; with `compile` the second is compiled."""
+    net = dense()
     start = copy.deepcopy(net)
     step = build(net, precision, compile=compile)
+    x, y = rows()
     for _ in range(2):
-        step(*batch)
-    parts = [
-        (p.double() - q.double()).flatten()
-        for p, q in zip(net.parameters(), start.parameters(), strict=True)
-    ]
-    return torch.cat(parts).detach()
+        step(x, y)
+    changes = []
+    for param, start_param in zip(net.parameters(), start.parameters(), strict=True):
+        changes.append((param.double() - start_param.double()).flatten())
+    return torch.cat(changes).detach()
 
 
 ULP = {
@@ -165,9 +188,11 @@ ULP = {
 
 @pytest.mark.parametrize("precision", ULP)
 def test_compiled_steps_differ_by_rounding(precision: str) -> None:
-    # Sums in another order: an ulp of the compute dtype per rounded intermediate, of which the dense network has six
-    # on both ways; in fp32 sums of up to 128 terms, √128 ≈ 11 ulp. 32 ulp of the largest change is the limit set.
-    plain, compiled = (moved(dense, rows(), precision, on) for on in (False, True))
+    # Sums in another order: an ulp of the compute dtype per rounded intermediate, of which the
+    # dense network has six on both ways; in fp32 sums of up to 128 terms, √128 ≈ 11 ulp.
+    # 32 ulp of the largest change is the limit set.
+    plain = weight_changes(precision, compile=False)
+    compiled = weight_changes(precision, compile=True)
     assert float((compiled - plain).abs().max() / plain.abs().max()) <= 32 * ULP[precision]
 
 
@@ -194,17 +219,18 @@ def test_a_compiled_forward_can_be_captured() -> None:
     x, y = rows()
     for _ in range(3):
         step(x, y)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)[0].sum().backward()
-    torch.cuda.current_stream().wait_stream(side)
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
+        loss.sum().backward()
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
     graph.replay()
-    again, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
-    assert torch.equal(loss, again)
+    eager_loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
+    assert torch.equal(loss, eager_loss)
 
 
 def test_the_report_names_every_choice() -> None:

@@ -8,84 +8,103 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.record_buffer import write_row
+from halfstep.engine.captured.record_buffer import pack
 from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
-from halfstep.step.fast.update_graph import capturable_optimizer
+from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
     CASES,
-    HALVES,
-    RESTS,
+    HALF_CASES,
+    KERNEL_CHECKS,
+    assert_fused_equals_plain,
+    assert_same,
+    assert_same_steps,
     build,
-    contents,
-    equal_in_everything,
-    run,
-    same,
+    run_event,
 )
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
 
+Shapes = list[tuple[int, ...]]
+MLP_SHAPES: Shapes = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
+# So many parameters that two launches are needed, and enough elements to count as large.
+MANY_SHAPES: Shapes = [
+    *[(64, 64)] * 20,
+    *[(7,)] * (GRADS_PER_LAUNCH[-1] + 13),
+    (1025, 2049),
+    (0,),
+    (3, 5),
+]
 
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("case", CASES | HALVES)
-def test_equal_in_everything(case: str, make: Callable[..., Any]) -> None:
-    equal_in_everything(case, make)
+
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("case", CASES | HALF_CASES)
+def test_fused_update_equals_plain_update_in_everything(
+    case: str, make_optimizer: Callable[..., Any]
+) -> None:
+    assert_fused_equals_plain(case, make_optimizer)
 
 
-@pytest.mark.parametrize("check", RESTS)
-def test_the_rest(check: Callable[[], None]) -> None:
+@pytest.mark.parametrize("check", KERNEL_CHECKS)
+def test_kernels_hold(check: Callable[[], None]) -> None:
     check()
 
 
-class Held(nn.Module):
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+class ParametersOfShapes(nn.Module):
+    """A network that only has parameters of these shapes."""
+
+    def __init__(self, shapes: Shapes) -> None:
         super().__init__()
-        self.held = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
 
 
-def hold(shapes: list[tuple[int, ...]], *, quick: bool, adamw: bool = False, **options: Any) -> Any:
-    """A step over these parameters, and gradients that stay where they are."""
+def build_with_static_grads(
+    shapes: Shapes, *, fused_kernels: bool, adamw: bool = False, **options: Any
+) -> Any:
+    """Returns a step over parameters of these shapes; its gradients keep their memory."""
     torch.manual_seed(0)
-    net = Held(shapes).cuda()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
-    opt = torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-3, fused=True) if adamw else sgd
-    step = hs.TrainStep(net, nn.MSELoss(), opt, decide="device", **options)
-    for p in step.params:
-        p.grad = torch.zeros_like(p)
-    opt.step()
-    step.state.cycle.grads = [torch.empty_like(p) for p in step.params]
+    net = ParametersOfShapes(shapes).cuda()
+    optimizer: torch.optim.Optimizer
+    if adamw:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, eps=1e-3, fused=True)
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, fused=True)
+    step = hs.TrainStep(net, nn.MSELoss(), optimizer, decide="device", **options)
+
+    for param in step.params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    step.state.cycle.grads = [torch.empty_like(param) for param in step.params]
     step.state.cycle.loss = torch.ones((), device="cuda")
-    step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
+    step.update.use_fused_kernels = fused_kernels
+    step.update.commit.step_in_pieces = fused_kernels
     return step
 
 
-def capture(step: Any, live: list[int]) -> tuple[torch.cuda.CUDAGraph, UpdateResult]:
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+def capture_update(step: Any, grad_indices: list[int]) -> tuple[torch.cuda.CUDAGraph, UpdateResult]:
+    """Captures one update and returns the graph and the result that its replays overwrite."""
+    graph = torch.cuda.CUDAGraph()
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     with (
-        capturable_optimizer(step.update),
-        torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"),
+        capturable_optimizer(step.optimizer, step.optimizer_kind),
+        torch.cuda.graph(graph, stream=side_stream, capture_error_mode="thread_local"),
     ):
-        outcome = step.update.on_device(step.state, live)
-    return graph, outcome
+        result = step.update.on_device(step.state, grad_indices)
+    return graph, result
 
 
-def fill(step: Any, seed: int, bad: int | None = None) -> None:
-    g = torch.Generator("cuda").manual_seed(seed)
-    for t in step.state.cycle.grads:
-        t.normal_(generator=g).mul_(step.state.scale)
-    if bad is not None:
-        step.state.cycle.grads[bad].view(-1)[-1] = torch.nan
+def fill_grads(step: Any, seed: int, nan_index: int | None = None) -> None:
+    """Fills the gradients with random numbers; `nan_index` names the one that ends with a NaN."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for grad in step.state.cycle.grads:
+        grad.normal_(generator=generator).mul_(step.state.scale)
+    if nan_index is not None:
+        step.state.cycle.grads[nan_index].view(-1)[-1] = torch.nan
 
 
-MLP = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
-MANY = (
-    [(64, 64)] * 20 + [(7,)] * (GRADS_PER_LAUNCH[-1] + 13) + [(1025, 2049), (0,), (3, 5)]
-)  # two launches' worth, and large
-
-
-@pytest.mark.parametrize("shapes", [MLP, MANY])
+@pytest.mark.parametrize("shapes", [MLP_SHAPES, MANY_SHAPES])
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,76 +115,84 @@ MANY = (
     ],
 )
 def test_a_replayed_capture_equals_the_eager_update(
-    shapes: list[tuple[int, ...]], options: dict[str, Any]
+    shapes: Shapes, options: dict[str, Any]
 ) -> None:
-    """Nothing ran through these kernels before the capture: setting `quick` has loaded them."""
-    plain, quick = (hold(shapes, quick=False, **options) for _ in range(2))
-    live = list(range(len(shapes)))
-    for step in (plain, quick):
-        fill(step, 0)
-        step.update.on_device(step.state, live)
-    quick.update.use_fused_kernels = quick.update.commit.step_in_pieces = True
-    graph, outcome = capture(quick, live)
-    assert list(quick.update.fused_update._plans.values()) != [None]
-    for at in range(1, 6):
-        for step in (plain, quick):
-            fill(step, at, bad=len(shapes) - 3 if at in (2, 3) else None)
-        expected = plain.update.on_device(plain.state, live)
+    """Nothing ran through these kernels before the capture: switching them on has loaded them."""
+    plain = build_with_static_grads(shapes, fused_kernels=False, **options)
+    fused = build_with_static_grads(shapes, fused_kernels=False, **options)
+    grad_indices = list(range(len(shapes)))
+    for step in (plain, fused):
+        fill_grads(step, 0)
+        step.update.on_device(step.state, grad_indices)
+
+    fused.update.use_fused_kernels = True
+    fused.update.commit.step_in_pieces = True
+    graph, result = capture_update(fused, grad_indices)
+    assert list(fused.update.fused_update._plans.values()) != [None]
+
+    for index in range(1, 6):
+        nan_index = len(shapes) - 3 if index in (2, 3) else None
+        for step in (plain, fused):
+            fill_grads(step, index, nan_index)
+        expected_result = plain.update.on_device(plain.state, grad_indices)
         graph.replay()
-        for field, a, b in zip(outcome._fields, outcome, expected, strict=True):
-            if (
-                field == "norm"
-            ):  # 4 + 12 + 10 + 8 additions in a row; the root halves their roundings
-                exact = torch.cat([t.double().flatten() for t in plain.state.cycle.grads]).norm()
-                assert torch.allclose(
-                    a.double(), exact, rtol=17 * 2.0**-24, atol=0, equal_nan=True
-                ), (at, a, exact)
-            else:
-                same(f"{at}: {field}", a, b)
-        for (name, a), (_, b) in zip(contents(quick), contents(plain), strict=True):
-            same(f"{at}: {name}", a, b)
-    assert int(quick.state.skips) == 2
+        for field, actual, expected in zip(result._fields, result, expected_result, strict=True):
+            if field != "norm":
+                assert_same(f"{index}: {field}", actual, expected)
+                continue
+            # 4 + 12 + 10 + 8 additions in a row; the root halves their roundings.
+            exact = torch.cat([g.double().flatten() for g in plain.state.cycle.grads]).norm()
+            rtol = 17 * 2.0**-24
+            is_close = torch.allclose(actual.double(), exact, rtol=rtol, atol=0, equal_nan=True)
+            assert is_close, (index, actual, exact)
+        assert_same_steps(str(index), fused, plain)
+    assert int(fused.state.skips) == 2
 
 
 @pytest.mark.parametrize(
     "options", [{"precision": "O1", "lr": [0.1, 0.05]}, {"precision": "fp16", "adamw": True}]
 )
 def test_an_update_is_captured_again(options: dict[str, Any]) -> None:
-    """Two graphs by turns, then the second when the first is gone: none needs what another's capture left."""
-    plain, quick = (hold(MLP, quick=q, nonfinite="skip", **options) for q in (False, True))
-    live = list(range(len(MLP)))
-    for step in (plain, quick):  # rates become tensors by an update outside any graph
-        fill(step, 0)
-        step.update.on_device(step.state, live)
-    graphs = [capture(quick, live)[0] for _ in range(2)]
-    for at in range(1, 8):
-        if at == 4:
+    """Two graphs by turns, then the second alone: neither needs what the other's capture left."""
+    plain = build_with_static_grads(MLP_SHAPES, fused_kernels=False, nonfinite="skip", **options)
+    fused = build_with_static_grads(MLP_SHAPES, fused_kernels=True, nonfinite="skip", **options)
+    grad_indices = list(range(len(MLP_SHAPES)))
+
+    # Learning rates become tensors by an update outside any graph.
+    for step in (plain, fused):
+        fill_grads(step, 0)
+        step.update.on_device(step.state, grad_indices)
+
+    graphs = [capture_update(fused, grad_indices)[0] for _ in range(2)]
+    for index in range(1, 8):
+        if index == 4:
             graphs = graphs[1:]
             torch.cuda.empty_cache()
-        for step in (plain, quick):
-            fill(step, at, bad=1 if at == 5 else None)
-        plain.update.on_device(plain.state, live)
-        graphs[at % len(graphs)].replay()
-        for (name, a), (_, b) in zip(contents(quick), contents(plain), strict=True):
-            same(f"{at}: {name}", a, b)
+        nan_index = 1 if index == 5 else None
+        for step in (plain, fused):
+            fill_grads(step, index, nan_index)
+        plain.update.on_device(plain.state, grad_indices)
+        graphs[index % len(graphs)].replay()
+        assert_same_steps(str(index), fused, plain)
 
 
 def test_the_large_case_is_large() -> None:
-    assert sum(torch.Size(s).numel() for s in MANY) >= LARGE_ELEMENTS
-    assert len(MANY) > GRADS_PER_LAUNCH[-1]
+    assert sum(torch.Size(shape).numel() for shape in MANY_SHAPES) >= LARGE_ELEMENTS
+    assert len(MANY_SHAPES) > GRADS_PER_LAUNCH[-1]
 
 
 def test_the_norm_repeats_bit_for_bit() -> None:
-    step = hold(MANY, quick=True, nonfinite="skip")
+    step = build_with_static_grads(MANY_SHAPES, fused_kernels=True, nonfinite="skip")
+    grad_indices = list(range(len(MANY_SHAPES)))
     norms = []
     for _ in range(20):
-        fill(step, 3)
-        norms.append(step.update.on_device(step.state, list(range(len(MANY)))).norm)
-    assert len({n.item() for n in norms}) == 1
+        fill_grads(step, 3)
+        norms.append(step.update.on_device(step.state, grad_indices).norm)
+    assert len({norm.item() for norm in norms}) == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "most"),
+    ("options", "max_kernels"),
     [
         ({"nonfinite": "skip"}, 3),
         ({"precision": "O1", "lr": [0.1, 0.05]}, 3),
@@ -175,98 +202,115 @@ def test_the_norm_repeats_bit_for_bit() -> None:
         ({"precision": "bf16", "nonfinite": "skip", "adamw": True}, 5),
     ],
 )
-def test_few_kernels(options: dict[str, Any], most: int) -> None:
-    """Measure, decide, clip where asked, and the fused optimizer's own: Adam's counters go up and back beside it."""
-    step = hold(MLP, quick=True, **options)
-    live = list(range(len(MLP)))
-    fill(step, 0)
+def test_an_update_runs_few_kernels(options: dict[str, Any], max_kernels: int) -> None:
+    """Measure, decide, clip where it is switched on, and the fused optimizer's own.
+
+    Adam's counters go up, and back after a skip, in kernels of their own.
+    """
+    step = build_with_static_grads(MLP_SHAPES, fused_kernels=True, **options)
+    grad_indices = list(range(len(MLP_SHAPES)))
+    fill_grads(step, 0)
     for _ in range(2):
-        step.update.on_device(step.state, live)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
-    ) as profile:
-        step.update.on_device(step.state, live)
+        step.update.on_device(step.state, grad_indices)
+
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        step.update.on_device(step.state, grad_indices)
         torch.cuda.synchronize()
-    names = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    kernels = [n for n in names if "Memcpy" not in n and "Memset" not in n]
-    assert {"measure", "decide"} <= set(kernels), names
-    assert len(names) <= most, names
+    on_device = torch.autograd.DeviceType.CUDA
+    names = [event.name for event in profile.events() if event.device_type == on_device]
+    kernels = {name for name in names if "Memcpy" not in name and "Memset" not in name}
+    assert kernels >= {"measure", "decide"}, names
+    assert len(names) <= max_kernels, names
 
 
-def test_a_captured_row_finds_its_place() -> None:
+def test_each_replay_writes_the_next_row() -> None:
     table = torch.zeros(5, 7, dtype=torch.float64, device="cuda")
-    at, x, no = (
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-        torch.zeros((), device="cuda"),
-        torch.tensor(False).cuda(),
-    )
+    next_row = torch.zeros(1, dtype=torch.int64, device="cuda")
+    value = torch.zeros((), device="cuda")
+    false = torch.tensor(False).cuda()
 
-    def write() -> None:
-        record = hs.Record(x, x, x.double(), x, no, x, no, fingerprint=at)
-        write_row(table, at, record, keep_loss=False, advance=True)
+    def write_row() -> None:
+        lr = value.double()
+        record = (value, value, lr, value, false, value, false)
+        pack(table, next_row, *record, keep_loss=False, move=True)
 
-    write()
+    write_row()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write()
+        write_row()
     for i in range(1, 4):
-        x.fill_(i)
+        value.fill_(i)
         graph.replay()
-    assert (table[:, 0].tolist(), at.item()) == ([0.0, 1.0, 2.0, 3.0, 0.0], 4)
+    assert table[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 0.0]
+    assert next_row.item() == 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "fp16", "bf16"])
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
-def test_training_equals_the_plain_update(precision: str, make: Callable[..., Any]) -> None:
-    steps = [network(make, precision, quick=quick) for quick in (True, False)]
-    for i in range(12):
-        for step in steps:
-            step(*batch(i))
-    one, two = (step.fingerprints() for step in steps)
-    assert [k for k in one if one[k].item() != two[k].item()] == []
-    assert steps[0].update.fused_update._plans
-
-
-def network(make: Callable[..., Any], precision: str, *, quick: bool) -> Any:
+def build_network_step(
+    make_optimizer: Callable[..., Any], precision: str, *, fused_kernels: bool
+) -> Any:
+    """Returns a step of a small network whose update is not captured."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10)).cuda()
-    eps = {"eps": 1e-3} if make is torch.optim.AdamW else {}  # 1e-8 is 0 in float16
-    opt = make(net.parameters(), lr=0.01, fused=True, **eps)
+    settings = {}
+    if make_optimizer is torch.optim.AdamW:
+        settings = {"eps": 1e-3}  # the default, 1e-8, is 0 in float16
+    optimizer = make_optimizer(net.parameters(), lr=0.01, fused=True, **settings)
     step = hs.TrainStep(
         net,
         nn.CrossEntropyLoss(),
-        opt,
+        optimizer,
         precision=precision,
         nonfinite="skip",
         ema=0.9,
         lr=[0.02, 0.01],
     )
     step._update_on_device._is_usable = False
-    step.update.use_fused_kernels = step.update.commit.step_in_pieces = quick
+    step.update.use_fused_kernels = fused_kernels
+    step.update.commit.step_in_pieces = fused_kernels
     return step
 
 
-def batch(i: int) -> tuple[Tensor, Tensor]:
-    g = torch.Generator("cuda").manual_seed(i)
-    x = torch.randn(8, 16, device="cuda", generator=g)
-    y = torch.randint(0, 10, (8,), device="cuda", generator=g)
-    if i in (5, 6):
+def make_batch(index: int) -> tuple[Tensor, Tensor]:
+    """Returns a batch; 5 and 6 overflow, and in 9 every target is ignored, so it has no terms."""
+    generator = torch.Generator("cuda").manual_seed(index)
+    x = torch.randn(8, 16, device="cuda", generator=generator)
+    y = torch.randint(0, 10, (8,), device="cuda", generator=generator)
+    if index in (5, 6):
         x[0, 0] = torch.inf
-    if i == 9:
-        y.fill_(-100)  # every target ignored: no terms
+    if index == 9:
+        y.fill_(-100)
     return x, y
 
 
+@pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "fp16", "bf16"])
+@pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_equals_the_plain_update(
+    precision: str, make_optimizer: Callable[..., Any]
+) -> None:
+    fused = build_network_step(make_optimizer, precision, fused_kernels=True)
+    plain = build_network_step(make_optimizer, precision, fused_kernels=False)
+    for i in range(12):
+        fused(*make_batch(i))
+        plain(*make_batch(i))
+    actual = fused.fingerprints()
+    expected = plain.fingerprints()
+    assert [name for name in actual if actual[name].item() != expected[name].item()] == []
+    assert fused.update.fused_update._plans
+
+
 def test_a_capture_that_nothing_prepared_takes_torchs_kernels() -> None:
-    step = build(quick=False, nonfinite="skip")
+    step = build(fused_kernels=False, nonfinite="skip")
     step.update._use_fused_kernels = True
     graph = torch.cuda.CUDAGraph()
-    step.state.cycle.grads = [torch.zeros_like(p) for p in step.params]
+    step.state.cycle.grads = [torch.zeros_like(param) for param in step.params]
     step.state.cycle.loss = torch.ones((), device="cuda")
     step.state.cycle.buffers = step.buffers.copy([])
     with torch.cuda.graph(graph):
         step.update.on_device(step.state, list(range(len(step.params))))
     assert step.update.fused_update._plans == {}
-    step.update.use_fused_kernels = True  # now what the capture saw is known
+
+    # The capture has shown which update is needed, so that switching the kernels on prepares it.
+    step.update.use_fused_kernels = True
     assert len(step.update.fused_update._plans) == 1
-    run(step, "good", 1)
+    run_event(step, "good", 1)

@@ -1,4 +1,7 @@
-"""The denominator of every loss of torch.nn: full-batch loss = Σ nᵢ·lossᵢ / Σ nᵢ, and what happens when Σ nᵢ is 0."""
+"""The denominator of every loss of torch.nn: full-batch loss = Σ nᵢ·lossᵢ / Σ nᵢ.
+
+And what happens when Σ nᵢ is 0.
+"""
 
 import copy
 import inspect
@@ -21,9 +24,8 @@ EXACT = 1e-12  # float64, at most 60 terms summed in another order
 C = 4
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.0], dtype=torch.float64)
 Sample = Callable[[int], tuple[Any, ...]]
-MEAN_OF_KL = pytest.mark.filterwarnings(
-    "ignore:reduction. 'mean' divides:UserWarning"
-)  # torch's remark on KLDivLoss
+# torch warns about the mean of KLDivLoss.
+MEAN_OF_KL = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 
 
 def real(*shape: int) -> Tensor:
@@ -100,72 +102,87 @@ CASES: dict[str, list[tuple[dict[str, Any], Sample]]] = {
     "TripletMarginLoss": [({"swap": True}, lambda n: (real(n, 3), real(n, 3), real(n, 3)))],
     "CTCLoss": [({}, sequences)],
 }
-UNKNOWN = {
-    "NLLLoss2d",
-    "LinearCrossEntropyLoss",
-    "TripletMarginWithDistanceLoss",
-}  # count= is needed for these
-FUNCTIONS = {  # the functional form of each
-    "CrossEntropyLoss": "cross_entropy", "NLLLoss": "nll_loss", "MSELoss": "mse_loss", "L1Loss": "l1_loss",
-    "SmoothL1Loss": "smooth_l1_loss", "HuberLoss": "huber_loss", "BCELoss": "binary_cross_entropy",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits", "PoissonNLLLoss": "poisson_nll_loss",
-    "GaussianNLLLoss": "gaussian_nll_loss", "SoftMarginLoss": "soft_margin_loss", "KLDivLoss": "kl_div",
-    "HingeEmbeddingLoss": "hinge_embedding_loss", "MarginRankingLoss": "margin_ranking_loss",
-    "MultiMarginLoss": "multi_margin_loss", "MultiLabelMarginLoss": "multilabel_margin_loss",
-    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss", "CosineEmbeddingLoss": "cosine_embedding_loss",
-    "TripletMarginLoss": "triplet_margin_loss", "CTCLoss": "ctc_loss",
-}  # fmt: skip
+# These need count=.
+UNKNOWN = {"NLLLoss2d", "LinearCrossEntropyLoss", "TripletMarginWithDistanceLoss"}
+# The functional form of each loss.
+FUNCTIONS = {
+    "CrossEntropyLoss": "cross_entropy",
+    "NLLLoss": "nll_loss",
+    "MSELoss": "mse_loss",
+    "L1Loss": "l1_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "HuberLoss": "huber_loss",
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "PoissonNLLLoss": "poisson_nll_loss",
+    "GaussianNLLLoss": "gaussian_nll_loss",
+    "SoftMarginLoss": "soft_margin_loss",
+    "KLDivLoss": "kl_div",
+    "HingeEmbeddingLoss": "hinge_embedding_loss",
+    "MarginRankingLoss": "margin_ranking_loss",
+    "MultiMarginLoss": "multi_margin_loss",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss",
+    "CosineEmbeddingLoss": "cosine_embedding_loss",
+    "TripletMarginLoss": "triplet_margin_loss",
+    "CTCLoss": "ctc_loss",
+}
 UNKNOWN_FUNCTIONS = {"linear_cross_entropy", "triplet_margin_with_distance_loss"}
 
 
-def forms(name: str) -> list[tuple[str, Any]]:
-    return [
-        ("module", getattr(nn, name)),
-        ("function", partial(partial, getattr(F, FUNCTIONS[name]))),
-    ]
+def every_case() -> list[Any]:
+    """Returns each case of each loss, as a module and as a function."""
+    params = []
+    for name, cases in CASES.items():
+        make_module = getattr(nn, name)
+        make_function = partial(partial, getattr(F, FUNCTIONS[name]))
+        for i, (settings, sample) in enumerate(cases):
+            for form, make_loss in (("module", make_module), ("function", make_function)):
+                case_id = f"{name}-{i}-{form}"
+                params.append(pytest.param(name, make_loss, settings, sample, id=case_id))
+    return params
 
 
-EVERY = [
-    pytest.param(name, make, settings, sample, id=f"{name}-{i}-{form}")
-    for name, cases in CASES.items()
-    for i, (settings, sample) in enumerate(cases)
-    for form, make in forms(name)
-]
+EVERY_CASE = pytest.mark.parametrize(("name", "make_loss", "settings", "sample"), every_case())
 
 
-def pieces(sample: Sample, name: str) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-    """A full batch, and the same cut into 1 + 4 + 2 + 5 rows."""
-    full, sizes = sample(12), (1, 4, 2, 5)
-    parts = [
-        t.split(sizes, dim=1 if name == "CTCLoss" and i == 0 else 0) for i, t in enumerate(full)
-    ]
+def split_sample(sample: Sample, name: str) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
+    """Returns a full batch, and the same cut into 1 + 4 + 2 + 5 rows."""
+    full = sample(12)
+    parts = []
+    for i, tensor in enumerate(full):
+        # CTCLoss takes log-probabilities of shape [T, B, C].
+        batch_dim = 1 if name == "CTCLoss" and i == 0 else 0
+        parts.append(tensor.split((1, 4, 2, 5), dim=batch_dim))
     return full, list(zip(*parts, strict=True))
 
 
 def test_every_loss_of_torch_is_counted_or_listed_as_unknown() -> None:
-    classes = [
-        c for c in vars(nn.modules.loss).values() if inspect.isclass(c) and issubclass(c, nn.Module)
-    ]
-    modules = {
-        c.__name__
-        for c in classes
-        if c.__module__ == nn.modules.loss.__name__ and c.__name__[0] != "_"
-    }
-    assert modules - UNKNOWN == set(CASES)
-    public = {n: f for n, f in vars(F).items() if n[0] != "_"}
-    named = {n for n, f in public.items() if inspect.isroutine(f) and "reduction" in parameters(f)}
-    assert named - UNKNOWN_FUNCTIONS == set(FUNCTIONS.values())
+    module_names = set()
+    for name, value in vars(nn.modules.loss).items():
+        is_module = inspect.isclass(value) and issubclass(value, nn.Module)
+        if is_module and value.__module__ == nn.modules.loss.__name__ and name[0] != "_":
+            module_names.add(value.__name__)
+    assert module_names - UNKNOWN == set(CASES)
+
+    function_names = set()
+    for name, value in vars(F).items():
+        is_public_function = name[0] != "_" and inspect.isroutine(value)
+        if is_public_function and "reduction" in signature_parameters(value):
+            function_names.add(name)
+    assert function_names - UNKNOWN_FUNCTIONS == set(FUNCTIONS.values())
     assert set(FUNCTIONS) == set(CASES)
-    assert not any(
-        loss_terms(getattr(F, name)).is_known for name in UNKNOWN_FUNCTIONS if hasattr(F, name)
-    )
+
+    for name in UNKNOWN_FUNCTIONS:
+        if hasattr(F, name):
+            assert not loss_terms(getattr(F, name)).is_known
     assert not loss_terms(nn.TripletMarginWithDistanceLoss()).is_known
-    assert not loss_terms(type("Mine", (nn.MSELoss,), {})()).is_known, (
-        "a subclass may average otherwise"
-    )
+    subclass = type("OwnMSELoss", (nn.MSELoss,), {})
+    assert not loss_terms(subclass()).is_known, "a subclass may average otherwise"
 
 
-def parameters(function: Any) -> Any:
+def signature_parameters(function: Any) -> Any:
+    """Returns the parameters, or () for a builtin without a signature."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -173,41 +190,48 @@ def parameters(function: Any) -> Any:
 
 
 @MEAN_OF_KL
-@pytest.mark.parametrize(("name", "make", "settings", "sample"), EVERY)
+@EVERY_CASE
 def test_the_full_mean_is_the_counted_mean_of_its_parts(
-    name: str, make: Any, settings: Any, sample: Sample
+    name: str, make_loss: Any, settings: Any, sample: Sample
 ) -> None:
-    for reduction in ("mean", "batchmean") if name == "KLDivLoss" else ("mean",):
-        loss = make(**settings, reduction=reduction)
+    reductions = ("mean", "batchmean") if name == "KLDivLoss" else ("mean",)
+    for reduction in reductions:
+        loss = make_loss(**settings, reduction=reduction)
         terms = loss_terms(loss)
         assert terms.is_known
         assert terms.count is not None
-        full, parts = pieces(sample, name)
-        counts = [float(terms.count(*part)) for part in parts]
-        sums = [n * loss(*part).item() for n, part in zip(counts, parts, strict=True) if n]
-        assert math.isclose(sum(sums) / sum(counts), loss(*full).item(), rel_tol=EXACT)
-        assert math.isclose(sum(counts), float(terms.count(*full)), rel_tol=EXACT)
+
+        full, parts = split_sample(sample, name)
+        full_loss = loss(*full).item()
+        total_count = 0.0
+        total_loss = 0.0
+        for part in parts:
+            count = float(terms.count(*part))
+            total_count += count
+            if count:
+                total_loss += count * loss(*part).item()
+        assert math.isclose(total_loss / total_count, full_loss, rel_tol=EXACT)
+        assert math.isclose(total_count, float(terms.count(*full)), rel_tol=EXACT)
+
         if terms.sum_loss is not None:
-            assert math.isclose(
-                terms.sum_loss(*full).item() / sum(counts), loss(*full).item(), rel_tol=EXACT
-            )
-            assert getattr(loss, "reduction", reduction) == reduction, (
-                "the user's loss is left as it was"
-            )
+            mean_of_sum = terms.sum_loss(*full).item() / total_count
+            assert math.isclose(mean_of_sum, full_loss, rel_tol=EXACT)
+            unchanged = getattr(loss, "reduction", reduction) == reduction
+            assert unchanged, "the user's loss must not change"
 
 
-@pytest.mark.parametrize(("name", "make", "settings", "sample"), EVERY)
+@EVERY_CASE
 def test_a_sum_and_an_unreduced_loss_add_up_as_they_are(
-    name: str, make: Any, settings: Any, sample: Sample
+    name: str, make_loss: Any, settings: Any, sample: Sample
 ) -> None:
     for reduction in ("sum", "none"):
-        loss = make(**settings, reduction=reduction)
+        loss = make_loss(**settings, reduction=reduction)
         terms = loss_terms(loss)
-        assert (terms.is_known, terms.count) == (True, None)
-        full, parts = pieces(sample, name)
-        assert math.isclose(
-            sum(loss(*p).sum().item() for p in parts), loss(*full).sum().item(), rel_tol=EXACT
-        )
+        assert terms.is_known
+        assert terms.count is None
+        full, parts = split_sample(sample, name)
+        sum_of_parts = sum(loss(*part).sum().item() for part in parts)
+        assert math.isclose(sum_of_parts, loss(*full).sum().item(), rel_tol=EXACT)
 
 
 @pytest.mark.parametrize("weight", [None, torch.rand(200).double() + 0.5], ids=["plain", "weights"])
@@ -218,11 +242,11 @@ def test_class_156_in_uint8_is_no_ignored_label(loss: Any, weight: Tensor | None
     labels = torch.tensor([156, 3, 156, 199], dtype=torch.uint8)  # 156 is -100 modulo 256
     count = loss_terms(loss(weight=weight)).count
     assert count is not None
-    expected = 4.0 if weight is None else sum(float(weight[k]) for k in (156, 3, 156, 199))
+    class_weights = torch.ones(200).double() if weight is None else weight
+    expected = sum(float(class_weights[k]) for k in (156, 3, 156, 199))
     assert math.isclose(float(count(real(4, 200), labels)), expected, rel_tol=EXACT)
-    assert float(count(real(4, 200), torch.tensor([156, -100, -100, -100]))) == (
-        1 if weight is None else weight[156]
-    )
+    one_label = torch.tensor([156, -100, -100, -100])
+    assert float(count(real(4, 200), one_label)) == class_weights[156]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ForCausalLM", 2), ("ForMaskedLM", 3)])
@@ -235,18 +259,19 @@ def test_token_156_in_uint8_is_no_ignored_token(kind: str, expected: int) -> Non
 
 
 def test_uint8_labels_of_class_156_train_as_int64_does() -> None:
-    x, labels, weights = torch.randn(8, 3), torch.full((8,), 156), []
+    x = torch.randn(8, 3)
     start = nn.Linear(3, 200)
+    weights = {}
     for dtype in (torch.int64, torch.uint8):
         net = copy.deepcopy(start)
-        step = hs.TrainStep(
-            net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=2
-        )
-        records = [step(a, b) for a, b in zip(x.split(4), labels.to(dtype).split(4), strict=True)]
-        assert records[-1].updated
-        weights.append(net.weight.detach())
-    assert torch.equal(*weights)
-    assert not torch.equal(weights[0], start.weight)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, accumulate=2)
+        labels = torch.full((8,), 156, dtype=dtype)
+        step(x[:4], labels[:4])
+        assert step(x[4:], labels[4:]).updated
+        weights[dtype] = net.weight.detach()
+    assert torch.equal(weights[torch.int64], weights[torch.uint8])
+    assert not torch.equal(weights[torch.int64], start.weight)
 
 
 RAGGED: dict[str, Callable[[int, int], tuple[Any, ...]]] = {
@@ -264,17 +289,25 @@ RAGGED: dict[str, Callable[[int, int], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("name", RAGGED)
 @MEAN_OF_KL
 def test_micro_batches_of_different_lengths_weigh_by_their_terms(name: str) -> None:
-    """Sequences of another length in each micro-batch: the mean over all terms, read off the unreduced loss."""
-    parts = [RAGGED[name](n, t) for n, t in ((2, 3), (3, 1), (1, 7))]
-    mean, each = (getattr(nn, name)(reduction=reduction) for reduction in ("mean", "none"))
-    count = loss_terms(mean).count
-    assert count is not None
-    weighted = sum(float(count(*p)) * mean(*p).item() for p in parts) / sum(
-        float(count(*p)) for p in parts
-    )
-    assert math.isclose(
-        weighted, torch.cat([each(*p).flatten() for p in parts]).mean().item(), rel_tol=EXACT
-    )
+    """Each micro-batch has sequences of another length.
+
+    The weighted mean must be the mean over all terms of the unreduced loss.
+    """
+    parts = [RAGGED[name](size, length) for size, length in ((2, 3), (3, 1), (1, 7))]
+    mean_loss = getattr(nn, name)(reduction="mean")
+    unreduced_loss = getattr(nn, name)(reduction="none")
+    count_terms = loss_terms(mean_loss).count
+    assert count_terms is not None
+    total_count = 0.0
+    total_loss = 0.0
+    terms = []
+    for part in parts:
+        count = float(count_terms(*part))
+        total_count += count
+        total_loss += count * mean_loss(*part).item()
+        terms.append(unreduced_loss(*part).flatten())
+    expected = torch.cat(terms).mean().item()
+    assert math.isclose(total_loss / total_count, expected, rel_tol=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -295,21 +328,28 @@ def test_a_sample_without_a_batch_dimension_is_one_term(
 
 
 def test_class_weights_that_come_with_the_batch_are_counted() -> None:
-    """forward= may hand more than outputs and target to the loss: F.cross_entropy's third argument is its weight."""
+    """forward= may pass more than outputs and target: cross_entropy takes weight as its third."""
     net = nn.Linear(3, C).to(DEVICE, torch.float64)
     start = net.weight.detach().clone()
-    batches = [(real(n, 3).to(DEVICE), classes(n).to(DEVICE), WEIGHT.to(DEVICE)) for n in (5, 3)]
-    options = {"precision": "fp64", "accumulate": 2, "forward": lambda net, x, y, w: (net(x), y, w)}
-    step = hs.TrainStep(net, F.cross_entropy, torch.optim.SGD(net.parameters(), lr=1.0), **options)
-    x, y, w = torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches]), batches[0][2]
-    F.cross_entropy(net(x), y, w).backward()
+    step = hs.TrainStep(
+        net,
+        F.cross_entropy,
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        precision="fp64",
+        accumulate=2,
+        forward=lambda net, x, y, weight: (net(x), y, weight),
+    )
+    x = real(8, 3).to(DEVICE)
+    y = classes(8).to(DEVICE)
+    weight = WEIGHT.to(DEVICE)
+    F.cross_entropy(net(x), y, weight).backward()
     expected = start - net.weight.grad
-    for batch in batches:
-        step(*batch)
+    step(x[:5], y[:5], weight)
+    step(x[5:], y[5:], weight)
     assert (net.weight - expected).abs().max() <= EXACT
 
 
-class OwnMean(nn.Module):
+class OwnMeanLoss(nn.Module):
     """A network that returns its own mean loss: NaN, 0/0, when every label is -100."""
 
     loss_type = "ForTokenClassification"
@@ -322,7 +362,7 @@ class OwnMean(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(self.head(x).flatten(0, -2), labels.flatten()))
 
 
-def kept(batch: Any) -> Tensor:
+def count_labels(batch: Any) -> Tensor:
     return (batch[1] != -100).sum()
 
 
@@ -331,58 +371,73 @@ def safe_mean(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out, target, reduction="sum") / (target != -100).sum().clamp(min=1)
 
 
-def mean(out: Tensor, target: Tensor) -> Tensor:
+def unsafe_mean(out: Tensor, target: Tensor) -> Tensor:
     """0/0 in the loss and in every gradient for a batch without labels."""
     mask = target != -100
-    each = out.log_softmax(-1).gather(-1, torch.where(mask, target, 0).unsqueeze(-1)).squeeze(-1)
-    return -(each * mask).sum() / mask.sum()
+    class_index = torch.where(mask, target, 0).unsqueeze(-1)
+    log_likelihood = out.log_softmax(-1).gather(-1, class_index).squeeze(-1)
+    return -(log_likelihood * mask).sum() / mask.sum()
 
 
 WINDOWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "cross entropy": (nn.CrossEntropyLoss(), {}),
     "function": (partial(F.cross_entropy, label_smoothing=0.1), {}),
-    "count tensor": (mean, {"count": kept}),
-    "count number": (mean, {"count": lambda batch: int(kept(batch))}),
-    "count, finite loss": (safe_mean, {"count": kept}),
+    "count tensor": (unsafe_mean, {"count": count_labels}),
+    "count number": (unsafe_mean, {"count": lambda batch: int(count_labels(batch))}),
+    "count, finite loss": (safe_mean, {"count": count_labels}),
     "own loss": (None, {}),
     "class of weight 0": (nn.CrossEntropyLoss(weight=WEIGHT.float()), {}),
 }
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["ignored", "no rows"])
-@pytest.mark.parametrize("warm", [0, 1], ids=["first", "later"])
+@pytest.mark.parametrize("updates_before", [0, 1], ids=["first", "later"])
 @pytest.mark.parametrize("decide", ["host", "device"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_window_without_terms_moves_nothing(
-    window: str, accumulate: int, decide: str, warm: int, empty: bool
+    window: str, accumulate: int, decide: str, updates_before: int, empty: bool
 ) -> None:
     loss, options = copy.deepcopy(WINDOWS[window])
-    loss = loss.to(DEVICE) if isinstance(loss, nn.Module) else loss
-    net = (OwnMean() if loss is None else nn.Linear(3, C)).to(DEVICE)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
-    scale = hs.DynamicScale(init=8.0, interval=1)  # any update would double it, any skip halve it
-    step = hs.TrainStep(net, loss, optimizer, precision=hs.Precision("fp32", scale=scale), accumulate=accumulate,
-                        decide=decide, **options)  # fmt: skip
+    if isinstance(loss, nn.Module):
+        loss = loss.to(DEVICE)
+    net = (OwnMeanLoss() if loss is None else nn.Linear(3, C)).to(DEVICE)
+    # Any update would double this scale, any skip halve it.
+    scale = hs.DynamicScale(init=8.0, interval=1)
+    step = hs.TrainStep(
+        net,
+        loss,
+        torch.optim.Adam(net.parameters(), lr=0.1, fused=True),
+        precision=hs.Precision("fp32", scale=scale),
+        accumulate=accumulate,
+        decide=decide,
+        **options,
+    )
 
-    def cycle(rows: int, target: int) -> hs.Record:
-        batch = (torch.randn(rows, 3, device=DEVICE), torch.full((rows,), target, device=DEVICE))
-        arguments = ({"x": batch[0], "labels": batch[1]},) if loss is None else batch
-        return [step(*arguments) for _ in range(accumulate)][-1]
+    def run_cycle(rows: int, label: int) -> hs.Record:
+        x = torch.randn(rows, 3, device=DEVICE)
+        labels = torch.full((rows,), label, device=DEVICE)
+        for _ in range(accumulate):
+            record = step({"x": x, "labels": labels}) if loss is None else step(x, labels)
+        return record
 
-    for _ in range(warm):
-        assert cycle(4, 1).updated
+    for _ in range(updates_before):
+        assert run_cycle(4, 1).updated
+
     before = step.fingerprints()
-    record = cycle(0 if empty else 4, 3 if window == "class of weight 0" else -100)
+    label_without_terms = 3 if window == "class of weight 0" else -100
+    record = run_cycle(0 if empty else 4, label_without_terms)
     after = step.fingerprints()
-    kept = [
-        name for name in after if not name.startswith("state.cycle.")
-    ]  # copies of buffers as the cycle began
-    assert [n for n in kept if n not in before or not torch.equal(after[n], before[n])] == [
-        "state.steps"
-    ]
+    changed = []
+    for name in after:
+        # The cycle's own fields are copies of the buffers as the cycle began.
+        if name.startswith("state.cycle."):
+            continue
+        if name not in before or not torch.equal(after[name], before[name]):
+            changed.append(name)
+    assert changed == ["state.steps"]
     assert not record.updated
     assert not record.skipped
     assert record.loss == record.cycle_loss == 0
     assert all(torch.isfinite(value).all() for value in record)
-    assert cycle(4, 2).updated, "training goes on"
+    assert run_cycle(4, 2).updated, "training goes on"

@@ -1,4 +1,4 @@
-"""One state, one list: what decides the next step is saved, and a run continues bit for bit from any step."""
+"""What decides the next step is saved, and a run continues bit for bit from any step."""
 
 import copy
 import io
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ACCUMULATE, BATCHES, OVERFLOW = (
-    4,
-    13,
-    6,
-)  # the batch at index 6 spoils the second of three full cycles
+ACCUMULATE = 4
+BATCHES = 13
+# The batch at this index overflows in the second of three full cycles.
+OVERFLOW_INDEX = 6
 SCALE = hs.DynamicScale(init=64.0, interval=1)
 ADAM = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
 CONFIGS: dict[str, tuple[hs.Precision, Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
@@ -73,12 +72,15 @@ def build(config: str, *, seed: int = 0, accumulate: int = ACCUMULATE) -> hs.Tra
 
 def feed(step: hs.TrainStep, i: int) -> hs.Record:
     torch.manual_seed(1000 + i)  # dropout's random numbers belong to the batch
-    x = torch.randn(5, 3) * (float("inf") if i == OVERFLOW else 1)
-    return step(x.to(DEVICE), torch.randint(2, (5,)).to(DEVICE))
+    x = torch.randn(5, 3)
+    if i == OVERFLOW_INDEX:
+        x *= float("inf")
+    y = torch.randint(2, (5,))
+    return step(x.to(DEVICE), y.to(DEVICE))
 
 
-def through_a_file(value: Any) -> Any:
-    """Written and read again as plain values: weights_only refuses any other kind of object."""
+def save_and_load(value: Any) -> Any:
+    """Writes and reads again as plain values: weights_only refuses any other kind of object."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -86,48 +88,56 @@ def through_a_file(value: Any) -> Any:
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of a nest of dataclasses, dicts, lists and tuples, by path."""
+    """Yields every leaf of nested dataclasses, dicts, lists and tuples, by path."""
     if is_dataclass(value):
-        value = {f.name: getattr(value, f.name) for f in fields(value)}
-    if isinstance(value, (dict, list, tuple)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(inner, f"{path}.{key}")
-    else:
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if not isinstance(value, (dict, list, tuple)):
         yield path, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        yield from leaves(inner, f"{path}.{key}")
 
 
-def everything(step: hs.TrainStep) -> dict[str, Any]:
-    whole = [step.state, dict(step.net.state_dict()), step.optimizer.state_dict()]
-    return {path: copy.deepcopy(value) for path, value in leaves(whole)}
+def copy_state(step: hs.TrainStep) -> dict[str, Any]:
+    """Returns copies of all leaves of the step's state, the network and the optimizer."""
+    state = [step.state, dict(step.net.state_dict()), step.optimizer.state_dict()]
+    return {path: copy.deepcopy(value) for path, value in leaves(state)}
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        bits = [t.detach().cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
-    return type(a) is type(b) and a == b
+def is_same(actual: Any, expected: Any) -> bool:
+    """Whether type and values are equal; tensors bit for bit."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)):
+        return type(actual) is type(expected) and actual == expected
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return False
+    return torch.equal(bytes_of(actual), bytes_of(expected))
 
 
-def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert got.keys() == expected.keys()
-    assert [path for path in expected if not same(got[path], expected[path])] == []
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [path for path in expected if not is_same(actual[path], expected[path])] == []
 
 
 def scramble(tensor: Tensor) -> Tensor:
-    """Other bits in the same dtype and shape; every number finite."""
+    """Returns other bits in the same dtype and shape; every number is finite."""
     if tensor.dtype == torch.bool:
         return ~tensor
     return torch.randint(1, 100, tensor.shape).to(tensor.device, tensor.dtype)
 
 
-def scrambled(value: Any) -> Any:
-    """The same structure with every leaf changed, in place where it is a dataclass."""
+def scramble_leaves(value: Any) -> Any:
+    """Returns the same structure with every leaf changed, in place where it is a dataclass."""
     if is_dataclass(value):
-        for f in fields(value):
-            setattr(value, f.name, scrambled(getattr(value, f.name)))
+        for field in fields(value):
+            setattr(value, field.name, scramble_leaves(getattr(value, field.name)))
         return value
     if isinstance(value, list):
-        return [scrambled(v) for v in value]
+        return [scramble_leaves(item) for item in value]
     if isinstance(value, Tensor):
         return scramble(value)
     return value + 1 if isinstance(value, int) else value
@@ -139,46 +149,52 @@ def test_every_field_and_every_tensor_survives_the_round_trip(config: str, steps
     step = build(config)
     for i in range(steps):
         feed(step, i)
-    before = everything(step)
-    scrambled(step.state)
+    before = copy_state(step)
+
+    # Change every leaf, so that nothing is equal by chance.
+    scramble_leaves(step.state)
     with torch.no_grad():
-        whole = [
+        state = [
             dict(step.net.state_dict()),
             dict(step.optimizer.state),
             step.optimizer.param_groups,
         ]
-        for _, tensor in leaves(whole):
+        for _, tensor in leaves(state):
             if isinstance(tensor, Tensor):
                 tensor.copy_(scramble(tensor))
-    changed = everything(step)
-    assert [
-        p for p, v in before.items() if isinstance(v, Tensor) and v.numel() and same(v, changed[p])
-    ] == []
+    changed = copy_state(step)
+    unchanged_paths = []
+    for path, value in before.items():
+        if isinstance(value, Tensor) and value.numel() and is_same(value, changed[path]):
+            unchanged_paths.append(path)
+    assert unchanged_paths == []
+
     other = build(config, seed=1)
-    other.load_state_dict(through_a_file(step.state_dict()))
-    assert_same(everything(other), changed)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(other.fingerprints().values(), step.fingerprints().values(), strict=True)
-    )
+    other.load_state_dict(save_and_load(step.state_dict()))
+    assert_same(copy_state(other), changed)
+    actual = other.fingerprints().values()
+    expected = step.fingerprints().values()
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_no_field_of_the_state_is_empty_in_every_configuration() -> None:
-    """So that the round trip above really carried each field; a new field must appear in one of the configurations."""
+    """So that the round trip above really carried every field.
+
+    A new field must appear in one of the configurations.
+    """
     filled: set[str] = set()
     for config in CONFIGS:
         step = build(config)
         for i in range(6):
             feed(step, i)
-        filled |= {path.split(".")[1] for path, value in leaves(step.state) if value is not None}
-        filled |= {
-            "cycle." + path.split(".")[1]
-            for path, value in leaves(step.state.cycle)
-            if value is not None
-        }
-    names = {f.name for f in fields(step.state)} | {
-        f"cycle.{f.name}" for f in fields(step.state.cycle)
-    }
+        for path, value in leaves(step.state):
+            if value is not None:
+                filled.add(path.split(".")[1])
+        for path, value in leaves(step.state.cycle):
+            if value is not None:
+                filled.add("cycle." + path.split(".")[1])
+    names = {field.name for field in fields(step.state)}
+    names |= {f"cycle.{field.name}" for field in fields(step.state.cycle)}
     assert names - filled == set()
 
 
@@ -186,21 +202,25 @@ def test_no_field_of_the_state_is_empty_in_every_configuration() -> None:
 def test_a_run_stopped_after_any_step_continues_bit_for_bit(config: str) -> None:
     """Inside cycles, at their ends, and right after the skipped one; records included."""
 
-    def end(step: hs.TrainStep) -> dict[str, Any]:
-        return {**dict(leaves([step.flush()])), **everything(step)}
+    def flush_and_copy(step: hs.TrainStep) -> dict[str, Any]:
+        return {**dict(leaves([step.flush()])), **copy_state(step)}
 
-    whole, records, saved = build(config), [], []
+    uninterrupted = build(config)
+    records = []
+    saved_states = []
     for i in range(BATCHES):
-        saved.append(through_a_file(whole.state_dict()))
-        records.append(feed(whole, i))
-    expected = end(whole)
-    assert [i for i, r in enumerate(records) if r.skipped] == [7], "the planted overflow"
-    for k in range(BATCHES):
-        step = build(config, seed=k + 1)
-        step.load_state_dict(saved[k])
-        for i in range(k, BATCHES):
-            assert_same(dict(leaves(feed(step, i))), dict(leaves(records[i])))
-        assert_same(end(step), expected)
+        saved_states.append(save_and_load(uninterrupted.state_dict()))
+        records.append(feed(uninterrupted, i))
+    expected = flush_and_copy(uninterrupted)
+    skipped_steps = [i for i, record in enumerate(records) if record.skipped]
+    assert skipped_steps == [7], "the cycle of the overflow ends here"
+
+    for start, saved_state in enumerate(saved_states):
+        resumed = build(config, seed=start + 1)
+        resumed.load_state_dict(saved_state)
+        for i in range(start, BATCHES):
+            assert_same(dict(leaves(feed(resumed, i))), dict(leaves(records[i])))
+        assert_same(flush_and_copy(resumed), expected)
 
 
 def test_a_saved_state_stands_still_while_training_goes_on() -> None:
@@ -208,21 +228,21 @@ def test_a_saved_state_stands_still_while_training_goes_on() -> None:
     for i in range(5):
         feed(step, i)
     saved = step.state_dict()
-    kept = copy.deepcopy(saved)
+    copy_of_saved = copy.deepcopy(saved)
     other = build("O1", seed=1)
     other.load_state_dict(saved)
     for i in range(5, 9):
         feed(other, i)
-    assert_same(dict(leaves(saved)), dict(leaves(kept)))
-    before = everything(other)
+    assert_same(dict(leaves(saved)), dict(leaves(copy_of_saved)))
+    before = copy_state(other)
     for i in range(5, 12):
         feed(step, i)
-    assert_same(dict(leaves(saved)), dict(leaves(kept)))
-    assert_same(everything(other), before)
+    assert_same(dict(leaves(saved)), dict(leaves(copy_of_saved)))
+    assert_same(copy_state(other), before)
 
 
-class Scaled(nn.Module):
-    """A loss with a trained temperature and a running mean, and a network beside it with a buffer it does not save."""
+class TemperatureLoss(nn.Module):
+    """A loss with a trained temperature and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,61 +255,71 @@ class Scaled(nn.Module):
         return loss + self.running * self.temperature
 
 
-class Counting(nn.Module):
+class CountingNet(nn.Module):
+    """A network with a buffer that its state_dict does not save."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("batches", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.add_(1)
-        return self.linear(x) * (1 + 1 / self.seen)
+        self.batches.add_(1)
+        return self.linear(x) * (1 + 1 / self.batches)
 
 
 @pytest.mark.parametrize(
     "kind", ["loss with parameters", "loss with buffers", "unsaved buffer", "free parameter"]
 )
 def test_whatever_decides_the_next_step_is_saved(kind: str) -> None:
-    """Trained tensors outside the network and buffers outside its state_dict decide the next step too."""
+    """Trained tensors outside the network decide the next step too.
 
-    def make(seed: int) -> tuple[hs.TrainStep, list[Tensor]]:
+    So do buffers outside its state_dict.
+    """
+
+    def build_kind(seed: int) -> tuple[hs.TrainStep, list[Tensor]]:
+        """Returns the step, and its trained tensors and buffers."""
         torch.manual_seed(seed)
-        net = (Counting() if kind == "unsaved buffer" else nn.Linear(3, 2)).to(DEVICE)
-        loss: Any = Scaled().to(DEVICE) if kind.startswith("loss") else nn.CrossEntropyLoss()
+        net = (CountingNet() if kind == "unsaved buffer" else nn.Linear(3, 2)).to(DEVICE)
+        loss: nn.Module = nn.CrossEntropyLoss()
+        if kind.startswith("loss"):
+            loss = TemperatureLoss().to(DEVICE)
         free = nn.Parameter(torch.rand((), device=DEVICE))
-        extra = {"loss with parameters": [loss], "free parameter": [free]}.get(kind, [])
-        trained = [
-            *net.parameters(),
-            *(p for e in extra for p in ([e] if isinstance(e, Tensor) else e.parameters())),
-        ]
-        options = {"forward": lambda n, x, y: (n(x) * free, y)} if kind == "free parameter" else {}
+
+        trained: list[Tensor] = list(net.parameters())
+        options: dict[str, Any] = {}
+        if kind == "loss with parameters":
+            trained += loss.parameters()
+        if kind == "free parameter":
+            trained.append(free)
+            options["forward"] = lambda net, x, y: (net(x) * free, y)
         step = hs.TrainStep(net, loss, torch.optim.Adam(trained, lr=0.1), **options)
-        return step, [
-            *trained,
-            *net.buffers(),
-            *(loss.buffers() if isinstance(loss, Scaled) else []),
-        ]
+        return step, [*trained, *net.buffers(), *loss.buffers()]
 
-    def go(step: hs.TrainStep, i: int) -> Tensor:
-        torch.manual_seed(i)
-        return step(torch.randn(4, 3).to(DEVICE), torch.randint(2, (4,)).to(DEVICE)).loss
+    def run_step(step: hs.TrainStep, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        x = torch.randn(4, 3).to(DEVICE)
+        y = torch.randint(2, (4,)).to(DEVICE)
+        return step(x, y).loss
 
-    step, mine = make(0)
+    step, tensors = build_kind(0)
     for i in range(3):
-        go(step, i)
-    saved = through_a_file(step.state_dict())
-    other, theirs = make(1)
-    other.load_state_dict(saved)
-    assert [torch.equal(go(step, i), go(other, i)) for i in range(3, 6)] == [True] * 3
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        run_step(step, i)
+    saved = save_and_load(step.state_dict())
+    resumed, resumed_tensors = build_kind(1)
+    resumed.load_state_dict(saved)
+    for i in range(3, 6):
+        assert torch.equal(run_step(step, i), run_step(resumed, i))
+    assert all(torch.equal(a, b) for a, b in zip(tensors, resumed_tensors, strict=True))
 
 
 def test_loading_into_another_precision_says_so_and_keeps_this_ones_scale() -> None:
-    step, other = build("O2", accumulate=1), build("O1", accumulate=1)
+    step = build("O2", accumulate=1)
+    other = build("O1", accumulate=1)
     for i in range(3):
         feed(step, i)
     assert float(step.state.scale) == 512
-    saved = through_a_file(step.state_dict())
+    saved = save_and_load(step.state_dict())
     saved["precision"]["scale"]["init"] = 8.0
     with pytest.warns(hs.Notice, match="'O2'.*'O1'"):
         other.load_state_dict(saved)
@@ -298,8 +328,8 @@ def test_loading_into_another_precision_says_so_and_keeps_this_ones_scale() -> N
     assert feed(other, 3).updated
 
 
-def refusal(step: hs.TrainStep, saved: dict[str, Any]) -> str | None:
-    """Loads, and says why not where that is refused."""
+def load_or_refuse(step: hs.TrainStep, saved: dict[str, Any]) -> str | None:
+    """Loads the state; returns the message of the error where that is refused."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", hs.Notice)
@@ -310,25 +340,24 @@ def refusal(step: hs.TrainStep, saved: dict[str, Any]) -> str | None:
 
 
 def test_an_open_cycle_keeps_its_meaning_under_another_loss_scale() -> None:
-    """Its gradients carry the scale they were computed with: they are converted, or loading is refused."""
+    """Its gradients have the scale of their computation: convert them, or refuse to load."""
 
-    def half_done(scale: float) -> hs.TrainStep:
+    def build_scaled(scale: float) -> hs.TrainStep:
         torch.manual_seed(0)
         net = nn.Linear(3, 2).to(DEVICE)
-        optimizer, precision = (
-            torch.optim.SGD(net.parameters(), lr=0.1),
-            hs.Precision("fp32", scale=scale),
-        )
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        precision = hs.Precision("fp32", scale=scale)
         return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, accumulate=2)
 
     batches = [
         (torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)) for _ in range(2)
     ]
-    step, other = half_done(1024.0), half_done(2.0)
+    step = build_scaled(1024.0)
+    other = build_scaled(2.0)
     step(*batches[0])
-    refused = refusal(other, step.state_dict())
-    if refused is not None:
-        assert "cycle" in refused
+    message = load_or_refuse(other, step.state_dict())
+    if message is not None:
+        assert "cycle" in message
         return
     step(*batches[1])
     other(*batches[1])
@@ -336,45 +365,46 @@ def test_an_open_cycle_keeps_its_meaning_under_another_loss_scale() -> None:
 
 
 @pytest.mark.parametrize("missing", ["ema", "kahan"])
-def test_a_state_without_what_this_step_keeps_is_refused_or_completed_when_it_is_loaded(
+def test_a_state_without_a_field_of_this_step_is_refused_or_completed_when_it_is_loaded(
     missing: str,
 ) -> None:
-    def make(*, keeps: bool) -> hs.TrainStep:
+    def build_option(*, enabled: bool) -> hs.TrainStep:
         net = nn.Linear(3, 2).to(DEVICE)
-        rounding = "kahan" if keeps and missing == "kahan" else "nearest"
+        rounding = "kahan" if enabled and missing == "kahan" else "nearest"
         precision = hs.Precision("fp16", rounding=rounding)
-        options = {"ema": 0.9} if keeps and missing == "ema" else {}
+        options = {"ema": 0.9} if enabled and missing == "ema" else {}
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, **options)
 
-    saved = make(keeps=False).state_dict()
-    step = make(keeps=True)
-    refused = refusal(step, saved)
-    if refused is not None:
-        assert {"ema": "ema", "kahan": "residue"}[missing] in refused
+    saved = build_option(enabled=False).state_dict()
+    step = build_option(enabled=True)
+    message = load_or_refuse(step, saved)
+    if message is not None:
+        assert {"ema": "ema", "kahan": "residue"}[missing] in message
         return
     assert step(torch.randn(4, 3, device=DEVICE), torch.randn(4, 2, device=DEVICE)).updated
 
 
 def test_a_run_that_fell_back_goes_on_in_what_it_fell_back_to(device: torch.device) -> None:
-    """Skips had gone on too long and the step went on in fp32: a resumed one must not try fp16 again."""
+    """After too many skips the step went on in fp32: a resumed one must not try fp16 again."""
 
     def build() -> hs.TrainStep:
         torch.manual_seed(0)
         net = nn.Linear(4, 3).to(device)
         scale = hs.DynamicScale(max_skips=2, on_skips="fp32", floor=2.0**16)
+        precision = hs.Precision("O2", scale=scale)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        return hs.TrainStep(
-            net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision("O2", scale=scale)
-        )
+        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision=precision)
 
-    x, y = torch.randn(8, 4, device=device) * 1e5, torch.randint(0, 3, (8,), device=device)
+    x = torch.randn(8, 4, device=device) * 1e5
+    y = torch.randint(0, 3, (8,), device=device)
     first = build()
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(40):  # on a device the news comes some updates late
+        # On a device the host learns of it some updates late.
+        for _ in range(40):
             first(x, y)
-    assert any("going on in fp32" in str(each.message) for each in said)
+    assert any("going on in fp32" in str(warning.message) for warning in caught)
     second = build()
     second.load_state_dict(first.state_dict())
     assert second.precision.name == "fp32"

@@ -25,10 +25,10 @@ from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
 from halfstep.utils.checks import whole_number
 
-ROW_FIELDS = tuple(field.name for field in fields(Row))
+LOG_FIELDS = tuple(field.name for field in fields(Row))
 POSITION_FIELDS = ("epoch", "step", "global_step")
 
-row_values = attrgetter(*ROW_FIELDS)
+row_values = attrgetter(*LOG_FIELDS)
 
 # One encoder for all lines: json.dumps would build one for every line.
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -50,7 +50,7 @@ class _Log(Callback):
     def step(self, run: Run, row: Row) -> None:
         if row.global_step % self.every:
             return
-        values = {"kind": "step", **dict(zip(ROW_FIELDS, row_values(row), strict=True))}
+        values = {"kind": "step", **dict(zip(LOG_FIELDS, row_values(row), strict=True))}
         if self.times:
             values["time"] = time.time()
         self._add_line(values)
@@ -97,7 +97,7 @@ class CSVLog(_Log):
         optimizer = getattr(run.model.step, "optimizer", None)
         group_count = 1 if optimizer is None else len(optimizer.param_groups)
         columns = ["kind"]
-        for name in ROW_FIELDS:
+        for name in LOG_FIELDS:
             if name == "lr" and group_count > 1:
                 columns += [f"lr_{i}" for i in range(group_count)]
             else:

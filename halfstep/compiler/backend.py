@@ -8,7 +8,7 @@ own in torch's `post_grad_custom_pre_pass` or `joint_custom_post_pass` takes the
 from typing import Any
 
 
-def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
+def compile_graph(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
     """Compiles a graph's forward and backward pass, both at once: they fail here or not at all.
 
     `low`: the program computes in a 16-bit dtype. `chip`: the type of device ("cuda") whose graphs
@@ -28,12 +28,14 @@ def generate(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
     with functorch_config.patch(
         force_non_lazy_backward_lowering=True, backward_pass_autocast="off"
     ):
-        pass_patches, options = _rewriting(graph, chip, low)
+        pass_patches, options = _pass_settings(graph, chip, low)
         patches.update(pass_patches)
         return compile_fx(graph, inputs, config_patches=patches or None, **options)
 
 
-def _rewriting(graph: Any, chip: str | None, low: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _pass_settings(
+    graph: Any, chip: str | None, low: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """torch's settings that hold our passes, and more arguments for compile_fx.
 
     What the user has set stays. 16-bit programs get their casts joined; float32 products, which

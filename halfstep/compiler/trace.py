@@ -34,7 +34,7 @@ _SHAPE_CHANGES = {
 }
 
 
-class UnwritableError(RuntimeError):
+class UntraceableError(RuntimeError):
     """An operation that a program cannot repeat: it would go on with the value of today."""
 
 
@@ -47,10 +47,10 @@ class TracedStep(NamedTuple):
 
     graph: Graph
     inputs: list[Tensor]
-    written: list[Tensor]
-    random: bool
+    changed_inputs: list[Tensor]
+    is_random: bool
 
-    def module(self, *, plain: bool) -> GraphModule:
+    def module(self, *, decompose: bool) -> GraphModule:
         """A function of the inputs that changes them and returns nothing.
 
         `plain`: operations that torch's compiler cannot take are decomposed into others.
@@ -60,14 +60,14 @@ class TracedStep(NamedTuple):
         # Inputs were added where they were met; a function's come first.
         for node in sorted(self.graph.nodes, key=lambda node: node.op != "placeholder"):
             new_node = ordered.node_copy(node, new_nodes.__getitem__)
-            if plain:
+            if decompose:
                 new_node.target = DECOMPOSITIONS.get(new_node.target, new_node.target)
             new_nodes[node] = new_node
         ordered.output(())
         return GraphModule({}, ordered)
 
 
-def written_down(step: Callable[[], Any]) -> TracedStep:
+def trace(step: Callable[[], Any]) -> TracedStep:
     """Runs `step` once and returns its operations.
 
     Afterwards all tensors and torch's random numbers are what they were before.
@@ -172,7 +172,7 @@ class _Recorder(TorchDispatchMode):
     def _remember(self, t: Tensor, node: Node) -> None:
         """Notes which node a tensor comes from."""
         if t.layout != torch.strided:
-            raise UnwritableError(f"{node.target} gives a sparse tensor")
+            raise UntraceableError(f"{node.target} gives a sparse tensor")
         key = _memory_key(t)
         if key not in self._nodes:
             self._nodes[key] = node
@@ -185,7 +185,7 @@ class _RefuseMemoryReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _MEMORY_READS:
-            raise UnwritableError(f"Tensor.{func.__name__} looks at values on the host")
+            raise UntraceableError(f"Tensor.{func.__name__} looks at values on the host")
         return func(*args, **(kwargs or {}))
 
 
@@ -193,20 +193,20 @@ def _check_repeatable(func: Any, leaves: list[Any]) -> None:
     """Raises for an operation that no program can repeat, before it runs."""
     name = func.overloadpacket
     if func in HOST_READ_OPS:
-        raise UnwritableError(f"{name} looks at a value on the host")
+        raise UntraceableError(f"{name} looks at a value on the host")
     for tag, change in _SHAPE_CHANGES.items():
         if tag in func.tags:
-            raise UnwritableError(f"{name} {change}")
+            raise UntraceableError(f"{name} {change}")
 
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(t.layout != torch.strided for t in tensors):
-        raise UnwritableError(f"{name} takes a sparse tensor")
+        raise UntraceableError(f"{name} takes a sparse tensor")
     if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-        raise UnwritableError(f"{name} draws from a generator of its own")
+        raise UntraceableError(f"{name} draws from a generator of its own")
     if func is _aten.index.Tensor:
         _, *indices = tensors
         if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
-            raise UnwritableError(f"{name} by a mask has an output whose shape depends on values")
+            raise UntraceableError(f"{name} by a mask has an output whose shape depends on values")
 
 
 def _storage_id(t: Tensor) -> Any:

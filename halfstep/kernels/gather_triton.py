@@ -23,7 +23,7 @@ BLOCK = 256
 WARPS = 4
 
 
-def launch(
+def launch_gather(
     sources: Sequence[Tensor],
     outs: Sequence[Tensor],
     words_per_row: tuple[int, ...],

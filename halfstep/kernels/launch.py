@@ -19,7 +19,7 @@ from halfstep.errors import Notice
 from halfstep.utils.device_values import is_capturing
 
 # Integers by their size in bytes: values of any dtype are copied as words of these.
-WORDS = {
+WORD_DTYPES = {
     1: torch.int8,
     2: torch.int16,
     4: torch.int32,
@@ -30,19 +30,19 @@ WORDS = {
 Launch: TypeAlias = tuple[Any, int, tuple[Any, ...] | dict[str, Any], int]
 
 # What a warning says: what happens instead, and whether results change.
-MORE = "Updates take more kernels"
-SAME = "Results are the same."
+MORE_UPDATE_KERNELS = "Updates take more kernels"
+SAME_RESULTS = "Results are the same."
 MORE_COMPILED_KERNELS = "Compiled steps take more kernels"
 SUMS_MAY_DIFFER = "Sums may differ in their last digits."
 
 
-def usable(device: torch.device) -> bool:
+def triton_runs_on(device: torch.device) -> bool:
     """Whether Triton kernels run on this device."""
-    return device.type in _devices()
+    return device.type in _triton_devices()
 
 
 @cache
-def _devices() -> tuple[str, ...]:
+def _triton_devices() -> tuple[str, ...]:
     """The types of devices that Triton kernels run on."""
     try:
         from triton import knobs  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -52,10 +52,10 @@ def _devices() -> tuple[str, ...]:
     return ("cuda", "cpu") if knobs.runtime.interpret else ("cuda",)
 
 
-def may_read(t: Tensor) -> bool:
+def may_read_memory(t: Tensor) -> bool:
     """Whether a kernel may read a tensor's memory directly, without torch knowing of it."""
     is_plain = type(t) is Tensor and t.layout == torch.strided and not t.is_neg()
-    if not is_plain or t.numel() == 0 or not usable(t.device):
+    if not is_plain or t.numel() == 0 or not triton_runs_on(t.device):
         return False
     needs_gradient = t.requires_grad and torch.is_grad_enabled()
     return not needs_gradient and not _inside_function_transform()
@@ -83,7 +83,7 @@ def launch(device: torch.device, launches: Iterable[Launch]) -> None:
                 kernel[(programs,)](*arguments, **options)
 
 
-def attempt(
+def run_or_fall_back(
     works: dict[Any, bool],
     key: Any,
     run_kernel: Callable[[], None],
@@ -104,13 +104,13 @@ def attempt(
         if works.get(key):
             raise
         works[key] = False
-        tell(error, consequence, effect)
+        warn_fallback(error, consequence, effect)
     else:
         works[key] = True
     return works[key]
 
 
-def tell(error: Exception, consequence: str, effect: str) -> None:
+def warn_fallback(error: Exception, consequence: str, effect: str) -> None:
     """Warns that torch's own kernels are used because Triton failed."""
     advice = "It needs a C compiler and a folder to write to."
     message = f"{consequence}: Triton failed ({error}). {advice} {effect}"

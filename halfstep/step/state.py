@@ -166,15 +166,15 @@ class UpdateResult(NamedTuple):
     """
 
     lr: Tensor
-    loss: Tensor
-    norm: Tensor
+    cycle_loss: Tensor
+    grad_norm: Tensor
     scale: Tensor
     skipped: Tensor
     updated: Tensor
     record_written: bool = False  # the row is in the RecordTarget already
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.lr, self.loss, self.norm, self.scale, self.skipped, self.updated)
+        return (self.lr, self.cycle_loss, self.grad_norm, self.scale, self.skipped, self.updated)
 
 
 class HostReads:

@@ -326,14 +326,14 @@ class TrainStep:
 
     def record_update(self, loss: Tensor, result: UpdateResult) -> Record:
         """The record of a batch that ends its cycle, by what became of the update."""
-        batch_loss = loss if self.options.accumulate > 1 else result.loss
+        batch_loss = loss if self.options.accumulate > 1 else result.cycle_loss
         return Record(
             loss=batch_loss,
-            cycle_loss=result.loss,
+            cycle_loss=result.cycle_loss,
             lr=result.lr,
             scale=result.scale,
             skipped=result.skipped,
-            grad_norm=result.norm,
+            grad_norm=result.grad_norm,
             updated=result.updated,
             fingerprint=self._no_fingerprint,
         )

@@ -122,8 +122,8 @@ class Update:
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),
-            loss=self._cycle_loss(state.cycle, self.true if drop else None),
-            norm=grads.total_norm,
+            cycle_loss=self._cycle_loss(state.cycle, self.true if drop else None),
+            grad_norm=grads.total_norm,
             scale=scale_used,
             skipped=self.true if skipped else self.false,
             updated=self.true if updated else self.false,
@@ -186,8 +186,8 @@ class Update:
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),
-            loss=self._cycle_loss(state.cycle, empty),
-            norm=grads.total_norm,
+            cycle_loss=self._cycle_loss(state.cycle, empty),
+            grad_norm=grads.total_norm,
             scale=scale_used,
             skipped=skipped,
             updated=updated,

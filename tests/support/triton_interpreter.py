@@ -13,10 +13,10 @@ import sys
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(
+only_interpreted = pytest.mark.skipif(
     not INTERPRETED, reason="run by test_the_interpreted_kernel in a process of its own"
 )
-outside = pytest.mark.skipif(
+starts_interpreter = pytest.mark.skipif(
     INTERPRETED or importlib.util.find_spec("triton") is None,
     reason="needs Triton, and not to be the interpreted run",
 )
@@ -25,7 +25,7 @@ outside = pytest.mark.skipif(
 TIMEOUT_S = 240
 
 
-def interpret(file: str, count: int, which: str = "test_the_kernel") -> None:
+def run_interpreted(file: str, count: int, which: str = "test_the_kernel") -> None:
     """Runs the tests of `file` whose names match `which`; exactly `count` must pass, none fail."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", which, file]
     run = subprocess.run(

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.library import Library
 
 from halfstep.compiler.fx import call
-from halfstep.kernels.launch import MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER, attempt, launch
+from halfstep.kernels.launch import MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER, launch, run_or_fall_back
 
 # The longest K: beyond, a tile takes our kernel longer than the product takes torch's.
 MAX_K = 256
@@ -320,7 +320,7 @@ def compute_weight_grads(
     tensors = (*lefts, *rights, *mask_pointers)
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
     key = (device, dtype, pointers, tuple(sizes))
-    if attempt(_WORKS, key, run_kernel, MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER):
+    if run_or_fall_back(_WORKS, key, run_kernel, MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER):
         return [*products, *row_sums]
     return _weight_grads_by_torch(lefts, rights, masks, summed, dtype)
 

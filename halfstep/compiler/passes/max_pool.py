@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from torch.library import Library
 
 from halfstep.compiler.fx import call
-from halfstep.kernels.launch import MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER, attempt, launch
+from halfstep.kernels.launch import MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER, launch, run_or_fall_back
 
 # Elements of a row of pixels that one program computes.
 BLOCK = 1024
@@ -119,7 +119,7 @@ def unpool(
     # Triton compiles anew for other dtypes, sizes, and pointers that are not aligned to 16 bytes.
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (grad, offsets))
     key = (grad.device, pointers, tuple(sizes.values()))
-    if attempt(_WORKS, key, run_kernel, MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER):
+    if run_or_fall_back(_WORKS, key, run_kernel, MORE_COMPILED_KERNELS, SUMS_MAY_DIFFER):
         return out
     return _unpool_by_torch(grad, offsets, kernel, stride, padding, size)
 

@@ -19,7 +19,7 @@ from halfstep.data import hashing
 from halfstep.data.transforms.axes import image_axes, parse_padding, parse_size, to_chw
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop
 from halfstep.data.transforms.random_words import RandomWords
-from halfstep.kernels.launch import WORDS, attempt, may_read
+from halfstep.kernels.launch import WORD_DTYPES, may_read_memory, run_or_fall_back
 
 FUSABLE_TRANSFORMS = (PadCrop, Flip, Cutout)  # each at most once, in this order
 
@@ -75,14 +75,14 @@ def crop_flip_cutout(
         return None
     if not (words.epochs.is_contiguous() and words.samples.is_contiguous()):
         return None
-    if not may_read(batch):
+    if not may_read_memory(batch):
         return None
     plan = _plan(fused, tuple(batch.shape), batch.stride(), batch.dtype)
     if plan is None:
         return None
 
     # Pixels are moved as integers of their size, so the kernel is compiled once per size.
-    pixel_dtype = WORDS[batch.element_size()]
+    pixel_dtype = WORD_DTYPES[batch.element_size()]
     fills = [_fill_bits(repr(t.fill), batch.dtype) for t in fused if type(t) is not Flip]
     if not fills:
         fills = [0]
@@ -107,7 +107,7 @@ def crop_flip_cutout(
 
     # Triton compiles anew for each of these.
     compile_key = (batch.device, pixel_dtype, batch.data_ptr() % 16 == 0)
-    if not attempt(_COMPILED, compile_key, start_kernel, FALLBACK_EFFECT, FALLBACK_RESULT):
+    if not run_or_fall_back(_COMPILED, compile_key, start_kernel, FALLBACK_EFFECT, FALLBACK_RESULT):
         return None
     return out, len(fused)
 
@@ -135,7 +135,7 @@ def _draw_keys(transforms: Sequence[Any], words: RandomWords, first: int) -> lis
 def _fill_bits(fill: str, dtype: torch.dtype) -> int:
     """A fill value's bits in memory, as an integer; by its text, which tells −0.0 from 0.0."""
     value = torch.full((), ast.literal_eval(fill), dtype=dtype, device="cpu")
-    return int(value.view(WORDS[dtype.itemsize]))
+    return int(value.view(WORD_DTYPES[dtype.itemsize]))
 
 
 @lru_cache(4096)

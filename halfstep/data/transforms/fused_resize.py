@@ -19,7 +19,7 @@ from torch import Tensor
 from halfstep.data.transforms.axes import image_axes, to_chw
 from halfstep.data.transforms.images import Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Normalize, affine_coefficients, count_affine
-from halfstep.kernels.launch import attempt, may_read
+from halfstep.kernels.launch import may_read_memory, run_or_fall_back
 
 OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INPUT_DTYPES = (torch.uint8, *OUTPUT_DTYPES)
@@ -64,7 +64,7 @@ def resize_and_convert(transforms: Sequence[Any], batch: Tensor) -> tuple[Tensor
     """
     if torch.compiler.is_compiling() or type(transforms[0]) is not Resize:
         return None
-    if not (batch.is_cuda and may_read(batch)):
+    if not (batch.is_cuda and may_read_memory(batch)):
         return None
     if batch.dtype not in INPUT_DTYPES:
         return None
@@ -91,7 +91,7 @@ def resize_and_convert(transforms: Sequence[Any], batch: Tensor) -> tuple[Tensor
         plan.channels,
         plan.mode,
     )
-    if not attempt(_COMPILED, compile_key, start_kernel, FALLBACK_EFFECT, FALLBACK_RESULT):
+    if not run_or_fall_back(_COMPILED, compile_key, start_kernel, FALLBACK_EFFECT, FALLBACK_RESULT):
         return None
     return out, len(fused)
 

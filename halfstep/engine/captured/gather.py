@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.launch import WORDS, attempt, usable
+from halfstep.kernels.launch import WORD_DTYPES, run_or_fall_back, triton_runs_on
 
 MAX_COLUMNS = 4  # the kernel is compiled for each number of columns and their widths
 MAX_BATCH_BYTES = 2**30  # of one column: the kernel counts places in int32
@@ -39,7 +39,7 @@ def gather_samples(
     """
     device = sample_table.device
     tables = (sample_table, *copied_tables)
-    if not usable(device) or not 0 < len(columns) <= MAX_COLUMNS:
+    if not triton_runs_on(device) or not 0 < len(columns) <= MAX_COLUMNS:
         return None
     if not all(_can_copy_rows(column, device, sample_count) for column in columns.values()):
         return None
@@ -55,7 +55,7 @@ def gather_samples(
     for name, column in columns.items():
         shape = (sample_count, *column.shape[1:])
         batch[name] = torch.empty(shape, dtype=column.dtype, device=column.device)
-        word = WORDS[word_bytes(column)]
+        word = WORD_DTYPES[word_bytes(column)]
         source = column.view(-1).view(word)
         sources.append(source)
         outs.append(batch[name].view(-1).view(word))
@@ -122,14 +122,14 @@ def _run_kernel(
     sample_count: int,
 ) -> bool:
     """Whether the kernel ran."""
-    from halfstep.kernels.gather_triton import launch
+    from halfstep.kernels.gather_triton import launch_gather
 
     # Triton compiles anew for another dtype, and for an address that 16 does not divide.
     pointers = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in (*sources, *outs))
     compiled_for = (sample_table.device, tuple(words_per_row), pointers)
 
     def run_kernel() -> None:
-        launch(
+        launch_gather(
             sources=sources,
             outs=outs,
             words_per_row=tuple(words_per_row),
@@ -138,7 +138,7 @@ def _run_kernel(
             sample_count=sample_count,
         )
 
-    return attempt(
+    return run_or_fall_back(
         _kernel_works,
         compiled_for,
         run_kernel,

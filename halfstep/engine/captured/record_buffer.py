@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.kernels.launch import MORE, SAME, attempt, launch, usable
+from halfstep.kernels.launch import (
+    MORE_UPDATE_KERNELS,
+    SAME_RESULTS,
+    launch,
+    run_or_fall_back,
+    triton_runs_on,
+)
 from halfstep.step import Record
 from halfstep.step.state import ROW_FIELDS, row_columns
 from halfstep.utils.device_values import read_to_host
@@ -102,7 +108,7 @@ def write_row(
     """
     advance = advance and not keep_loss
     kernel_wrote = False
-    if use_kernel and usable(table.device):
+    if use_kernel and triton_runs_on(table.device):
         kernel_wrote = _write_by_kernel(
             table, next_row, record, keep_loss=keep_loss, advance=advance
         )
@@ -147,4 +153,6 @@ def _write_by_kernel(
         arguments["COLUMNS"] = row_columns(update_triton.RECORD_FIELDS)
         launch(table.device, [(update_triton.record, 1, arguments, 1)])
 
-    return attempt(_kernel_works, compiled_for, run_kernel, MORE, SAME)
+    return run_or_fall_back(
+        _kernel_works, compiled_for, run_kernel, MORE_UPDATE_KERNELS, SAME_RESULTS
+    )

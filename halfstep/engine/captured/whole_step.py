@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from halfstep.compiler.backend import generate
-from halfstep.compiler.trace import written_down
+from halfstep.compiler.backend import compile_graph
+from halfstep.compiler.trace import trace
 from halfstep.engine.captured.static_step import step_backend_flags
 from halfstep.step import TrainStep
 from halfstep.utils import rng
@@ -60,10 +60,10 @@ class WholeStepProgram:
     def __init__(self, step: TrainStep, body: Callable[[], Any]) -> None:
         self._step = step
         self._body = body
-        self._traced = written_down(body)
+        self._traced = trace(body)
         self._inputs = self._traced.inputs
         self._calls = 0
-        self._program: Any = self._traced.module(plain=False)
+        self._program: Any = self._traced.module(decompose=False)
 
     def __call__(self) -> str:
         """Runs one step. Returns what is wrong with the program, or ""."""
@@ -91,8 +91,8 @@ class WholeStepProgram:
                 warnings.catch_warnings(action="ignore"),
                 step_backend_flags(self._step),
             ):
-                self._program = generate(
-                    self._traced.module(plain=True),
+                self._program = compile_graph(
+                    self._traced.module(decompose=True),
                     self._inputs,
                     low=torch.finfo(compute_dtype).bits < 32,
                     chip=None,
@@ -103,7 +103,7 @@ class WholeStepProgram:
 
         def changed_alike(values: Tensors, expected: Tensors, before: Tensors) -> bool:
             # Compiled, a step draws other random numbers: then there is nothing to compare.
-            if self._traced.random:
+            if self._traced.is_random:
                 return True
             return _changed_alike(values, expected, before, compute_dtype)
 
@@ -123,7 +123,7 @@ class WholeStepProgram:
         The step's result stays. If the step raises an error, that error is raised. Returns why the
         program failed, `difference` if the two do not agree, or "".
         """
-        tensors = self._traced.written
+        tensors = self._traced.changed_inputs
         before = [t.clone() for t in tensors]
         random_states = rng.save()
         failure = ""

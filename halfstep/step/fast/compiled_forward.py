@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.step.loss_terms import Count
@@ -235,7 +235,7 @@ def _make_program(applied: Applied) -> Any:
     is_low = torch.finfo(applied.precision.compute).bits < 32
     has_passes = is_low or applied.precision.name == "fp32"
     chip = "cuda" if applied.device.type == "cuda" and has_passes else None
-    backend = partial(generate, low=is_low, chip=chip)
+    backend = partial(compile_graph, low=is_low, chip=chip)
     with warnings.catch_warnings(action="ignore"):  # torch's own, when its compiler is imported
         return torch.compile(own_copy, dynamic=False, backend=backend)
 

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from halfstep.kernels.foreach import is_dense
-from halfstep.kernels.launch import MORE, SAME, Launch, launch, tell, usable
+from halfstep.kernels.launch import (
+    MORE_UPDATE_KERNELS,
+    SAME_RESULTS,
+    Launch,
+    launch,
+    triton_runs_on,
+    warn_fallback,
+)
 from halfstep.precision.low_params import widen
 from halfstep.step.state import (
     ROW_FIELDS,
@@ -128,7 +135,7 @@ class FusedUpdate:
         """
         update = self.update
         is_new = signature not in self._plans
-        if is_new and self._is_supported(signature) and usable(update.device):
+        if is_new and self._is_supported(signature) and triton_runs_on(update.device):
             if is_capturing():
                 return False
             try:
@@ -136,7 +143,7 @@ class FusedUpdate:
                 self._plans[signature] = make_launch_plan(update.params, signature.grad_indices)
             except Exception as error:  # whatever Triton, the C compiler or the disk may raise
                 self._plans[signature] = None
-                tell(error, MORE, SAME)
+                warn_fallback(error, MORE_UPDATE_KERNELS, SAME_RESULTS)
         return self._plans.get(signature) is not None
 
     def __call__(
@@ -179,8 +186,8 @@ class FusedUpdate:
         writes_record = record_target is not None and not update.accumulates
         return UpdateResult(
             lr=lr,
-            loss=cycle.loss if outputs.loss is None else outputs.loss,
-            norm=outputs.floats[0],
+            cycle_loss=cycle.loss if outputs.loss is None else outputs.loss,
+            grad_norm=outputs.floats[0],
             scale=outputs.floats[1],
             skipped=outputs.flags[0],
             updated=outputs.flags[1],

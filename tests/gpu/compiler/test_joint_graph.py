@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 
 # Registers torch.ops.halfstep.unpool. Without this import, only a test that has compiled a program
 # before, in the same process, would have done so.
@@ -28,7 +28,7 @@ def fresh_compiler() -> None:
 
 
 def compile_on_gpu(f: Callable[..., Any], *, low: bool) -> Callable[..., Any]:
-    backend = partial(generate, low=low, chip="cuda")
+    backend = partial(compile_graph, low=low, chip="cuda")
     return torch.compile(f, dynamic=False, backend=backend)
 
 

@@ -249,7 +249,7 @@ def test_a_window_first_met_in_a_capture_is_left_to_torch(monkeypatch: pytest.Mo
     compiled: dict[object, bool] = {}
     monkeypatch.setattr(fused_augment, "_COMPILED", compiled)
     with monkeypatch.context() as without:
-        without.setattr(launching, "usable", lambda device: False)
+        without.setattr(launching, "triton_runs_on", lambda device: False)
         run(AUGMENT, inputs)  # torch's kernels are loaded, and the draws' numbers are there
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -424,12 +424,12 @@ def test_without_triton_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     resize = Resize((99, 90))
     pixels = run(AUGMENT, inputs)
     monkeypatch.setitem(sys.modules, "triton", None)
-    launching._devices.cache_clear()
+    launching._triton_devices.cache_clear()
     try:
         assert torch.equal(run([resize], inputs), resize(inputs[0], inputs[1]))
         assert torch.equal(run(AUGMENT, inputs), pixels)
     finally:
-        launching._devices.cache_clear()
+        launching._triton_devices.cache_clear()
 
 
 NO_COMPILER = """

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from halfstep.compiler.passes import batch_weight_grads
 from halfstep.compiler.passes.batch_weight_grads import compute_weight_grads
 from halfstep.errors import Notice
-from tests.support.triton_interpreter import inside, interpret, outside
+from tests.support.triton_interpreter import only_interpreted, run_interpreted, starts_interpreter
 
 aten = torch.ops.aten
 SHAPES = [(512, 784, 64), (10, 512, 64), (33, 65, 7), (1, 1, 1), (64, 64, 200)]  # M, N, K
@@ -74,7 +74,7 @@ def test_the_operation(dtype: torch.dtype, out: torch.dtype) -> None:
     assert_exact(torch.ops.halfstep.leaves(*operands, out), operands, out)
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize(("dtype", "out"), KINDS)
 def test_the_kernel(dtype: torch.dtype, out: torch.dtype) -> None:
     operands = make_operands(dtype)
@@ -110,15 +110,15 @@ def test_the_operation_keeps_what_is_not_finite() -> None:
     check_nonfinite(torch.ops.halfstep.leaves)
 
 
-@inside
+@only_interpreted
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy
 def test_the_kernel_keeps_what_is_not_finite() -> None:
     check_nonfinite(compute_weight_grads)
 
 
-@outside
+@starts_interpreter
 def test_the_interpreted_kernel() -> None:
-    interpret(__file__, len(KINDS) + 1)
+    run_interpreted(__file__, len(KINDS) + 1)
 
 
 def fail_to_launch(*_: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 from torch.fx import Graph
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 from halfstep.compiler.passes import batch_weight_grads
 from tests.unit.compiler.test_batch_weight_grads import (
     JOINED,
@@ -171,7 +171,7 @@ def test_torchs_compiler_writes_both_so(
     )
     is_low = dtype != torch.float32
     with fresh_cache(), torch.autocast("cpu", dtype, enabled=is_low):
-        backend = partial(generate, low=is_low, chip="cpu")
+        backend = partial(compile_graph, low=is_low, chip="cpu")
         compiled = torch.compile(net, dynamic=False, backend=backend)
         compiled(torch.randn(8, 16))
     [(_, _, masks, summed, _)] = calls

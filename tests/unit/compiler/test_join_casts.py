@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 from halfstep.compiler.passes import batch_weight_grads, join_casts
 from halfstep.compiler.passes.join_casts import JoinCasts
 
@@ -164,7 +164,7 @@ def test_generated_code_has_them_forward_and_backward() -> None:
                 out = net(x)
             return F.cross_entropy(out.float(), y)
 
-        backend = partial(generate, low=True, chip=chip)
+        backend = partial(compile_graph, low=True, chip=chip)
         compiled = torch.compile(loss, dynamic=False, backend=backend)
         compiled(x, y).backward()
         net.zero_grad()

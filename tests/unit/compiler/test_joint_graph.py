@@ -7,7 +7,7 @@ import torch
 import torch._inductor.config as inductor
 from torch import nn
 
-from halfstep.compiler.backend import _rewriting
+from halfstep.compiler.backend import _pass_settings
 from halfstep.compiler.passes.joint_graph import JointGraphPass, has_batch_norm, inductor_settings
 
 X = torch.randn(4, 3, 5, 5)
@@ -30,11 +30,11 @@ def test_only_a_network_with_batch_norms_is_asked_for(normed: bool) -> None:
 
     def check_patches(graph: Any, inputs: Any) -> Any:
         assert has_batch_norm(graph) == normed
-        patches, options = _rewriting(graph, "cuda", True)
+        patches, options = _pass_settings(graph, "cuda", True)
         seen.append(patches)
         assert set(options) == ({"decompositions"} if normed else set())
         with inductor.patch(joint_custom_post_pass=lambda graph: None):
-            assert set(_rewriting(graph, "cuda", True)[0]) == {"post_grad_custom_pre_pass"}
+            assert set(_pass_settings(graph, "cuda", True)[0]) == {"post_grad_custom_pre_pass"}
         return graph
 
     torch.compile(network(normed=normed), backend=check_patches)(X)

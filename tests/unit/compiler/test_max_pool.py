@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from halfstep.compiler.passes import max_pool
 from halfstep.errors import Notice
-from tests.support.triton_interpreter import inside, interpret, outside
+from tests.support.triton_interpreter import only_interpreted, run_interpreted, starts_interpreter
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -84,7 +84,7 @@ def test_the_operation_whatever_torchs_default_dtype_is() -> None:
 
 
 # The interpreter cuts off where a bfloat16 is to be rounded.
-@inside
+@only_interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernel(case: Pool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +96,9 @@ def test_the_kernel(case: Pool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     assert list(max_pool._WORKS.values()) == [True]  # the kernel, not what stands in for it
 
 
-@outside
+@starts_interpreter
 def test_the_interpreted_kernel() -> None:
-    interpret(__file__, len(CASES) * 2)
+    run_interpreted(__file__, len(CASES) * 2)
 
 
 def fail_to_launch(*_: Any) -> None:

@@ -12,7 +12,7 @@ from torch._inductor.utils import fresh_cache
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 from halfstep.compiler.passes import relu_masks
 
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def test_generated_code_has_the_same_bits(
         compiled = torch.compile(
             lambda x: net(x).float().square().mean(),
             dynamic=False,
-            backend=partial(generate, low=dtype != torch.float32, chip=chip),
+            backend=partial(compile_graph, low=dtype != torch.float32, chip=chip),
         )
         value = compiled(X.to(dtype))
         value.backward()

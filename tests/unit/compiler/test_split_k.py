@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
-from halfstep.compiler.backend import generate
+from halfstep.compiler.backend import compile_graph
 from halfstep.compiler.passes.split_k import MAX_BLOCKS, MIN_PART, SplitK, count_parts
 
 # Half a unit in the last place of 1: what one rounding to float32 may change, relative.
@@ -243,7 +243,7 @@ def test_generated_code_runs_the_cut_products_forward_and_backward() -> None:
         out = f(*inputs)
         return [out.detach(), *torch.autograd.grad(out, inputs, g.to(dtype))]
 
-    backend = partial(generate, low=False, chip="cpu")
+    backend = partial(compile_graph, low=False, chip="cpu")
     compiled = torch.compile(F.linear, dynamic=False, backend=backend)
     run(compiled)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:

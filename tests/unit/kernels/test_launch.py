@@ -3,7 +3,7 @@
 import pytest
 
 from halfstep.errors import Notice
-from halfstep.kernels.launch import attempt
+from halfstep.kernels.launch import run_or_fall_back
 
 
 def test_a_kernel_that_ran_before_and_fails_now_is_an_error() -> None:
@@ -13,7 +13,7 @@ def test_a_kernel_that_ran_before_and_fails_now_is_an_error() -> None:
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
-        attempt(works, "key", fails, "instead", "same")
+        run_or_fall_back(works, "key", fails, "instead", "same")
     assert works == {"key": True}
 
 
@@ -26,4 +26,4 @@ def test_two_threads_whose_first_compilations_both_fail() -> None:
         raise OSError("no space left")
 
     with pytest.warns(Notice, match="instead: Triton failed .no space left.*same"):
-        assert not attempt(works, "key", fails, "instead", "same")
+        assert not run_or_fall_back(works, "key", fails, "instead", "same")

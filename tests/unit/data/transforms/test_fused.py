@@ -22,7 +22,12 @@ from halfstep.data.transforms import (
 )
 from halfstep.data.transforms.random_words import DRAWS_PER_TRANSFORM
 from halfstep.errors import Notice
-from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
+from tests.support.triton_interpreter import (
+    INTERPRETED,
+    only_interpreted,
+    run_interpreted,
+    starts_interpreter,
+)
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # pixels, epochs, samples
 
@@ -94,7 +99,7 @@ def equals_one_after_the_other(chain: list[Transform], inputs: Inputs, seed: int
     return is_identical(result, apply_in_turn(chain, inputs, seed))
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_kernel_has_the_bits_of_one_after_the_other(
@@ -105,7 +110,7 @@ def test_the_kernel_has_the_bits_of_one_after_the_other(
     assert list(fused_augment._COMPILED.values()) == [True]
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_moves_any_dtype(dtype: torch.dtype) -> None:
     chain: list[Transform] = [PadCrop(12, 4, 17), Flip(), Cutout(4, 33)]
@@ -113,7 +118,7 @@ def test_the_kernel_moves_any_dtype(dtype: torch.dtype) -> None:
         assert equals_one_after_the_other(chain, make_inputs(SHAPES["HWC"], dtype, seed), seed)
 
 
-@inside
+@only_interpreted
 def test_the_kernel_fills_as_torch_rounds() -> None:
     """0.1 in half precision is rounded by way of float32.
 
@@ -125,7 +130,7 @@ def test_the_kernel_fills_as_torch_rounds() -> None:
             assert equals_one_after_the_other(chain, make_inputs(SHAPES["CHW"], dtype))
 
 
-@inside
+@only_interpreted
 def test_the_kernel_reads_any_strides() -> None:
     batch, epochs, samples = make_inputs((9, 12, 10, 3))
     channels_last = batch.permute(0, 3, 1, 2)
@@ -143,7 +148,7 @@ def test_the_kernel_reads_any_strides() -> None:
             assert equals_one_after_the_other(CHAINS[name], inputs)
 
 
-@inside
+@only_interpreted
 def test_the_kernel_is_left_out_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients, subclasses, numbers of samples with gaps between them, nothing at all."""
     monkeypatch.setattr(fused_augment, "_COMPILED", {})
@@ -161,7 +166,7 @@ def test_the_kernel_is_left_out_where_it_cannot_be(monkeypatch: pytest.MonkeyPat
     assert equals_one_after_the_other(mixed, (batch, epochs, samples))
 
 
-@inside
+@only_interpreted
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.func's own
 def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +200,7 @@ def test_the_kernel_is_left_out_where_torch_goes_through_derivatives(
     assert torch.equal(run(negative), -expected)
 
 
-@inside
+@only_interpreted
 def test_the_kernel_takes_any_number_as_a_fill() -> None:
     inputs = make_inputs(SHAPES["HWC"], torch.float32)
     batch, epochs, samples = inputs
@@ -210,7 +215,7 @@ def test_the_kernel_takes_any_number_as_a_fill() -> None:
         assert torch.equal(apply_in_turn(chain, inputs), expected)
 
 
-@inside
+@only_interpreted
 def test_the_kernel_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from halfstep.data.transforms import augment_triton
 
@@ -225,9 +230,9 @@ def test_the_kernel_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) ->
     assert equals_one_after_the_other(CHAINS["all"], make_inputs(SHAPES["HWC"]))
 
 
-@outside
+@starts_interpreter
 def test_the_interpreted_kernel() -> None:
-    interpret(__file__, 3 * len(CHAINS) + len(DTYPES) + 6)
+    run_interpreted(__file__, 3 * len(CHAINS) + len(DTYPES) + 6)
 
 
 def test_words_are_made_for_those_that_draw_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,12 @@ from halfstep.engine.captured.gather import gather_samples, word_bytes
 from halfstep.engine.captured.inputs import ResidentInputs
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.feed import Feed
-from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
+from tests.support.triton_interpreter import (
+    INTERPRETED,
+    only_interpreted,
+    run_interpreted,
+    starts_interpreter,
+)
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 SAMPLES = 40
@@ -91,7 +96,7 @@ def equal_to_indexing(case: str) -> None:
         assert [t.tolist() for t in copies] == [t[3, :count].tolist() for t in tables]
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_indexing(case: str) -> None:
     equal_to_indexing(case)
@@ -242,7 +247,7 @@ CHECKS = [
 ]
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("check", CHECKS)
 def test_checks(check: Callable[[], None]) -> None:
     check()
@@ -289,6 +294,6 @@ def test_a_word_begins_where_the_column_does() -> None:
     assert [word_bytes(column) for column in columns] == [8, 1, 2, 4, 8]
 
 
-@outside
+@starts_interpreter
 def test_the_interpreted_kernel() -> None:
-    interpret(__file__, len(CASES) + len(CHECKS), "equal or checks")
+    run_interpreted(__file__, len(CASES) + len(CHECKS), "equal or checks")

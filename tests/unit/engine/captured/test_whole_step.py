@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.compiler.trace import written_down
+from halfstep.compiler.trace import trace
 from halfstep.cuda_graphs import capture
 from halfstep.engine.captured import whole_step
 from halfstep.step.fast import compiled_forward
@@ -49,7 +49,7 @@ def early_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def uncompiled_program(monkeypatch: pytest.MonkeyPatch, early_program: None) -> None:
     """Programs run as they were recorded: torch's own operations, so the same bits."""
     monkeypatch.setattr("halfstep.compiler.trace.DECOMPOSITIONS", {})
-    monkeypatch.setattr(whole_step, "generate", lambda module, inputs, **_: module)
+    monkeypatch.setattr(whole_step, "compile_graph", lambda module, inputs, **_: module)
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def test_recording_a_step_changes_nothing() -> None:
 
     before = {name: int(value) for name, value in train_step.fingerprints().items()}
     rng_state = torch.get_rng_state()
-    traced = written_down(train_once)
-    assert traced.random  # dropout
+    traced = trace(train_once)
+    assert traced.is_random  # dropout
     assert {name: int(value) for name, value in train_step.fingerprints().items()} == before
     assert torch.equal(torch.get_rng_state(), rng_state)
 
@@ -407,7 +407,7 @@ def test_a_program_that_torch_compiled_wrongly_is_given_up_and_the_steps_result_
 
         return run
 
-    monkeypatch.setattr(whole_step, "generate", compile_wrongly)
+    monkeypatch.setattr(whole_step, "compile_graph", compile_wrongly)
     eager = small_step(compile=False)
     compiled = small_step(compile=True)
     for train_step in (eager, compiled):
@@ -431,7 +431,7 @@ def test_a_program_that_fails_is_given_up_and_the_step_goes_on(
 
         return run
 
-    monkeypatch.setattr(whole_step, "generate", compile_to_failing)
+    monkeypatch.setattr(whole_step, "compile_graph", compile_to_failing)
     eager = small_step(compile=False)
     compiled = small_step()
     expected = run_by_hand(eager, make_data(CPU), passes=1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import halfstep as hs
-from halfstep.compiler.backend import _rewriting
+from halfstep.compiler.backend import _pass_settings
 from halfstep.step.fast.compiled_forward import (
     ASSUMED_SPEEDUP,
     COMPILE_COST_S,
@@ -650,13 +650,13 @@ def test_a_pass_of_the_users_own_is_not_replaced() -> None:
 
     graph = torch.fx.symbolic_trace(nn.Identity())
     for low, kind in ((False, "SplitK"), (True, "JoinCasts")):
-        options, _ = _rewriting(graph, "cuda", low)
+        options, _ = _pass_settings(graph, "cuda", low)
         (graph_pass,) = options.values()
         assert type(graph_pass).__name__ == kind
         assert graph_pass.device == "cuda"
         with config.patch(post_grad_custom_pre_pass=lambda graph: None):
-            assert _rewriting(graph, "cuda", low) == ({}, {})
-        assert _rewriting(graph, None, low) == ({}, {})
+            assert _pass_settings(graph, "cuda", low) == ({}, {})
+        assert _pass_settings(graph, None, low) == ({}, {})
 
 
 def test_compiling_pays_when_a_sixth_of_the_run_is_more_than_it_costs() -> None:

@@ -15,7 +15,12 @@ import halfstep as hs
 from halfstep.engine.captured.record_buffer import write_row
 from halfstep.step.gradients import clip_norm_
 from halfstep.step.state import UpdateResult
-from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
+from tests.support.triton_interpreter import (
+    INTERPRETED,
+    only_interpreted,
+    run_interpreted,
+    starts_interpreter,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 # The interpreter computes with numpy, which warns about inf and NaN.
@@ -231,12 +236,12 @@ def run_event_with_record(step: Any, event: str, index: int) -> UpdateResult:
     assert result.record_written is (step.options.accumulate == 1)
     if result.record_written:
         record = hs.Record(
-            loss=result.loss,
-            cycle_loss=result.loss,
+            loss=result.cycle_loss,
+            cycle_loss=result.cycle_loss,
             lr=result.lr,
             scale=result.scale,
             skipped=result.skipped,
-            grad_norm=result.norm,
+            grad_norm=result.grad_norm,
             updated=result.updated,
             fingerprint=expected.next_row,
         )
@@ -277,13 +282,13 @@ def assert_fused_equals_plain(
     assert None not in fused.update.fused_update._plans.values()
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_fused_update_equals_plain_update_in_everything(case: str) -> None:
     assert_fused_equals_plain(case)
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("case", HALF_CASES)
 def test_fused_update_of_half_parameters_equals_plain_update(case: str) -> None:
     """With AdamW: torch's fused SGD does not move half parameters on a CPU."""
@@ -317,7 +322,7 @@ def norms_of_half_gradients_are_float32() -> None:
         result = step.update.on_device(state, list(range(len(grads))))
 
         exact_norm = torch.cat([grad.double().flatten() for grad in grads]).norm()
-        assert abs(result.norm.double() / exact_norm - 1) <= NORM_ERROR
+        assert abs(result.grad_norm.double() / exact_norm - 1) <= NORM_ERROR
         assert all(torch.equal(a, b) for a, b in zip(grads, state.cycle.grads, strict=True))
         assert step.update.fused_update._plans
 
@@ -343,12 +348,12 @@ def gradients_round_as_torch_does() -> None:
     weight = torch.tensor(3.0, device=DEVICE)
     expected_grads = [grad * inverse_scale / weight for grad in grads]
     exact_norm = torch.cat([grad.double().flatten() for grad in expected_grads]).norm()
-    assert abs(result.norm.double() / exact_norm - 1) <= NORM_ERROR
+    assert abs(result.grad_norm.double() / exact_norm - 1) <= NORM_ERROR
 
     expected_loss = torch.tensor(7 / 3, dtype=torch.float64, device=DEVICE).float()
-    assert torch.equal(result.loss, expected_loss)
+    assert torch.equal(result.cycle_loss, expected_loss)
 
-    clip_norm_(expected_grads, result.norm, 0.1)
+    clip_norm_(expected_grads, result.grad_norm, 0.1)
     for i, (grad, expected) in enumerate(zip(state.cycle.grads, expected_grads, strict=True)):
         assert_same(str(i), grad, expected)
     assert step.update.fused_update._plans
@@ -461,7 +466,7 @@ KERNEL_CHECKS = [
 ]
 
 
-@inside
+@only_interpreted
 @pytest.mark.parametrize("check", KERNEL_CHECKS)
 def test_kernels_hold(check: Callable[[], None]) -> None:
     check()
@@ -474,6 +479,6 @@ def test_records_are_packed_without_triton() -> None:
     records_are_packed()
 
 
-@outside
+@starts_interpreter
 def test_the_interpreted_kernels_pass_every_case() -> None:
-    interpret(__file__, len(CASES) + len(HALF_CASES) + len(KERNEL_CHECKS), "")
+    run_interpreted(__file__, len(CASES) + len(HALF_CASES) + len(KERNEL_CHECKS), "")

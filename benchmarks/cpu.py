@@ -20,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from measure import compare_rounds, conditions, rotate, write_result
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.memory import kept
 
 BATCH_SIZE = 64
 LEARNING_RATE = 1e-3
@@ -117,10 +115,8 @@ def floor_epoch() -> Epoch:
     return torch.no_grad()(epoch)
 
 
-def torch_epoch(
-    *, compiled: bool = False, keep_memory: bool = False, use_accelerate: bool = False
-) -> Epoch:
-    """The loop everybody writes. `keep_memory`: inside halfstep's kept()."""
+def torch_epoch(*, compiled: bool = False, use_accelerate: bool = False) -> Epoch:
+    """The loop everybody writes."""
     net, loss_fn, optimizer = build_parts()
     backward = Tensor.backward
     if use_accelerate:
@@ -133,13 +129,12 @@ def torch_epoch(
 
     def epoch(batches: Batches) -> object:
         loss_sum = torch.zeros(())
-        with kept() if keep_memory else nullcontext():
-            for x, y in batches:
-                optimizer.zero_grad()
-                loss = loss_fn(forward(x), y)
-                backward(loss)
-                optimizer.step()
-                loss_sum += loss.detach()
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = loss_fn(forward(x), y)
+            backward(loss)
+            optimizer.step()
+            loss_sum += loss.detach()
         return loss_sum.item()
 
     return epoch
@@ -206,7 +201,6 @@ def halfstep_shuffled_epoch(**options: Any) -> Epoch:
 WAYS: dict[str, Callable[[], Epoch]] = {
     "floor": floor_epoch,
     "torch": torch_epoch,
-    "torch inside kept()": lambda: torch_epoch(keep_memory=True),
     "torch compiled": lambda: torch_epoch(compiled=True),
     "Lightning": lightning_epoch,
     "Accelerate": lambda: torch_epoch(use_accelerate=True),

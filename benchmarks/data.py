@@ -213,7 +213,7 @@ def measure_order(device: torch.device) -> dict[str, Any]:
         "torch.randperm(1,000,000)": time_call(
             lambda: torch.randperm(10**6, device=device), device, repeat=5
         ),
-        "1,000 batches of 64": time_call(lambda: plan.tokens(3, 0, 1000, device), device),
+        "1,000 batches of 64": time_call(lambda: plan.sample_indices(3, 0, 1000, device), device),
     }
     if device.type == "cuda":
         epochs = torch.zeros(1, dtype=torch.int64, device=device)

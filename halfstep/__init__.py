@@ -1,4 +1,7 @@
-"""halfstep trains PyTorch models in any numeric precision, and proves that nothing was lost on the way."""
+"""halfstep trains PyTorch models in any numeric precision.
+
+Start with `Model` (fit, evaluate, predict), or with `TrainStep` for a loop of your own.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -31,29 +34,81 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "CSVLog", "Callback", "Checkpoint", "DynamicScale", "EarlyStopping", "EvalStep", "FixedScale", "GradManager",
-    "GradOperation", "History", "JSONLLog", "LRMonitor", "Lambda", "LossMonitor", "Model", "NoScale", "NonFiniteError",
-    "Notice", "Precision", "ProgressBar", "ProgressLines", "Record", "ReduceLROnPlateau", "Row", "Run", "StepTimer",
-    "TensorBoard", "TimeMonitor", "TrainStep", "UncapturableError", "amp", "callbacks", "checkpoint", "data", "diff",
-    "losses", "metrics", "nets", "replay", "schedules", "sink",
-]  # fmt: skip
+    "CSVLog",
+    "Callback",
+    "Checkpoint",
+    "DynamicScale",
+    "EarlyStopping",
+    "EvalStep",
+    "FixedScale",
+    "GradManager",
+    "GradOperation",
+    "History",
+    "JSONLLog",
+    "LRMonitor",
+    "Lambda",
+    "LossMonitor",
+    "Model",
+    "NoScale",
+    "NonFiniteError",
+    "Notice",
+    "Precision",
+    "ProgressBar",
+    "ProgressLines",
+    "Record",
+    "ReduceLROnPlateau",
+    "Row",
+    "Run",
+    "StepTimer",
+    "TensorBoard",
+    "TimeMonitor",
+    "TrainStep",
+    "UncapturableError",
+    "amp",
+    "callbacks",
+    "checkpoint",
+    "data",
+    "diff",
+    "losses",
+    "metrics",
+    "nets",
+    "replay",
+    "schedules",
+    "sink",
+]
 
-# Loaded when first used: the command's help and a shell's completion need no torch, which takes two seconds to import.
-_ROOMS = {"amp", "callbacks", "checkpoint", "data", "losses", "metrics", "nets", "schedules"}
-_HOMES = {
-    "Callback": "engine", "Row": "engine", "Run": "engine", "sink": "engine", "Model": "model", "diff": "reproduce",
-    "replay": "reproduce", "NonFiniteError": "errors", "Notice": "errors", "UncapturableError": "errors",
-    "GradManager": "grads", "GradOperation": "grads", "DynamicScale": "precision", "FixedScale": "precision",
-    "NoScale": "precision", "Precision": "precision", "EvalStep": "step", "Record": "step", "TrainStep": "step",
-}  # fmt: skip
+# A name is imported when it is first used: the help of the command and the completion of a shell
+# need no torch, which takes two seconds to import.
+_SUBPACKAGES = (
+    "amp",
+    "callbacks",
+    "checkpoint",
+    "data",
+    "losses",
+    "metrics",
+    "nets",
+    "schedules",
+)
+_NAMES_BY_MODULE = {
+    "engine": ("Callback", "Row", "Run", "sink"),
+    "errors": ("NonFiniteError", "Notice", "UncapturableError"),
+    "grads": ("GradManager", "GradOperation"),
+    "model": ("Model",),
+    "precision": ("DynamicScale", "FixedScale", "NoScale", "Precision"),
+    "reproduce": ("diff", "replay"),
+    "step": ("EvalStep", "Record", "TrainStep"),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return importlib.import_module(f"halfstep.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"halfstep.{_HOMES.get(name, 'callbacks')}"), name)
+    # What is not in the table above is a callback.
+    module = importlib.import_module(f"halfstep.{_MODULE_OF_NAME.get(name, 'callbacks')}")
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

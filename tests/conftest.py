@@ -1,4 +1,7 @@
-"""Every test starts from the same seed, on one thread: a second would only wait for the first on tiny tensors."""
+"""Every test starts from the same seed, on one thread.
+
+Tensors in tests are tiny: a second thread would only wait for the first.
+"""
 
 import signal
 
@@ -6,8 +9,9 @@ import hypothesis
 import pytest
 import torch
 
-# No deadline: the first call of a kernel is slow, and a busy machine is not a failure. `make test` draws the same
-# cases every time, so that a change is judged by what it changed; `make test-full` goes looking for new ones.
+# No deadline: the first call of a kernel is slow, and a busy machine is not a failure. `make test`
+# draws the same cases every time, so that a failure comes from the change; `make test-full`
+# searches for new cases.
 hypothesis.settings.register_profile("halfstep", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("halfstep")
@@ -15,9 +19,8 @@ hypothesis.settings.load_profile("halfstep")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # as in a background job; tests hand it on
+    # A background job ignores SIGINT, and processes that tests start would inherit this.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,4 +1,10 @@
-"""The tour: halfstep from top to bottom in a dozen short tests. Read this first; every line runs."""
+"""A tour of halfstep in short tests. Read this file first; every line of it runs.
+
+Part 1 shows `TrainStep`: one object does forward, backward and update; the loop is yours.
+Part 2 shows the pieces alone, `autocast` and `GradScaler`, for any PyTorch loop.
+
+(`Model`, which also owns the loop, is shown in the README and in tests/unit/model/test_model.py.)
+"""
 
 import pytest
 import torch
@@ -8,207 +14,241 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import amp
 
+Batch = tuple[Tensor, Tensor]
+
+
+def make_net(device: torch.device) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        nn.LayerNorm(16),
+        nn.ReLU(),
+        nn.Linear(16, 3),
+    ).to(device)
+
 
 @pytest.fixture
 def net(device: torch.device) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)).to(device)
+    return make_net(device)
 
 
 @pytest.fixture
-def data(device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Seven batches: the class is where the largest of the first three features is."""
-    x = torch.randn(7, 32, 8, device=device)
-    return [(batch, batch[:, :3].argmax(1)) for batch in x]
+def batches(device: torch.device) -> list[Batch]:
+    """Seven batches of 32 samples. The label is the index of the largest of three features."""
+    features = torch.randn(7, 32, 8, device=device)
+    return [(x, x[:, :3].argmax(dim=1)) for x in features]
 
 
-# --- Semi-automatic: one step as a value; you own the loop -----------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# Part 1: TrainStep
+# ------------------------------------------------------------------------------------------------
 
 
-def test_one_step_is_one_call(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
-    """Hand over network, loss and optimizer; every batch is one call, and every call returns a record."""
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters(), lr=0.01))
-    first = step(*data[0])
+def test_one_call_trains_on_one_batch(net: nn.Module, batches: list[Batch]) -> None:
+    """Every call returns a record of tensors on the device. Reading one is your decision."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer)
+
+    first = step(*batches[0])
     for _ in range(10):
-        for batch in data:
-            last = step(*batch)
-    assert (
-        last.loss < 0.5 * first.loss
-    )  # tensors on the device: looking at one is your decision, not the step's
+        for x, y in batches:
+            last = step(x, y)
+
+    assert last.loss < 0.5 * first.loss
     assert last.updated
     assert not last.skipped
     assert last.lr.item() == pytest.approx(0.01)
 
 
-def test_the_precision_is_one_word(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
-    """O2: the whole network computes in float16, norms in float32, and the loss is scaled. Your network stays fp32."""
-    step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision="O2"
-    )
-    record = step(*data[0])
-    assert record.loss.dtype == torch.float32  # a loss is never taken in half: exp overflows at 11
-    assert record.scale == 2.0**16  # where torch's GradScaler starts too
-    assert {p.dtype for p in net.parameters()} == {
-        torch.float32
-    }  # the masters that the optimizer holds
-    print(step.report())  # what really ran in which dtype, module by module
-    assert step.report().modules["0"].weight == "float16"
-    assert step.report().modules["1"].weight == "float32"
+def test_a_precision_is_chosen_with_one_word(net: nn.Module, batches: list[Batch]) -> None:
+    """O2 computes in float16, but norms in float32, and scales the loss."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O2")
+    record = step(*batches[0])
+
+    # The loss itself is computed in float32: in float16, exp(12) overflows.
+    assert record.loss.dtype == torch.float32
+    # The loss scale begins where torch's GradScaler begins.
+    assert record.scale == 2.0**16
+    # Your network keeps its float32 weights, and the optimizer updates those.
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+    # The report says what really ran in which dtype, module by module.
+    report = step.report()
+    print(report)
+    assert report.modules["0"].weight == "float16"  # nn.Linear
+    assert report.modules["1"].weight == "float32"  # nn.LayerNorm
 
 
-def test_a_precision_is_a_value_with_choices() -> None:
-    """Beyond the word: the low dtype, modules to keep high, the loss scale, how low weights are rounded."""
-    p = hs.Precision("O2", dtype="bfloat16", keep={"head*": "fp32"})
-    assert (p.compute, p.scale) == (
-        torch.bfloat16,
-        hs.NoScale(),
-    )  # bfloat16 has fp32's range: nothing to scale
+def test_a_precision_can_be_adjusted() -> None:
+    """You can set the low dtype, modules to keep in float32, the loss scale and the rounding."""
+    precision = hs.Precision("O2", dtype="bfloat16", keep={"head*": "fp32"})
+    assert precision.compute == torch.bfloat16
+    # bfloat16 has the range of float32, so there is nothing to scale.
+    assert precision.scale == hs.NoScale()
+
     assert hs.Precision("O0") == hs.Precision("fp32")
-    with pytest.raises(ValueError, match="expected one of"):  # honoured or refused, never replaced
+
+    # A precision that halfstep does not have is refused, never replaced by another.
+    with pytest.raises(ValueError, match="expected one of"):
         hs.Precision("fp8")
 
 
-def test_small_batches_add_up_to_a_big_one(device: torch.device) -> None:
-    """accumulate=3: three batches make one update, exactly that of all their samples at once, even when uneven."""
-    x, y = torch.randn(10, 4, device=device).double(), torch.randn(10, 2, device=device).double()
-    big, small = (nn.Linear(4, 2).to(device).double() for _ in range(2))
-    small.load_state_dict(big.state_dict())
-    hs.TrainStep(big, nn.MSELoss(), torch.optim.SGD(big.parameters(), lr=0.1), precision="fp64")(
-        x, y
-    )
-    step = hs.TrainStep(
-        small,
-        nn.MSELoss(),
-        torch.optim.SGD(small.parameters(), lr=0.1),
-        precision="fp64",
-        accumulate=3,
-    )
-    records = [step(x[i:j], y[i:j]) for i, j in ((0, 5), (5, 9), (9, 10))]
-    assert [bool(r.updated) for r in records] == [False, False, True]
-    assert torch.allclose(
-        big.weight, small.weight, rtol=0, atol=1e-15
-    )  # float64 sums in another order
+def test_accumulated_batches_give_the_update_of_one_large_batch(device: torch.device) -> None:
+    """With accumulate=3, three batches make one update, weighted by samples: sizes may differ."""
+    x = torch.randn(10, 4, device=device).double()
+    y = torch.randn(10, 2, device=device).double()
+    large_net = nn.Linear(4, 2).to(device).double()
+    small_net = nn.Linear(4, 2).to(device).double()
+    small_net.load_state_dict(large_net.state_dict())
+
+    optimizer = torch.optim.SGD(large_net.parameters(), lr=0.1)
+    large_step = hs.TrainStep(large_net, nn.MSELoss(), optimizer, precision="fp64")
+    large_step(x, y)
+
+    optimizer = torch.optim.SGD(small_net.parameters(), lr=0.1)
+    small_step = hs.TrainStep(small_net, nn.MSELoss(), optimizer, precision="fp64", accumulate=3)
+    assert not small_step(x[0:5], y[0:5]).updated
+    assert not small_step(x[5:9], y[5:9]).updated
+    assert small_step(x[9:10], y[9:10]).updated
+
+    # The tolerance is float64's rounding: the sums are taken in another order.
+    assert torch.allclose(large_net.weight, small_net.weight, rtol=0, atol=1e-15)
 
 
-def test_the_tail_of_a_pass_is_an_update_of_its_own(
-    net: nn.Module, data: list[tuple[Tensor, Tensor]]
+def test_flush_updates_with_the_batches_that_remain(net: nn.Module, batches: list[Batch]) -> None:
+    """Seven batches in groups of three are two updates; flush() makes one of the last batch."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, accumulate=3)
+
+    records = [step(x, y) for x, y in batches]
+    assert sum(int(record.updated) for record in records) == 2
+
+    last = step.flush()
+    assert last is not None
+    assert last.updated
+    # Now nothing is waiting for an update.
+    assert step.flush() is None
+
+
+def test_an_overflow_skips_the_update_and_halves_the_loss_scale(
+    net: nn.Module, batches: list[Batch]
 ) -> None:
-    """Seven batches in cycles of three: two full updates, and flush() makes the third of the one that is left."""
-    step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1), accumulate=3
-    )
-    updates = sum(int(step(*batch).updated) for batch in data)
-    assert updates == 2
-    tail = step.flush()
-    assert tail is not None
-    assert tail.updated
-    assert step.flush() is None  # nothing is left over for the next pass
+    """A float16 gradient overflows now and then. Such a step changes no weight."""
+    optimizer = torch.optim.Adam(net.parameters())
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O2")
+    x, y = batches[0]
+    weights_before = [p.detach().clone() for p in net.parameters()]
 
-
-def test_a_skipped_step_is_no_step(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
-    """An overflow in a half-precision gradient: nothing moves but the loss scale, which is halved."""
-    step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters()), precision="O2"
-    )
-    x, y = data[0]
-    before = [p.detach().clone() for p in net.parameters()]
-    record = step(x * torch.inf, y)
-    assert record.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert step(x * torch.inf, y).skipped
+    for before, p in zip(weights_before, net.parameters(), strict=True):
+        assert torch.equal(before, p)
     assert step(x, y).scale == 2.0**15
 
 
-def test_without_a_scale_a_non_finite_gradient_is_an_error(
-    net: nn.Module, data: list[tuple[Tensor, Tensor]]
+def test_without_a_loss_scale_a_non_finite_gradient_is_an_error(
+    net: nn.Module, batches: list[Batch]
 ) -> None:
-    """In fp32 an inf is not the scale's doing but a bug of the model or the data, so it is named, not skipped."""
-    step = hs.TrainStep(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
-    x, y = data[0]
+    """In float32 the cause is the model or the data, so the error names the parameter."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer)
+    x, y = batches[0]
     with pytest.raises(hs.NonFiniteError, match=r"non-finite gradient in 0\.weight"):
         step(x * torch.inf, y)
 
 
-def test_stop_and_go_on_as_if_nothing_had_happened(
-    net: nn.Module, data: list[tuple[Tensor, Tensor]]
-) -> None:
-    """state_dict() is everything that decides the next step, inside an update cycle too."""
+def test_a_saved_step_continues_bit_for_bit(device: torch.device, batches: list[Batch]) -> None:
+    """state_dict() is everything that decides the next step, also between two updates."""
 
-    def fresh() -> hs.TrainStep:
-        same = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 3)).to(
-            data[0][0].device
-        )
-        return hs.TrainStep(
-            same,
-            nn.CrossEntropyLoss(),
-            torch.optim.Adam(same.parameters()),
-            precision="O2",
-            accumulate=2,
-        )
+    def make_step() -> hs.TrainStep:
+        net = make_net(device)
+        optimizer = torch.optim.Adam(net.parameters())
+        return hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O2", accumulate=2)
 
-    one, other = fresh(), fresh()
-    for batch in data[:3]:
-        one(*batch)
-    other.load_state_dict(one.state_dict())
-    for batch in data[3:]:
-        assert torch.equal(one(*batch).loss, other(*batch).loss)
-    for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True):
-        assert torch.equal(a, b)
+    original = make_step()
+    restored = make_step()
+    for x, y in batches[:3]:
+        original(x, y)
+
+    restored.load_state_dict(original.state_dict())
+    for x, y in batches[3:]:
+        assert torch.equal(original(x, y).loss, restored(x, y).loss)
+    for p, q in zip(original.net.parameters(), restored.net.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
-def test_evaluate_in_the_same_precision(net: nn.Module, data: list[tuple[Tensor, Tensor]]) -> None:
-    """evaluator(): eval mode and no gradients while it runs; Σ loss·count / Σ count is the mean over the data set."""
-    step = hs.TrainStep(
-        net,
-        nn.CrossEntropyLoss(),
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        precision="O1",
-        ema=0.9,
-    )
-    step(*data[0])
+def test_evaluation_uses_the_precision_of_training(net: nn.Module, batches: list[Batch]) -> None:
+    """An evaluator runs in eval mode without gradients, then restores the modes."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, precision="O1", ema=0.9)
+    step(*batches[0])
+
+    # sum(loss · count) / sum(count) would be the mean loss of the data set.
     evaluate = step.evaluator()
-    records = [evaluate(*batch) for batch in data]
-    hits = sum((r.outputs.argmax(1) == y).sum() for r, (_, y) in zip(records, data, strict=True))
-    assert 0 <= hits <= sum(r.count for r in records) == 7 * 32
-    with step.averaged():  # the moving average of the weights, for as long as this block lasts
-        assert evaluate(*data[0]).loss.isfinite()
+    correct = 0
+    samples = 0
+    for x, y in batches:
+        record = evaluate(x, y)
+        correct += int((record.outputs.argmax(dim=1) == y).sum())
+        samples += int(record.count)
+    assert samples == 7 * 32
+    assert 0 <= correct <= samples
+
+    # Inside this block the network has the moving average of its weights (ema=0.9).
+    with step.averaged():
+        assert evaluate(*batches[0]).loss.isfinite()
     assert net.training
 
 
-def test_pure_half_without_losing_small_updates(device: torch.device) -> None:
-    """A float16 weight of 1 cannot take a step of 6e-5: nearest rounding loses it. A Kahan residue keeps it."""
+def test_kahan_rounding_keeps_updates_too_small_for_float16(device: torch.device) -> None:
+    """Pure float16: a weight of 1 minus 6e-5 rounds to 1 again, so that nothing is ever learned.
+
+    Kahan rounding stores what rounding has cut off, and adds it to the next update.
+    """
+    updates = 100
+    lr = 6e-5
     weights = {}
     for rounding in ("nearest", "kahan"):
         net = nn.Linear(1, 1, bias=False).to(device)
         nn.init.ones_(net.weight)
-        optimizer = torch.optim.SGD(net.parameters(), lr=6e-5)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr)
+        precision = hs.Precision("fp16", rounding=rounding)
+        # Without a loss function, `forward` returns the loss. Its gradient is 1 here.
         step = hs.TrainStep(
             net,
             None,
             optimizer,
-            precision=hs.Precision("fp16", rounding=rounding),
-            forward=lambda n, x: n(x).sum(),
+            precision=precision,
+            forward=lambda net, x: net(x).sum(),
         )
-        for _ in range(100):
+        for _ in range(updates):
             step(torch.ones(1, 1, device=device))
         weights[rounding] = net.weight.item()
+
     assert weights["nearest"] == 1.0
-    assert weights["kahan"] == pytest.approx(
-        1 - 100 * 6e-5, abs=2.0**-12
-    )  # half a unit of float16 below 1
+    # The tolerance is half the distance between two float16 numbers just below 1.
+    assert weights["kahan"] == pytest.approx(1 - updates * lr, abs=2.0**-12)
 
 
-# --- Manual: the pieces, in any PyTorch code -------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------
+# Part 2: autocast and GradScaler, in a loop written by hand
+# ------------------------------------------------------------------------------------------------
 
 
 def test_autocast_is_a_context_a_decorator_and_a_switch(device: torch.device) -> None:
     a = torch.randn(4, 4, device=device)
 
-    @amp.autocast()
-    def product(a: Tensor) -> Tensor:
-        return a @ a
-
+    # A context.
     with amp.autocast():
         assert (a @ a).dtype == torch.float16
-    assert product(a).dtype == torch.float16
+
+    # A decorator.
+    @amp.autocast()
+    def square(matrix: Tensor) -> Tensor:
+        return matrix @ matrix
+
+    assert square(a).dtype == torch.float16
+
+    # A switch for the whole program.
     amp.enabled = True
     try:
         assert (a @ a).dtype == torch.float16
@@ -217,40 +257,52 @@ def test_autocast_is_a_context_a_decorator_and_a_switch(device: torch.device) ->
     assert (a @ a).dtype == torch.float32
 
 
-def test_the_scaler_speaks_torchs_protocol(
-    net: nn.Module, data: list[tuple[Tensor, Tensor]]
-) -> None:
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), amp.GradScaler()
-    before = F.cross_entropy(net(data[0][0]), data[0][1])
-    for x, y in data:
+def test_the_scaler_is_used_like_torchs(net: nn.Module, batches: list[Batch]) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = amp.GradScaler()
+    first_x, first_y = batches[0]
+    loss_before = F.cross_entropy(net(first_x), first_y)
+
+    for x, y in batches:
         optimizer.zero_grad()
         with amp.autocast():
             loss = F.cross_entropy(net(x).float(), y)
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # unscales, and skips when something is not finite
+        scaler.step(optimizer)  # unscales, and skips the update if a gradient is not finite
         scaler.update()
-    assert F.cross_entropy(net(data[0][0]), data[0][1]) < before
+
+    assert F.cross_entropy(net(first_x), first_y) < loss_before
 
 
-def test_the_scaler_speaks_megengines_protocol(
-    net: nn.Module, data: list[tuple[Tensor, Tensor]]
-) -> None:
-    """Automatic: scaler.backward does it all. By hand: seed the gradient, unscale, edit gradients, update."""
-    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), amp.GradScaler()
-    gm = hs.GradManager().attach(net.parameters())
-    grads = []
-    for by_hand in (False, True):
-        optimizer.zero_grad()
-        with gm:
-            with amp.autocast():
-                loss = F.cross_entropy(net(data[0][0]).float(), data[0][1])
-            if by_hand:
-                gm.backward(loss, dy=scaler.scale_factor)
-                scaler.unscale(gm.attached_tensors())
-                scaler.update()
-            else:
-                scaler.backward(gm, loss)
-        grads.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
-    assert len(grads[0]) == len(list(net.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+def test_the_scaler_is_used_like_megengines(net: nn.Module, batches: list[Batch]) -> None:
+    """scaler.backward() does in one call what the three calls by hand do."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = amp.GradScaler()
+    manager = hs.GradManager().attach(net.parameters())
+    x, y = batches[0]
+
+    def copy_grads() -> list[Tensor]:
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    # In one call.
+    optimizer.zero_grad()
+    with manager:
+        with amp.autocast():
+            loss = F.cross_entropy(net(x).float(), y)
+        scaler.backward(manager, loss)
+    grads_in_one_call = copy_grads()
+
+    # By hand: between unscale() and update() you may edit the gradients.
+    optimizer.zero_grad()
+    with manager:
+        with amp.autocast():
+            loss = F.cross_entropy(net(x).float(), y)
+        manager.backward(loss, dy=scaler.scale_factor)
+        scaler.unscale(manager.attached_tensors())
+        scaler.update()
+    grads_by_hand = copy_grads()
+
+    assert len(grads_in_one_call) == len(list(net.parameters()))
+    for grad, expected in zip(grads_in_one_call, grads_by_hand, strict=True):
+        assert torch.equal(grad, expected)
     optimizer.step()

@@ -16,7 +16,7 @@ from torch import Tensor
 from halfstep import data
 from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import stack_column
-from halfstep.data.pipeline.maps import Chain, Function
+from halfstep.data.pipeline.maps import FunctionMap, TransformMap
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import TrainSettings
 
@@ -136,7 +136,7 @@ class TrainingMaps:
 
     column: str
     shape: Shape  # of one sample as it was read, uint8
-    maps: tuple[Chain | Function, ...]
+    maps: tuple[TransformMap | FunctionMap, ...]
 
     @classmethod
     def from_data(cls, dataset: Any) -> "TrainingMaps | None":
@@ -153,13 +153,13 @@ class TrainingMaps:
             return None
 
         # The maps that write this column. A function of other columns cannot be applied to inputs.
-        maps: list[Chain | Function] = []
+        maps: list[TransformMap | FunctionMap] = []
         for step in dataset.plan.maps:
-            if isinstance(step, Chain) and column in step.columns:
+            if isinstance(step, TransformMap) and column in step.columns:
                 constant = tuple(t for t in step.transforms if not t.draws)
                 if constant:
                     maps.append(replace(step, transforms=constant))
-            elif isinstance(step, Function) and column in step.output:
+            elif isinstance(step, FunctionMap) and column in step.output:
                 if step.columns != (column,) or step.output != (column,):
                     return None
                 maps.append(step)
@@ -173,7 +173,7 @@ class TrainingMaps:
     @property
     def resizes(self) -> bool:
         """Whether the run resized its images itself."""
-        chains = [step for step in self.maps if isinstance(step, Chain)]
+        chains = [step for step in self.maps if isinstance(step, TransformMap)]
         return any(isinstance(t, data.Resize) for chain in chains for t in chain.transforms)
 
     def batches(self, samples: Tensor | list[Tensor], size: int) -> Dataset:
@@ -185,13 +185,13 @@ class TrainingMaps:
 
         # A function of whole batches was mapped behind .batch() in the run, so it is here too.
         for step in self.maps:
-            if isinstance(step, Chain):
+            if isinstance(step, TransformMap):
                 dataset = dataset.map(list(step.transforms), self.column)
                 continue
-            if not step.per_sample and not dataset.plan.batch:
+            if not step.per_sample and not dataset.plan.batch_size:
                 dataset = dataset.batch(size)
             dataset = dataset.map(step.function, self.column)
-        return dataset if dataset.plan.batch else dataset.batch(size)
+        return dataset if dataset.plan.batch_size else dataset.batch(size)
 
     def result_shape(self, shape: Shape) -> Shape:
         """The shape that the network gets for a sample of this shape, by trying it on zeros."""

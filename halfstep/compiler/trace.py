@@ -73,7 +73,7 @@ def written_down(step: Callable[[], Any]) -> TracedStep:
     Afterwards all tensors and torch's random numbers are what they were before.
     """
     recorder = _Recorder()
-    with rng.kept():
+    with rng.preserved_states():
         try:
             with recorder, _RefuseMemoryReads():
                 step()

@@ -23,19 +23,19 @@ from torch.torch_version import TorchVersion
 from halfstep.errors import Notice
 
 # Graphs of one cache, and kinds of batches that it counts. What comes beyond runs eagerly.
-MOST = 64
+MAX_GRAPHS = 64
 
 # Compiled programs of one cache: compiling one takes as long as thousands of small steps.
 MAX_PROGRAMS = 6
 
 # Batches of a kind before a program is compiled for it, for the same reason.
-OFTEN = 20
+BATCHES_BEFORE_COMPILE = 20
 
 # Streams that torch has for each device and priority. It gives them out in turn.
 STREAMS_PER_PRIORITY = 32
 
 # Makes a program of a function. Calling the program runs it, and returns what is wrong with it.
-Compiles: TypeAlias = Callable[[Callable[[], Any]], Callable[[], object]]
+BodyCompiler: TypeAlias = Callable[[Callable[[], Any]], Callable[[], object]]
 
 
 def can_share_stream(version: str) -> bool:
@@ -183,13 +183,17 @@ class GraphCache:
     """
 
     def __init__(
-        self, device: torch.device, *, direct: bool = False, compiles: Compiles | None = None
+        self,
+        device: torch.device,
+        *,
+        direct: bool = False,
+        compile_body: BodyCompiler | None = None,
     ) -> None:
         self.device = device
         self.direct = direct
-        self.compile_body = compiles
+        self.compile_body = compile_body
         self.captures = 0  # in all, those that were dropped too
-        self._can_capture = direct or device.type == "cuda" or compiles is not None
+        self._can_capture = direct or device.type == "cuda" or compile_body is not None
         self._stopped = False
         self._has_warned = False
         self._graphs: dict[Hashable, CapturedGraph] = {}
@@ -205,7 +209,7 @@ class GraphCache:
         return self._can_capture and not self._stopped
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether there are as many compiled programs as there may be. Graphs are not counted."""
         return self.compile_body is not None and len(self._graphs) >= MAX_PROGRAMS
 
@@ -214,12 +218,12 @@ class GraphCache:
 
         Give MOST for a batch that can never be captured.
         """
-        if kinds < MOST:
+        if kinds < MAX_GRAPHS:
             return True
         if not self._has_warned:
             self._has_warned = True
             message = (
-                f"sink: batches in more than {MOST} kinds, "
+                f"sink: batches in more than {MAX_GRAPHS} kinds, "
                 "or with values of unknown types, run eagerly"
             )
             warnings.warn(message, Notice, stacklevel=3)

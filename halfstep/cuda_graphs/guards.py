@@ -1,4 +1,4 @@
-"""Everything a graph bakes in: the addresses of its tensors, and each plain value its code has read.
+"""Everything a graph bakes in: addresses of its tensors, and plain values that its code has read.
 
 A graph may be replayed only while all of it is the same as at its capture, so guards are compared
 at each visit of the host. They guard the graphs of capture.py, whose docstring says what these buy
@@ -74,7 +74,7 @@ def module_guards(*roots: Any) -> Iterator[Any]:
 
 
 def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
-    """What a graph bakes in of an optimizer: plain settings, addresses of its rates and its state."""
+    """What a graph bakes in of an optimizer: settings, and addresses of its rates and its state."""
     for group in optimizer.param_groups:
         settings: list[Any] = []
         for name, value in group.items():

@@ -57,7 +57,7 @@ def sheet(
 
     # One row for each epoch. Without batches, samples of different sizes need not be stacked.
     rows = [("raw", raw[image_column])]
-    plan = replace(data.plan, batch=0)
+    plan = replace(data.plan, batch_size=0)
     for epoch in range(epoch_count):
         columns = plan.fetch(numbers, torch.full_like(numbers, epoch))
         if image_column not in columns:
@@ -79,8 +79,8 @@ def sheet(
 
 def _first_samples(plan: Plan, count: int) -> Tensor:
     """The numbers of the first `count` samples that epoch 0 delivers; fewer if it has fewer."""
-    batch_count = min(plan.size, -(-count // (plan.batch or 1)))
-    indices = plan.tokens(0, 0, batch_count)
+    batch_count = min(plan.size, -(-count // (plan.batch_size or 1)))
+    indices = plan.sample_indices(0, 0, batch_count)
     numbers = torch.cat([indices[i][0] for i in range(len(indices))])[:count]
     return numbers.to(plan.source.device)
 

@@ -11,12 +11,12 @@ WORD_MASK = 0xFFFFFFFF
 _MASK_64 = 0xFFFFFFFFFFFFFFFF
 
 # The two multipliers of SplitMix64's finaliser.
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB
+FIRST_MULTIPLIER = 0xBF58476D1CE4E5B9
+SECOND_MULTIPLIER = 0x94D049BB133111EB
 
 # One odd constant for each thing that is counted, so that their multiples do not meet.
-SAMPLE = 0x9E3779B97F4A7C15
-EPOCH = 0xD1342543DE82EF95
+SAMPLE_INCREMENT = 0x9E3779B97F4A7C15
+EPOCH_INCREMENT = 0xD1342543DE82EF95
 _DRAW = 0xDA942042E4DD58B5
 
 
@@ -32,15 +32,15 @@ def mix(value: int) -> int:
     Every bit of the input flips about half of the output bits.
     """
     value &= _MASK_64
-    value = ((value ^ (value >> 30)) * FIRST) & _MASK_64
-    value = ((value ^ (value >> 27)) * SECOND) & _MASK_64
+    value = ((value ^ (value >> 30)) * FIRST_MULTIPLIER) & _MASK_64
+    value = ((value ^ (value >> 27)) * SECOND_MULTIPLIER) & _MASK_64
     return value ^ (value >> 31)
 
 
 def mix_tensor(values: Tensor) -> Tensor:
     """`mix` of each int64, read as unsigned."""
-    values = (values ^ _shift_right(values, 30)) * signed(FIRST)
-    values = (values ^ _shift_right(values, 27)) * signed(SECOND)
+    values = (values ^ _shift_right(values, 30)) * signed(FIRST_MULTIPLIER)
+    values = (values ^ _shift_right(values, 27)) * signed(SECOND_MULTIPLIER)
     return values ^ _shift_right(values, 31)
 
 
@@ -48,7 +48,7 @@ def key(*parts: int) -> int:
     """One 64-bit key of several integers, in order."""
     value = 0
     for part in parts:
-        value = mix(value + SAMPLE + mix(part))
+        value = mix(value + SAMPLE_INCREMENT + mix(part))
     return value
 
 
@@ -58,7 +58,9 @@ def words(seed: int, epochs: Tensor, samples: Tensor, draws: Tensor) -> Tensor:
     Each is a function of its own (seed, epoch, sample, draw) and of nothing else in the batch.
     `draws` holds the `draw_key` of each draw, int64, on the same device.
     """
-    pairs = epochs * signed(EPOCH) + samples * signed(SAMPLE) + signed(key(seed))
+    pairs = (
+        epochs * signed(EPOCH_INCREMENT) + samples * signed(SAMPLE_INCREMENT) + signed(key(seed))
+    )
     return _shift_right(mix_tensor(draws.unsqueeze(1) + pairs), 32)
 
 

@@ -24,7 +24,7 @@ class Feed:
         self.data = as_batches(data)
         self.named = named  # a batch is one dict by column names
         if device is not None and device.type == "cuda" and isinstance(self.data, Dataset):
-            self.data = self.data.near(device)
+            self.data = self.data.to_device_if_unplaced(device)
         self.pass_number = 0
         self.step = 0
         self._pass_start = self.data.state_dict()
@@ -42,7 +42,7 @@ class Feed:
         plan = self.data.plan
         if plan.batch_stages:
             return None
-        return min(plan.samples, plan.batches * plan.batch)
+        return min(plan.sample_count, plan.batch_count * plan.batch_size)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def as_batches(data: Any) -> Dataset | Loader:
     From one of these, a DataLoader, or any iterable of batches that can be iterated again.
     """
     if isinstance(data, Dataset):
-        if not data.plan.batch:
+        if not data.plan.batch_size:
             raise ValueError(f"expected batches, got single samples: {data!r}. Add .batch(64).")
         return data.fresh()
     if isinstance(data, Loader):

@@ -33,11 +33,11 @@ Evaluate = Callable[[Callable[[], bool]], dict[str, float] | None]
 class Runner(Protocol):
     """Many steps without the host: engine/captured/runner.py has it, where that folder is there."""
 
-    done: list[int]  # the samples of each step since `run` was called
-    over: bool  # the pass has given its last batch
+    step_samples: list[int]  # the samples of each step since `run` was called
+    pass_over: bool  # the pass has given its last batch
 
     def run(
-        self, limit: int, stop: Callable[[], object], seconds: float | None = None
+        self, max_steps: int, should_stop: Callable[[], object], max_seconds: float | None = None
     ) -> list[int]: ...
     def flush(self) -> bool: ...
     def rows(self) -> tuple[list[list[float]], list[int]]: ...
@@ -175,12 +175,12 @@ class Loop:
         try:
             runner.run(self._steps_until_visit(), lambda: self.signals.caught, seconds)
         except Exception as error:
-            self._explain(error, self.run.position + len(runner.done) + 1, None)
+            self._explain(error, self.run.position + len(runner.step_samples) + 1, None)
             raise
         finally:
-            for samples in runner.done:
+            for samples in runner.step_samples:
                 self._add_position(samples)
-        if runner.over:
+        if runner.pass_over:
             self._end_pass()
 
     def _explain(self, error: Exception, global_step: int, args: Args | None) -> None:
@@ -289,7 +289,7 @@ class Loop:
         if self.evaluate and self._evaluation_is_due():
             self.pending = True
             # An evaluation moves no random state: a DataLoader would, by being started.
-            with rng.kept():
+            with rng.preserved_states():
                 run.scores = self.evaluate(lambda: self.signals.caught is not None)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None

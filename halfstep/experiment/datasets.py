@@ -124,7 +124,7 @@ def _as_dataset(part: Any, name: str, which: str, class_names: list[str]) -> Dat
     """One part as an unbatched Dataset; batch size and shuffling are settings of the command."""
     received = type(part).__name__
     if isinstance(part, Dataset):
-        if not part.plan.batch:
+        if not part.plan.batch_size:
             return part
         received = "batches; leave .batch() to the command"
     elif _is_empty(part):

@@ -17,6 +17,10 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 INF = tl.constexpr(float("inf"))
 EPS = tl.constexpr(1e-6)  # gradients.CLIP_EPS
 
+# The fields of a row that `decide` and `record` write. COLUMNS says in this order where each goes;
+# the learning rates follow from column FIELD_COUNT on.
+RECORD_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
+
 
 # --- Unscale, average, measure and check the gradients
 
@@ -195,6 +199,8 @@ def decide(
     NONFINITE: tl.constexpr,
     DYNAMIC: tl.constexpr,
     CLIP_NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FIELD_COUNT: tl.constexpr,
 ):
     """All of `Update.on_device` that is a number, in one program: norms, flags, scale, record.
 
@@ -204,12 +210,12 @@ def decide(
     record_index = 0
     if record_table is not None:
         record_index = tl.load(record_row)
-    updates_at, skips_at, streak_at, halted_at, tries_at = counters
+    updates_at, skips_at, streak_at, halted_at, cycles_ended_at = counters
     updates = tl.load(updates_at)
     skips = tl.load(skips_at)
     streak = tl.load(streak_at)
     halted = tl.load(halted_at)
-    tries = tl.load(tries_at) + 1
+    cycles_ended = tl.load(cycles_ended_at) + 1
     scale_used = tl.load(scale)
     growth_count = tl.load(growth)
     grad_norms, has_nonfinite, norm = _grad_norms(
@@ -245,9 +251,9 @@ def decide(
     tl.store(skips_at, skips + skipped.to(tl.int64))
     next_streak = (streak + 1) * overflow.to(tl.int64)
     tl.store(streak_at, tl.where(hold, streak, next_streak))
-    tl.store(tries_at, tries)
+    tl.store(cycles_ended_at, cycles_ended)
     if NONFINITE == "raise":
-        tl.store(halted_at, tl.where(skipped, tries, halted))
+        tl.store(halted_at, tl.where(skipped, cycles_ended, halted))
     param = tl.arange(0, PARAM_SLOTS)
     tl.store(bad + param, (grad_norms < INF) == 0, param < tl.where(skipped, param_count, 0))
 
@@ -280,6 +286,8 @@ def decide(
             lr_values,
             lr_stride,
             GROUPS,
+            COLUMNS,
+            FIELD_COUNT,
         )
 
 
@@ -394,23 +402,25 @@ def _append_record(
     lr_values,
     lr_stride,
     GROUPS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FIELD_COUNT: tl.constexpr,
 ):
     """Writes a row of the record table and counts it. A row beyond the table is left out.
 
-    Columns as in `record` below. Each cycle is one batch here: both have the same loss.
+    Each cycle is one batch here: both have the same loss.
     """
     out = record_table + record_index * record_stride
     inside = record_index < record_rows
     tl.store(record_row, record_index + 1)
-    tl.store(out, loss_value.to(tl.float64), inside)
-    tl.store(out + 1, loss_value.to(tl.float64), inside)
-    tl.store(out + 2, scale_used.to(tl.float64), inside)
-    tl.store(out + 3, norm.to(tl.float64), inside)
-    tl.store(out + 4, skipped.to(tl.float64), inside)
-    tl.store(out + 5, updated.to(tl.float64), inside)
+    tl.store(out + COLUMNS[0], loss_value.to(tl.float64), inside)
+    tl.store(out + COLUMNS[1], loss_value.to(tl.float64), inside)
+    tl.store(out + COLUMNS[2], scale_used.to(tl.float64), inside)
+    tl.store(out + COLUMNS[3], norm.to(tl.float64), inside)
+    tl.store(out + COLUMNS[4], skipped.to(tl.float64), inside)
+    tl.store(out + COLUMNS[5], updated.to(tl.float64), inside)
     for group in tl.static_range(GROUPS):
         lr_at = lr_values + group * lr_stride
-        tl.store(out + (6 + group), tl.load(lr_at).to(tl.float64), inside)
+        tl.store(out + (FIELD_COUNT + group), tl.load(lr_at).to(tl.float64), inside)
 
 
 # --- The record of a step that was not decided here
@@ -426,7 +436,7 @@ def _append_record(
         "lr",
         "scale",
         "skipped",
-        "norm",
+        "grad_norm",
         "updated",
     ],
 )
@@ -438,7 +448,7 @@ def record(
     lr,
     scale,
     skipped,
-    norm,
+    grad_norm,
     updated,
     record_rows,
     record_stride,
@@ -446,8 +456,10 @@ def record(
     GROUPS: tl.constexpr,
     KEEP_LOSS: tl.constexpr,
     ADVANCE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FIELD_COUNT: tl.constexpr,
 ):
-    """Writes a row: loss, cycle's loss, scale, norm, skipped, updated, rates; one warp does it.
+    """Writes a row: the fields of a record, then the learning rates; one warp does it.
 
     With KEEP_LOSS it is the row before, all but its loss. A row beyond the table is left out.
     """
@@ -459,13 +471,14 @@ def record(
     out = record_table + index * record_stride
     inside = (index >= 0) & (index < record_rows)
     if not KEEP_LOSS:
-        tl.store(out, tl.load(loss).to(tl.float64), inside)
-    tl.store(out + 1, tl.load(cycle_loss).to(tl.float64), inside)
-    tl.store(out + 2, tl.load(scale).to(tl.float64), inside)
-    tl.store(out + 3, tl.load(norm).to(tl.float64), inside)
-    tl.store(out + 4, tl.load(skipped).to(tl.float64), inside)
-    tl.store(out + 5, tl.load(updated).to(tl.float64), inside)
+        tl.store(out + COLUMNS[0], tl.load(loss).to(tl.float64), inside)
+    tl.store(out + COLUMNS[1], tl.load(cycle_loss).to(tl.float64), inside)
+    tl.store(out + COLUMNS[2], tl.load(scale).to(tl.float64), inside)
+    tl.store(out + COLUMNS[3], tl.load(grad_norm).to(tl.float64), inside)
+    tl.store(out + COLUMNS[4], tl.load(skipped).to(tl.float64), inside)
+    tl.store(out + COLUMNS[5], tl.load(updated).to(tl.float64), inside)
     for group in tl.static_range(GROUPS):
-        tl.store(out + (6 + group), tl.load(lr + group * lr_stride).to(tl.float64), inside)
+        lr_at = lr + group * lr_stride
+        tl.store(out + (FIELD_COUNT + group), tl.load(lr_at).to(tl.float64), inside)
     if ADVANCE:
         tl.store(record_row, next_row + 1)

@@ -23,7 +23,7 @@ from halfstep.step import TrainStep
 class ScheduleTables:
     """The learning rates of every fit of a model.
 
-    A scheduler of torch's stands, at update n of the fits with it, where n calls of its step() would
+    At update n of the fits with it, a scheduler of torch's stands where n calls of its step() would
     have brought it: as in a loop, whatever was stopped early or resumed.
     """
 

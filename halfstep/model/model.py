@@ -20,7 +20,6 @@ from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
 from halfstep.engine.loop import Evaluate
-from halfstep.engine.memory import kept
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
@@ -158,11 +157,7 @@ class Model:
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume)
                 self._schedule_tables.check()
-                keep_memory: AbstractContextManager[Any] = nullcontext()
-                if self._built_in_eval.device.type == "cpu":
-                    keep_memory = kept()
-                with keep_memory:
-                    loop.run_epochs()
+                loop.run_epochs()
         finally:
             self._fit = None
         return loop.run
@@ -283,7 +278,7 @@ class Model:
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
-        """Inside `fit`: everything that decides the next step, as a tree for halfstep.checkpoint."""
+        """Inside `fit`: everything that decides the next step, as a tree for a checkpoint."""
         if self._fit is None:
             raise RuntimeError(
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
@@ -325,8 +320,8 @@ class Model:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
 
         One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
-        iterator of batches. `targets`: batches end with one, which is left out (None: where there is
-        a loss).
+        iterator of batches. `targets`: batches end with one, which is left out (None: if there is a
+        loss).
         """
         has_targets = self.loss is not None if targets is None else targets
         outputs = self._predict_batches(data, batch, has_targets, stream)

@@ -1,4 +1,4 @@
-"""Checks of a model: what its parts must be, what they would silently do, what is chosen for them."""
+"""Checks of a model's parts: what is refused, what is warned of, what is chosen for the user."""
 
 import warnings
 from collections.abc import Mapping, Sequence

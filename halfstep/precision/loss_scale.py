@@ -1,7 +1,9 @@
 """Loss scales: three frozen settings with the same methods, and pure transitions of their state.
 
-A further rule is a further class here, with `is_active`, `start`, `next` and `kernel_constants`,
-and its transition in kernels/update_triton.py if the fused update is to support it.
+A further rule is a further class in SCALE_CLASSES, with the same members: `is_active`,
+`runs_in_kernel`, `max_skips`, `on_skips`, `start`, `next`, `kernel_constants`. A rule that the
+kernel `decide` in kernels/update_triton.py does not know says `runs_in_kernel = False`; updates then
+take the plain form.
 """
 
 from dataclasses import dataclass
@@ -19,10 +21,10 @@ KernelConstants: TypeAlias = tuple[float, float, int, float, float | None]
 
 
 class ScaleState(NamedTuple):
-    """The scale that the next step uses, and how many finite updates there were since it moved."""
+    """What a rule knows: all of it is part of StepState, and saved."""
 
-    scale: Tensor  # float32
-    growth: Tensor  # int32
+    scale: Tensor  # float32: the scale that the next step uses
+    growth: Tensor  # int32: finite updates in a row, since the last growth or overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class DynamicScale:
     """
 
     is_active: ClassVar[Literal[True]] = True
+    runs_in_kernel: ClassVar[bool] = True
 
     init: float = 2.0**16
     growth: float = 2.0
@@ -61,15 +64,15 @@ class DynamicScale:
         """The state before the first update."""
         return _initial_state(self.init, device)
 
-    def next(self, state: ScaleState, found: Tensor) -> ScaleState:
-        """The state after an update; `found` is 1.0 if a gradient was not finite, else 0.0.
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
+        """The state after an update; `overflow` is 1.0 if a gradient was not finite, else 0.0.
 
         `state` is left as it was.
         """
         # torch grows the scale at interval - 1 only: a count beyond it would never grow again.
         growth = state.growth.clamp(max=self.interval - 1)
         scale = state.scale.clone()
-        torch._amp_update_scale_(scale, growth, found, self.growth, self.backoff, self.interval)
+        torch._amp_update_scale_(scale, growth, overflow, self.growth, self.backoff, self.interval)
         return ScaleState(scale.clamp_(self.floor, self.cap), growth)
 
     def kernel_constants(self) -> KernelConstants | None:
@@ -82,6 +85,7 @@ class FixedScale:
     """A scale that never moves; an overflow still skips its update."""
 
     is_active: ClassVar[Literal[True]] = True
+    runs_in_kernel: ClassVar[bool] = True
 
     value: float
     max_skips: int = 50
@@ -95,12 +99,12 @@ class FixedScale:
         """The state before the first update."""
         return _initial_state(self.value, device)
 
-    def next(self, state: ScaleState, found: Tensor) -> ScaleState:
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
         """The same state: a fixed scale does not move."""
         return state
 
     def kernel_constants(self) -> KernelConstants | None:
-        """None: a kernel leaves the scale as it is."""
+        """None: the scale never moves, so a kernel leaves it as it is."""
         return None
 
 
@@ -109,22 +113,24 @@ class NoScale:
     """No loss scaling: the seed gradient is 1."""
 
     is_active: ClassVar[Literal[False]] = False
+    runs_in_kernel: ClassVar[bool] = True
     on_skips: ClassVar[OnSkips] = "raise"  # nothing is skipped for want of a better scale
 
     def start(self, device: torch.device) -> ScaleState:
         """The state before the first update."""
         return _initial_state(1.0, device)
 
-    def next(self, state: ScaleState, found: Tensor) -> ScaleState:
+    def next(self, state: ScaleState, overflow: Tensor) -> ScaleState:
         """The same state: there is no scale that could move."""
         return state
 
     def kernel_constants(self) -> KernelConstants | None:
-        """None: a kernel leaves the scale as it is."""
+        """None: the scale never moves, so a kernel leaves it as it is."""
         return None
 
 
 Scale: TypeAlias = DynamicScale | FixedScale | NoScale
+SCALE_CLASSES = (DynamicScale, FixedScale, NoScale)
 
 
 def inverse_scale(scale: Tensor) -> Tensor:
@@ -134,14 +140,14 @@ def inverse_scale(scale: Tensor) -> Tensor:
 
 def parse_scale(value: Any) -> Scale:
     """A scale from "dynamic", "none", a number (fixed) or a scale object."""
-    if isinstance(value, (DynamicScale, FixedScale, NoScale)):
+    if isinstance(value, SCALE_CLASSES):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return FixedScale(value=float(value))
 
     # As Precision.state_dict writes it: the class under "kind", its settings beside it.
     if isinstance(value, dict) and "kind" in value:
-        classes: dict[str, Any] = {c.__name__: c for c in (DynamicScale, FixedScale, NoScale)}
+        classes: dict[str, Any] = {c.__name__: c for c in SCALE_CLASSES}
         settings = {name: setting for name, setting in value.items() if name != "kind"}
         scale: Scale = classes[value["kind"]](**settings)
         return scale
@@ -150,7 +156,8 @@ def parse_scale(value: Any) -> Scale:
         return DynamicScale()
     if value == "none":
         return NoScale()
-    expected = "'dynamic', 'none', a positive number or a DynamicScale / FixedScale / NoScale"
+    class_names = " / ".join(c.__name__ for c in SCALE_CLASSES)
+    expected = f"'dynamic', 'none', a positive number or a {class_names}"
     raise ValueError(f"scale: expected {expected}, received {value!r}")
 
 

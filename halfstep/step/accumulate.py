@@ -160,13 +160,14 @@ class Accumulate:
         """The gradient of loss · weight · sens · scale by each parameter; p.grad is left empty."""
         if not loss.requires_grad:
             raise ValueError(
-                "the loss depends on no trainable parameter: check requires_grad, and that forward is not under no_grad"
+                "the loss depends on no trainable parameter: "
+                "check requires_grad, and that forward is not under no_grad"
             )
         trainable = [p for p in self.params if p.requires_grad]
         for p in trainable:
             p.grad = None
 
-        # `again`: activation checkpointing repeats parts of forward, and must find its precision.
+        # Activation checkpointing repeats parts of forward here, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
         with self.applied.for_recompute():
             torch.autograd.backward(loss, seed, inputs=trainable)

@@ -120,7 +120,7 @@ class LossTerms:
     has_class_weights: bool = False  # which may be 0
     count: CountFn | None = None  # the loss's arguments → n; None: the loss is a sum
     sum_loss: Callable[..., Tensor] | None = None
-    """The same loss as a sum, for micro-batches whose targets are all ignored: their mean is 0/0."""
+    """The same loss as a sum: where all targets are ignored, the mean is 0/0."""
 
 
 def loss_terms(loss: Any) -> LossTerms:

@@ -248,8 +248,8 @@ class LearningRates:
     """The learning rate of each parameter group at each update, from a table on the device.
 
     The position in the table is the number of real updates. Without a table the optimizer's own
-    rates are left alone. `as_tensors`: rates go to the optimizer as device tensors, so that the host
-    need not know the position.
+    rates are left alone. With `as_tensors` rates go to the optimizer as device tensors: then the
+    host need not know the position.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """What happens when gradients will not become finite: a named error, or another precision.
 
-A host that decides updates knows at once. Where the device decides, the host learns of it some
-updates later, from the counters in StepState: `halted` and `streak`.
+A host that decides about updates knows at once. Where the device decides, the host learns of it
+later, from the counters `halted` and `streak` of StepState: in a loop of your own after 16 updates
+or more (`check_after_update`), in `fit` and `hs.sink` at the next visit (`raise_device_errors`).
 """
 
 import warnings
@@ -42,7 +43,8 @@ def nonfinite_error(step: "TrainStep", at_step: int) -> NonFiniteError:
 def check_after_update(step: "TrainStep", result: UpdateResult) -> None:
     """Raises or changes the precision where an update was stopped, or skips go on too long."""
     state = step.state
-    # The host decided; a first update under decide="device" too.
+    # The flag is the host's own constant where the host decided. It also decides a parameter's
+    # first update under decide="device".
     if result.skipped is step.update.true:
         halted_cycle = step.cycles_ended if step.options.nonfinite == "raise" else 0
         skips_in_a_row = int(step.host_reads.read(state.streak))

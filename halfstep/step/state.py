@@ -50,7 +50,7 @@ class StepState:
     skips: Tensor  # updates that were skipped for a non-finite gradient
     streak: Tensor  # skips in a row
     scale: Tensor  # the loss scale
-    growth: Tensor  # finite updates since the scale last changed
+    growth: Tensor  # finite updates in a row, since the scale last grew or a gradient overflowed
     halted: Tensor  # cycle at which nonfinite="raise" stopped everything; 0: none
     bad: Tensor  # for each parameter: was its gradient non-finite at the last skip?
     ema: list[Tensor]  # moving averages of the weights
@@ -124,28 +124,28 @@ def _copy_to(value: Any, device: torch.device) -> Any:
 
 
 class Record(NamedTuple):
-    """What one step reports, as device tensors: reading one is up to the caller, and waits.
+    """What one step reports, as device tensors: reading one is up to the caller, and waits."""
 
-    `loss` is this batch's, `cycle_loss` the weighted mean of the open cycle: on a step that updates,
-    the loss of the full batch. `scale` is the one this step used. `skipped`: the update was dropped
-    for a non-finite gradient. `updated`: the weights moved. `lr` has one entry for each parameter
-    group when there are several. `grad_norm` is taken after unscaling and before clipping; it is 0
-    on steps that do not end a cycle. `fingerprint` is 0 unless this step recorded one.
-    """
-
-    loss: Tensor
-    cycle_loss: Tensor
-    lr: Tensor
-    scale: Tensor
-    skipped: Tensor
-    grad_norm: Tensor
-    updated: Tensor
-    fingerprint: Tensor
+    loss: Tensor  # of this batch
+    cycle_loss: Tensor  # weighted mean of the open cycle; on a step that updates, the full batch's
+    lr: Tensor  # one number, or one for each parameter group when there are several
+    scale: Tensor  # the loss scale that this step used
+    skipped: Tensor  # the update was dropped for a non-finite gradient
+    grad_norm: Tensor  # after unscaling, before clipping; 0 on steps that do not end a cycle
+    updated: Tensor  # the weights moved
+    fingerprint: Tensor  # of the whole state; 0 unless this step recorded one
 
 
 # A record as one row of float64 numbers: these fields in this order, then the learning rates, one
 # for each parameter group. The fingerprint, 64 bits of integer, does not fit and goes beside it.
+# Whoever writes a row takes its columns from here.
 ROW_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
+
+
+def row_columns(names: Sequence[str]) -> tuple[int, ...]:
+    """The column of each of these fields in a row. All fields must be named: rows are whole."""
+    assert sorted(names) == sorted(ROW_FIELDS), f"{names} are not the fields of a row"
+    return tuple(ROW_FIELDS.index(name) for name in names)
 
 
 class RecordTarget(Protocol):
@@ -161,7 +161,8 @@ class RecordTarget(Protocol):
 class UpdateResult(NamedTuple):
     """What became of an update: the cycle's loss, the values it used, and whether it happened.
 
-    The wide dtypes stand first, so that the tensors can be packed into bytes without gaps.
+    The order counts: fast/update_graph.py packs `tensors()` into bytes without gaps, so the wide
+    dtypes stand first, and builds the result again by position.
     """
 
     lr: Tensor

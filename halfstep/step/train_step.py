@@ -126,7 +126,10 @@ class TrainStep:
         self._no_fingerprint = self._zero.long()
 
     def __call__(self, *batch: Any) -> Record:
-        """Runs one batch; every `accumulate` batches become one update. Waits for nothing."""
+        """Runs one batch; every `accumulate` batches become one update.
+
+        It waits for the device only where the host decides about updates.
+        """
         self._check_usable()
         with set_backend_flags(self.precision, self.device, **self._backend_flags):
             batch = self.channels_last.convert_batch(to_device(batch, self.device))
@@ -344,7 +347,7 @@ class TrainStep:
             result = self._update_on_device(state, grad_indices)
         else:
             result = self.update.on_host(state, grad_indices)
-            if result.updated is self.update.true:
+            if result.updated is self.update.true:  # the host's own constant: no read
                 self._params_with_state.update(grad_indices)
         self.count_cycle()
         state.cycle.close()

@@ -88,13 +88,13 @@ class Update:
         scale_used = state.scale.clone() if self.scales_loss else state.scale
         self.cycles_ended += 1
 
-        # Decide. A cycle without terms is held back: it is neither an update nor a skip.
-        hold = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
-        overflow = not hold and self.host_reads.read(grads.overflow) != 0
-        skipped = overflow
-        updated = not (overflow or hold)
+        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip.
+        drop = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
+        skipped = not drop and self.host_reads.read(grads.overflow) != 0
+        updated = not (skipped or drop)
 
-        # Clip and commit, or roll back.
+        # Clip and commit, or roll back. The optimizer gets the rate of the update to come in any
+        # case: the record shows it.
         self.commit.learning_rates.set(state.updates)
         if updated:
             self._clip(grads)
@@ -113,8 +113,8 @@ class Update:
             nonfinite = torch.stack([~torch.isfinite(value).all() for value in grads.values])
             state.bad.copy_(self._for_all_params(nonfinite, grad_indices))
 
-        # Next scale: it grows after many finite updates and shrinks after an overflow.
-        if self.scales_loss and not hold:
+        # Next scale, by the rule of the loss scale.
+        if self.scales_loss and not drop:
             scale_state = ScaleState(state.scale, state.growth)
             next_state = self.loss_scale.next(scale_state, grads.overflow)
             state.scale.copy_(next_state.scale)
@@ -122,7 +122,7 @@ class Update:
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),
-            loss=self._cycle_loss(state.cycle, self.true if hold else None),
+            loss=self._cycle_loss(state.cycle, self.true if drop else None),
             norm=grads.total_norm,
             scale=scale_used,
             skipped=self.true if skipped else self.false,
@@ -149,38 +149,40 @@ class Update:
         scale_used = state.scale.clone()
         self.cycles_ended += 1
 
-        # Decide. A cycle without terms is held back: it is neither an update nor a skip. So is
-        # every cycle after nonfinite="raise" has halted the device, until the host has raised.
+        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip. So
+        # is every cycle after nonfinite="raise" has halted the device, until the host has raised.
         empty = self._has_no_terms(state.cycle, grads.total_norm)
-        hold = state.halted > 0
+        drop = state.halted > 0
         if empty is not None:
-            hold = hold | empty
+            drop = drop | empty
         overflow = grads.overflow > 0
-        roll_back = overflow | hold
-        skipped = overflow & ~hold
+        roll_back = overflow | drop
+        skipped = overflow & ~drop
         updated = ~roll_back
 
-        # Clip and commit, or roll back.
+        # Clip and commit, or roll back. Gradients that are not finite are clipped too, which does
+        # no harm: the roll-back takes everything back.
         self.commit.learning_rates.set(state.updates)
         self._clip(grads)
         self.commit.step_unless(roll_back, state, self._optimizer_grads(grads))
 
-        # Count, and note which parameters overflowed: by norm, which costs no further pass.
+        # Count, and note which parameters overflowed. By norm, which costs no further pass, but also
+        # names a gradient that is finite and so large that its norm is not.
         state.updates += updated
         state.skips += skipped
         streak = (state.streak + 1) * overflow
-        state.streak.copy_(torch.where(hold, state.streak, streak))
+        state.streak.copy_(torch.where(drop, state.streak, streak))
         nonfinite = self._for_all_params(~torch.isfinite(grads.norms), grad_indices)
         state.bad.copy_(torch.where(skipped, nonfinite, state.bad))
         if self.options.nonfinite == "raise":
             state.halted.copy_(torch.where(skipped, self.cycles_ended, state.halted))
 
-        # Next scale: it grows after many finite updates and shrinks after an overflow.
+        # Next scale, by the rule of the loss scale.
         if self.scales_loss:
             scale_state = ScaleState(state.scale, state.growth)
             next_state = self.loss_scale.next(scale_state, grads.overflow)
-            state.scale.copy_(torch.where(hold, state.scale, next_state.scale))
-            state.growth.copy_(torch.where(hold, state.growth, next_state.growth))
+            state.scale.copy_(torch.where(drop, state.scale, next_state.scale))
+            state.growth.copy_(torch.where(drop, state.growth, next_state.growth))
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),

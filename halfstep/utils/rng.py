@@ -28,7 +28,7 @@ def load(state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def kept(*, cuda: bool = True) -> Iterator[None]:
+def preserved_states(*, cuda: bool = True) -> Iterator[None]:
     """Restores all states on leaving, whatever was drawn inside. `cuda=False`: the host's only."""
     host = host_states()
     cuda_states = _cuda_states() if cuda else []

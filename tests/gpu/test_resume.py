@@ -1,7 +1,7 @@
-"""On CUDA with deterministic kernels, a run that is broken off at any step and resumed ends bit for bit as a whole one.
+"""On CUDA with deterministic kernels, a run that is interrupted and resumed ends bit for bit.
 
-Deterministic cuBLAS needs a setting from before the process began, so that all cases run in one process of their own:
-this file as a program, which prints what differs.
+Deterministic cuBLAS needs an environment variable from before the process began. All cases
+therefore run in one process of their own: this file as a program, which prints what differs.
 """
 
 import json
@@ -31,12 +31,13 @@ from halfstep.model import Model
 pytestmark = pytest.mark.gpu
 
 OPTIMIZERS = {
-    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, foreach=True),
-    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "AdamW host": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "Adam capturable": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
+    "SGD foreach": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=True),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "AdamW host": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
+    "Adam capturable": lambda params: torch.optim.Adam(params, lr=1e-2, capturable=True),
 }
+# The arguments of `train`.
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name} for name in OPTIMIZERS},
     "fp32": {"optimizer": "SGD fused", "precision": "fp32"},
@@ -47,20 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
     "data on the device": {"optimizer": "AdamW fused", "resident": True},
     "sink 7": {"optimizer": "SGD fused", "sink": 7, "resident": True},
 }
-STEPS = (1, 2, 3, 5, 7, 9, 12)  # skipped ones at first, inside cycles, the end of a pass of 7
+# An epoch has 7 steps. The first ones are skipped; others are inside cycles, or end the epoch.
+INTERRUPTED_STEPS = (1, 2, 3, 5, 7, 9, 12)
 
 
-def precision_of(name: str) -> hs.Precision | str:
-    scale = hs.DynamicScale(init=2.0**17, interval=4)  # the first updates overflow, then it grows
+def make_precision(name: str) -> hs.Precision | str:
+    if name == "fp32":
+        return name
+    # The first updates overflow at this scale, and it grows again after four.
+    scale = hs.DynamicScale(init=2.0**17, interval=4)
     if name == "fp16":
         return hs.Precision("fp16", rounding="stochastic", scale=scale)
-    return name if name == "fp32" else hs.Precision(name, scale=scale)
+    return hs.Precision(name, scale=scale)
 
 
-def build(optimizer: str, precision: str = "O2", accumulate: int = 1) -> Model:
+def make_model(optimizer: str, precision: str, accumulate: int) -> Model:
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002 - the users' one
-    torch.manual_seed(0)  # CUDA's too
+    np.random.seed(0)  # noqa: NPY002 - the global generator is what users have
+    torch.manual_seed(0)  # seeds CUDA too
     net = nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1),
         nn.BatchNorm2d(8),
@@ -69,106 +74,154 @@ def build(optimizer: str, precision: str = "O2", accumulate: int = 1) -> Model:
         nn.Flatten(),
         nn.Linear(512, 3),
     ).cuda()
-    schedule = (
-        None if optimizer == "SGD foreach" else hs.schedules.linear(0.02, 60, warmup=6, start=0.002)
-    )
+    schedule = None
+    if optimizer != "SGD foreach":
+        schedule = hs.schedules.linear(0.02, 60, warmup=6, start=0.002)
     return Model(
-        net, nn.CrossEntropyLoss(), OPTIMIZERS[optimizer](net.parameters()), precision_of(precision), ema=0.9,
-        schedule=schedule, accumulate=accumulate, deterministic=True, metrics={"acc": hs.metrics.Accuracy()},
-    )  # fmt: skip
+        net,
+        nn.CrossEntropyLoss(),
+        OPTIMIZERS[optimizer](net.parameters()),
+        make_precision(precision),
+        ema=0.9,
+        schedule=schedule,
+        accumulate=accumulate,
+        deterministic=True,
+        metrics={"acc": hs.metrics.Accuracy()},
+    )
 
 
-def data(size: int = 26, *, resident: bool = False) -> hs.data.Dataset:
-    draw = torch.Generator().manual_seed(size)
-    x = torch.randint(0, 256, (size, 8, 8, 1), dtype=torch.uint8, generator=draw)
-    y = torch.randint(0, 3, (size,), generator=draw)
-    chain = [hs.data.PadCrop(8, 2), hs.data.Flip(), hs.data.Rescale(1 / 255), hs.data.ToCHW()]
-    made = hs.data.Dataset({"x": x, "y": y}, seed=3).shuffle().batch(4).map(chain, "x")
-    return made.to_device("cuda") if resident else made
+def make_data(size: int, *, resident: bool) -> hs.data.Dataset:
+    """Random images with augmentation, in batches of 4."""
+    generator = torch.Generator().manual_seed(size)
+    images = torch.randint(0, 256, (size, 8, 8, 1), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, 3, (size,), generator=generator)
+    transforms = [hs.data.PadCrop(8, 2), hs.data.Flip(), hs.data.Rescale(1 / 255), hs.data.ToCHW()]
+    data = hs.data.Dataset({"x": images, "y": labels}, seed=3).shuffle().batch(4)
+    data = data.map(transforms, "x")
+    if resident:
+        data = data.to_device("cuda")
+    return data
 
 
-class Breaks(Callback):
-    """Raises after a step; keeps the run's last snapshot."""
+class InterruptAndSnapshot(Callback):
+    """Raises InterruptedError after a step, if one is given; else takes a snapshot at the end."""
 
     last = True
 
-    def __init__(self, at: int = -1) -> None:
-        self.at, self.end_tree = at, {}
+    def __init__(self, step: int | None) -> None:
+        self.interrupt_step = -1 if step is None else step
+        self.snapshot: dict[str, Any] = {}
 
     def next_stop(self, run: Run) -> int | None:
-        return self.at
+        return self.interrupt_step
 
     def step(self, run: Run, row: Row) -> None:
-        if row.global_step == self.at:
+        if row.global_step == self.interrupt_step:
             raise InterruptedError
 
     def end(self, run: Run) -> None:
-        self.end_tree = leaves(run.model.snapshot()) if run.error is None else {}
+        if run.error is None:
+            self.snapshot = leaves_by_path(run.model.snapshot())
 
 
-def leaves(tree: Any, name: str = "") -> dict[str, Any]:
-    if isinstance(tree, dict | list | tuple) and tree:
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        return {k: v for key, inner in items for k, v in leaves(inner, f"{name}.{key}").items()}
-    return {name: tree}
+def leaves_by_path(tree: Any, path: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, lists and tuples, by paths such as ".rng.cuda.0"."""
+    if not isinstance(tree, dict | list | tuple) or not tree:
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    leaves = {}
+    for key, subtree in items:
+        leaves |= leaves_by_path(subtree, f"{path}.{key}")
+    return leaves
 
 
-def same(a: Any, b: Any) -> bool:
+def same_bits(a: Any, b: Any) -> bool:
+    """Whether two leaves are the same; NaN equals NaN, and 0 does not equal -0 in tensors."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
-        return alike and torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))
-    return type(a) is type(b) and (a == b or (a != a and b != b))
+        if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
+            return False
+        a_bytes = a.contiguous().flatten().view(torch.uint8)
+        b_bytes = b.contiguous().flatten().view(torch.uint8)
+        return torch.equal(a_bytes, b_bytes)
+    if type(a) is not type(b):
+        return False
+    both_nan = a != a and b != b
+    return bool(a == b or both_nan)
 
 
-def fit(
-    folder: Path, at: int = -1, *, resident: bool = False, sink: int | None = None, **made: Any
+def train(
+    folder: Path,
+    interrupt_step: int | None = None,
+    *,
+    optimizer: str,
+    precision: str = "O2",
+    accumulate: int = 1,
+    resident: bool = False,
+    sink: int | None = None,
 ) -> dict[str, Any]:
-    """Two epochs, or up to step `at`."""
-    breaks, model = Breaks(at), build(**made)
+    """Trains two epochs, resuming from the folder's last checkpoint; the run's last snapshot."""
+    model = make_model(optimizer, precision, accumulate)
+    interrupt = InterruptAndSnapshot(interrupt_step)
     model.fit(
-        2, data(resident=resident), valid=data(10, resident=resident), valid_every_steps=3, sink=sink, resume="auto",
-        callbacks=[History(), Checkpoint(folder), breaks],
-    )  # fmt: skip
-    return breaks.end_tree
+        2,
+        make_data(26, resident=resident),
+        valid=make_data(10, resident=resident),
+        valid_every_steps=3,
+        sink=sink,
+        resume="auto",
+        callbacks=[History(), Checkpoint(folder), interrupt],
+    )
+    return interrupt.snapshot
 
 
-def differences(case: dict[str, Any]) -> dict[str, list[str]]:
-    """What differs at the end of a run that was broken off, by the step where it was."""
-    found = {}
+def find_differences(case: dict[str, Any]) -> dict[str, list[str]]:
+    """For every interrupted step: the paths that differ at the end of the resumed run."""
+    differences = {}
     with tempfile.TemporaryDirectory() as root:
-        whole = fit(Path(root) / "whole", **case)
-        assert ".rng.cuda.0" in whole
-        for at in STEPS:
-            folder = Path(root) / str(at)
+        expected = train(Path(root) / "uninterrupted", **case)
+        assert ".rng.cuda.0" in expected
+        for step in INTERRUPTED_STEPS:
+            folder = Path(root) / str(step)
             with suppress(InterruptedError):
-                fit(folder, at, **case)
-            assert checkpoint.listing(folder)[-1].name == checkpoint.name_of(at)
-            end = fit(folder, **case)
-            changed = [n for n in whole.keys() & end.keys() if not same(whole[n], end[n])]
-            found[str(at)] = sorted(whole.keys() ^ end.keys()) + sorted(changed)
-    return found
+                train(folder, step, **case)
+            assert checkpoint.listing(folder)[-1].name == checkpoint.name_of(step)
+            resumed = train(folder, **case)
+
+            only_in_one = sorted(expected.keys() ^ resumed.keys())
+            changed = []
+            for path in sorted(expected.keys() & resumed.keys()):
+                if not same_bits(expected[path], resumed[path]):
+                    changed.append(path)
+            differences[str(step)] = only_in_one + changed
+    return differences
 
 
 @cache
-def results() -> dict[str, Any]:
+def run_all_cases() -> dict[str, Any]:
+    """This file as a program: the differences of every case, or the error that ended it."""
     env = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=env)
+    assert process.returncode == 0, process.stderr
+    results: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_broken_off_at_any_step_goes_on_exactly(name: str) -> None:
-    assert results()[name] == {str(at): [] for at in STEPS}
+def test_a_run_interrupted_at_any_step_is_resumed_bit_for_bit(name: str) -> None:
+    no_differences: dict[str, list[str]] = {str(step): [] for step in INTERRUPTED_STEPS}
+    assert run_all_cases()[name] == no_differences
+
+
+def main() -> None:
+    warnings.simplefilter("ignore", hs.Notice)  # the one about BatchNorm in cycles
+    results: dict[str, Any] = {}
+    for name, case in CASES.items():
+        try:
+            results[name] = find_differences(case)
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", hs.Notice)  # BatchNorm in cycles
-    found: dict[str, Any] = {}
-    for name, case in CASES.items():
-        try:
-            found[name] = differences(case)
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    print(json.dumps(found))
+    main()

@@ -1,9 +1,9 @@
-"""Plants faults in a copy of the source, one at a time; each must make the tests fail. Prints the score.
+"""Plants faults in a copy of the source, one at a time; each must make tests fail. Prints a score.
 
-    python tests/rules/mutants.py [--only WORD] [--list]
+    python tests/rules/mutants.py [--only WORDS] [--list]
 
-A mutant (tests/rules/mutants.toml) is a file, a piece of its text that stands there once, what it becomes, and the tests that
-should notice.
+A mutant (tests/rules/mutants.toml) is a file, a piece of its text that occurs there once, what it
+becomes, and the tests that should fail then.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+COPIED_FOLDERS = ("halfstep", "tests", "docs", "benchmarks")
 
 
 class Mutant(NamedTuple):
@@ -30,10 +31,72 @@ class Mutant(NamedTuple):
     tests: str
 
 
-def load() -> list[Mutant]:
+def load_mutants() -> list[Mutant]:
     """The faults, from the table beside this file."""
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     return [Mutant(**row) for row in table["mutant"]]
+
+
+def copy_tree(tree: Path) -> None:
+    """Copies what the tests need."""
+    ignore = shutil.ignore_patterns("__pycache__", "sample")
+    for folder in COPIED_FOLDERS:
+        if (ROOT / folder).exists():
+            shutil.copytree(ROOT / folder, tree / folder, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+
+
+def plant(tree: Path, mutant: Mutant) -> None:
+    """Writes the fault into the copy."""
+    path = tree / "halfstep" / mutant.file
+    text = path.read_text()
+    count = text.count(mutant.old)
+    if count != 1:
+        raise SystemExit(
+            f"{mutant.fault}: expected its text once in {mutant.file}, found it {count} times"
+        )
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header"]
+    return subprocess.run(
+        [*pytest_command, "-p", "no:cacheprovider", *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def first_failed_test(output: str) -> str:
+    for line in output.splitlines():
+        if line.startswith("FAILED"):
+            return line.split(" ")[1]
+    return "nothing"
+
+
+def is_killed(mutant: Mutant) -> bool:
+    """Whether tests fail in a copy of the tree with this fault. Prints a line about it."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        plant(tree, mutant)
+        tests = [path for path in mutant.tests.split() if (tree / path).exists()]
+        process = run_tests(tree, tests)
+    seconds = time.perf_counter() - start
+
+    # pytest ends with 0 when all tests passed, with 1 when some failed.
+    if process.returncode not in (0, 1):
+        output = process.stdout[-2000:] + process.stderr[-2000:]
+        raise SystemExit(f"{mutant.fault}: pytest could not run\n{output}")
+    killed = process.returncode == 1
+    verdict = "killed" if killed else "SURVIVED"
+    failed_test = first_failed_test(process.stdout)
+    print(f"{verdict:9} {seconds:5.0f} s  {mutant.fault}: {failed_test}", flush=True)
+    return killed
 
 
 def main() -> int:
@@ -45,68 +108,18 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="list them and stop")
     args = parser.parse_args()
-    chosen = [m for m in load() if args.only in m.fault]
+
+    mutants = [mutant for mutant in load_mutants() if args.only in mutant.fault]
     if args.list:
-        print("\n".join(f"{m.file:24} {m.fault}" for m in chosen))
+        for mutant in mutants:
+            print(f"{mutant.file:24} {mutant.fault}")
         return 0
-    survivors = [m for m in chosen if not killed(m)]
-    print(f"mutants: {len(chosen) - len(survivors)} of {len(chosen)} killed")
-    for m in survivors:
-        print(f"  survived: {m.fault} ({m.file})")
+
+    survivors = [mutant for mutant in mutants if not is_killed(mutant)]
+    print(f"mutants: {len(mutants) - len(survivors)} of {len(mutants)} killed")
+    for mutant in survivors:
+        print(f"  survived: {mutant.fault} ({mutant.file})")
     return 1 if survivors else 0
-
-
-def killed(mutant: Mutant) -> bool:
-    """Whether the tests notice this fault, in a copy of the tree that holds it."""
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        tree = Path(folder)
-        for part in ("halfstep", "tests", "docs", "benchmarks"):
-            if (ROOT / part).exists():
-                shutil.copytree(
-                    ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "sample")
-                )
-        shutil.copy(ROOT / "pyproject.toml", tree)
-        plant(tree, mutant)
-        tests = [t for t in mutant.tests.split() if (tree / t).exists()]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "--no-header",
-            "-p",
-            "no:cacheprovider",
-            *tests,
-        ]
-        env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(
-            command, cwd=tree, env=env, capture_output=True, text=True, check=False
-        )
-    if done.returncode not in (0, 1):
-        raise SystemExit(
-            f"{mutant.fault}: pytest could not run\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-        )
-    by = next(
-        (line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith("FAILED")),
-        "nothing",
-    )
-    print(
-        f"{'killed' if done.returncode else 'SURVIVED':9} {time.perf_counter() - start:5.0f} s  {mutant.fault}: {by}",
-        flush=True,
-    )
-    return done.returncode == 1
-
-
-def plant(tree: Path, mutant: Mutant) -> None:
-    path = tree / "halfstep" / mutant.file
-    text = path.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(
-            f"{mutant.fault}: expected its text once in {mutant.file}, found it {text.count(mutant.old)} times"
-        )
-    path.write_text(text.replace(mutant.old, mutant.new))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What halfstep may cost: frames between fit and forward, and the time to import it."""
+"""What halfstep may cost: stack frames between fit and forward, and the time to import it."""
 
 import inspect
 import json
@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,105 +16,119 @@ import halfstep as hs
 from halfstep.engine import Callback
 from halfstep.model import Model
 
-ROOT = Path(hs.__file__).parent
-# Frames between the user's call and `forward`, both left out: bare torch has 2 (two of nn.Module), Lightning 29.
-FRAMES = {"fp32": 8, "O1": 10, "O2": 10, "O3": 10, "fp16": 10}
+REPOSITORY = Path(hs.__file__).parent.parent
+
+# Frames between the user's call and `forward`, without these two. Bare torch has 2 (both of
+# nn.Module), Lightning 29.
+FRAME_LIMITS = {"fp32": 8, "O1": 10, "O2": 10, "O3": 10, "fp16": 10}
+FIT_FRAME_LIMIT = 10
+
+# The time to import halfstep, which imports torch, over the time to import torch alone.
+IMPORT_RATIO_LIMIT = 1.2
+
+HEAVY_PACKAGES = {
+    "rich",
+    "typer",
+    "click",
+    "transformers",
+    "fsspec",
+    "torchmetrics",
+    "torchvision",
+    "pandas",
+    "PIL",
+}
 
 
-class Deep(nn.Module):
-    """Writes down how many frames lie between forward and the test that called the step."""
+class FrameCounter(nn.Module):
+    """Counts the frames between forward and the test that called it, at every forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.between = nn.Linear(4, 3), []
+        self.linear = nn.Linear(4, 3)
+        self.frame_counts: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        names = [frame.function for frame in inspect.stack()[1:]]
-        self.between.append(next(i for i, name in enumerate(names) if name.startswith("test_")))
+        count = 0
+        for frame in inspect.stack()[1:]:
+            if frame.function.startswith("test_"):
+                break
+            count += 1
+        self.frame_counts.append(count)
         out: Tensor = self.linear(x)
         return out
 
 
-@pytest.mark.parametrize("precision", FRAMES)
-def test_few_frames_lie_between_the_users_call_and_forward(
-    precision: str, device: torch.device
-) -> None:
-    net = Deep().to(device)
+@pytest.mark.parametrize("precision", FRAME_LIMITS)
+def test_few_frames_lie_between_a_step_and_forward(precision: str, device: torch.device) -> None:
+    net = FrameCounter().to(device)
     net(torch.randn(2, 4, device=device))
-    step = hs.TrainStep(
-        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), precision=precision
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision)
     for _ in range(3):
         step(torch.randn(2, 4, device=device), torch.zeros(2, 3, device=device))
-    bare, _, *later = (
-        net.between
-    )  # the first step may have one more: it writes down dtypes for report()
+
+    bare, first, *later = net.frame_counts
     assert bare == 2
-    assert max(later) <= FRAMES[precision]
-    assert max(net.between) <= FRAMES[precision] + 1
+    # The first step may have one more: it records dtypes for report().
+    assert first <= FRAME_LIMITS[precision] + 1
+    assert max(later) <= FRAME_LIMITS[precision]
 
 
-@pytest.mark.parametrize("precision", FRAMES)
+@pytest.mark.parametrize("precision", FRAME_LIMITS)
 def test_few_frames_lie_between_fit_and_forward(precision: str, device: torch.device) -> None:
-    """At most 10, callbacks or not: they are called beside the step, not around it."""
-    net = Deep().to(device)
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = Model(
-        net, nn.MSELoss(), sgd, precision, capture=False
-    )  # captured, forward runs only to be captured
+    """Callbacks add none: they are called beside the step, not around it."""
+    net = FrameCounter().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    # A captured step would call forward only to capture it.
+    model = Model(net, nn.MSELoss(), optimizer, precision, capture=False)
     data = hs.data.Dataset((torch.randn(8, 4), torch.zeros(8, 3))).batch(2)
     model.fit(1, data, callbacks=[Callback()])
-    _, *later = net.between
-    assert max(later) <= 10
+    _, *later = net.frame_counts
+    assert max(later) <= FIT_FRAME_LIMIT
 
 
-IMPORT = """
+IMPORT_PROGRAM = """
 import json, sys, time
-start = time.perf_counter(); import torch
-middle = time.perf_counter(); before = set(sys.modules); import halfstep
+start = time.perf_counter()
+import torch
+torch_end = time.perf_counter()
+modules_before = set(sys.modules)
+import halfstep
 end = time.perf_counter()
-print(json.dumps([(end - start) / (middle - start), sorted(set(sys.modules) - before)]))
+added = sorted(set(sys.modules) - modules_before)
+print(json.dumps({"ratio": (end - start) / (torch_end - start), "added": added}))
 """
 
 
-def imported() -> tuple[float, list[str]]:
-    """A fresh process: the time to import halfstep over that of torch alone, and the modules it added."""
-    run = subprocess.run(
-        [sys.executable, "-c", IMPORT],
+class ImportResult(NamedTuple):
+    ratio: float  # time to import torch and halfstep over that of torch alone
+    added: list[str]  # modules that halfstep's import adds
+
+
+def import_in_new_process() -> ImportResult:
+    process = subprocess.run(
+        [sys.executable, "-c", IMPORT_PROGRAM],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
-        cwd=ROOT.parent,
+        cwd=REPOSITORY,
     )
-    ratio, added = json.loads(run.stdout)
-    return ratio, added
+    return ImportResult(**json.loads(process.stdout))
 
 
 def test_importing_halfstep_takes_at_most_a_fifth_longer_than_torch() -> None:
-    ratios: list[float] = []
-    for _ in range(3):  # a busy machine is not a failure: the median of three, three times at most
-        ratios = [imported()[0] for _ in range(3)]
-        if statistics.median(ratios) <= 1.2:
+    # A busy machine is not a failure: the median of three, three times at most.
+    medians: list[float] = []
+    for _ in range(3):
+        ratios = [import_in_new_process().ratio for _ in range(3)]
+        medians.append(statistics.median(ratios))
+        if medians[-1] <= IMPORT_RATIO_LIMIT:
             return
-    pytest.fail(f"import halfstep / import torch: {ratios}, three medians above 1.2")
+    pytest.fail(f"import halfstep / import torch: medians {medians}, limit {IMPORT_RATIO_LIMIT}")
 
 
-def test_importing_halfstep_loads_nothing_heavy() -> None:
-    added = {name.partition(".")[0] for name in imported()[1]}
-    assert (
-        added
-        & {
-            "rich",
-            "typer",
-            "click",
-            "transformers",
-            "fsspec",
-            "torchmetrics",
-            "torchvision",
-            "pandas",
-            "PIL",
-        }
-        == set()
-    )
-    assert "halfstep" in added
+def test_importing_halfstep_loads_no_heavy_package() -> None:
+    packages = {module.partition(".")[0] for module in import_in_new_process().added}
+    assert packages & HEAVY_PACKAGES == set()
+    assert "halfstep" in packages

@@ -1,4 +1,4 @@
-"""The README and the docs tell the truth: every python block runs, page by page, from top to bottom."""
+"""The README and the docs are true: every python block runs, page by page, top to bottom."""
 
 import re
 from pathlib import Path
@@ -13,19 +13,24 @@ NO_RUN = re.compile(r"<!--\s*no-run\b:?((?:(?!-->).)*)-->\s*\Z", re.DOTALL)
 
 
 class Block(NamedTuple):
-    line: int
+    """A block of python on a page."""
+
+    line: int  # the line of the page above its first one
     code: str
     no_run: str | None
     """The reason not to run it, "" when none is given; None when the block runs."""
 
 
 def read_blocks(text: str) -> list[Block]:
-    return [_read_block(text, match) for match in BLOCK.finditer(text)]
-
-
-def _read_block(text: str, match: re.Match[str]) -> Block:
-    before = NO_RUN.search(text[: match.start()])
-    return Block(text.count("\n", 0, match.start(1)), match[1], before and before[1].strip())
+    blocks = []
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(1))
+        no_run_comment = NO_RUN.search(text[: match.start()])
+        reason = None
+        if no_run_comment is not None:
+            reason = no_run_comment[1].strip()
+        blocks.append(Block(line, match[1], reason))
+    return blocks
 
 
 def page_id(page: Path) -> str:
@@ -33,17 +38,20 @@ def page_id(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # what a block writes lands here
     namespace: dict[str, object] = {"__name__": "docs"}
     for block in read_blocks(page.read_text()):
         if block.no_run is None:
-            # leading newlines: a traceback shows the page's own line numbers
-            exec(compile("\n" * block.line + block.code, str(page), "exec"), namespace)
+            # With leading newlines a traceback shows the page's own line numbers.
+            source = "\n" * block.line + block.code
+            exec(compile(source, str(page), "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_skipped_blocks_have_a_reason(page: Path) -> None:
+def test_blocks_that_do_not_run_have_a_reason(page: Path) -> None:
     lines = [block.line for block in read_blocks(page.read_text()) if block.no_run == ""]
     assert not lines, f"{page_id(page)}: blocks after line {lines} say no-run without a reason"
 
@@ -55,13 +63,13 @@ def test_links_between_pages_exist(page: Path) -> None:
     assert not missing, f"{page_id(page)} links to {missing}"
 
 
-def test_readme_runs_something_within_30_lines() -> None:
+def test_the_readme_has_a_block_that_runs_within_30_lines() -> None:
     first = read_blocks((ROOT / "README.md").read_text())[0]
     assert first.no_run is None
     assert first.line + first.code.count("\n") < 30
 
 
-def test_reader_finds_blocks_lines_and_reasons() -> None:
+def test_read_blocks_finds_lines_code_and_reasons() -> None:
     runs = "a\n```python\nx = 1\n```\n"
     reason = "<!-- no-run: needs a GPU -->\n```python\ny\n```\n"
     comment = "<!-- anything else -->\n```python\nz\n```\n"

@@ -172,7 +172,7 @@ def test_the_compiler_of_torch_is_imported_only_by_ours() -> None:
     assert importers
 
 
-def test_no_module_name_stands_twice() -> None:
+def test_no_two_modules_have_one_name() -> None:
     """One name, one thing. Commands in cli/ are named after what they run."""
     names = Counter(
         path.stem
@@ -182,7 +182,7 @@ def test_no_module_name_stands_twice() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-BLOCKED = """
+TRAIN_WITHOUT_FAST_PATHS = """
 import sys
 import tests.support.block_fast_paths
 import torch
@@ -212,39 +212,39 @@ else:
 """
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, timeout_s: int = 280) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=280
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
 
 
-def test_without_the_folders_of_speed_a_model_still_trains() -> None:
-    result = run_python("-c", BLOCKED)
+def run_pytest_without_fast_paths(
+    *arguments: str, timeout_s: int = 280
+) -> subprocess.CompletedProcess[str]:
+    plugins = ("-p", "tests.support.block_fast_paths", "-p", "no:cacheprovider")
+    return run_python("-m", "pytest", "-q", *plugins, *arguments, timeout_s=timeout_s)
+
+
+def test_without_the_fast_paths_a_model_still_trains() -> None:
+    result = run_python("-c", TRAIN_WITHOUT_FAST_PATHS)
     assert result.returncode == 0, result.stderr
 
 
-def test_without_the_folders_of_speed_the_eager_step_is_still_torchs() -> None:
+def test_without_the_fast_paths_the_eager_step_still_equals_torch() -> None:
     """Parity with plain torch, bit for bit, with a part of the cases; `slow` runs all of them."""
-    plugin = ("-p", "tests.support.block_fast_paths")
-    result = run_python(
-        "-m", "pytest", "-q", *plugin, "tests/parity/test_scale.py", "-p", "no:cacheprovider"
-    )
+    result = run_pytest_without_fast_paths("tests/parity/test_scale.py")
     assert result.returncode == 0, result.stdout[-2000:]
     assert re.search(r"\b[1-9]\d* passed", result.stdout), result.stdout[-500:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_without_the_folders_of_speed_all_parity_tests_pass() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.block_fast_paths"]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        "tests/parity",
-        "--ignore",
-        "tests/parity/test_captured.py",
-    ]
-    result = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1100, check=False
+def test_without_the_fast_paths_all_parity_tests_pass() -> None:
+    result = run_pytest_without_fast_paths(
+        "tests/parity", "--ignore", "tests/parity/test_captured.py", timeout_s=1100
     )
     assert result.returncode == 0, result.stdout[-2000:]

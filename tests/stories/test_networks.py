@@ -1,7 +1,11 @@
-"""Networks and loops as people have them, in O1 and O2: they train, stay close to fp32, and are left as they were."""
+"""Networks and loops as people have them, in O1 and O2.
+
+They train, stay close to fp32, and the network is left as it was: recurrent networks, a language
+model with tied weights, GANs, distillation, gradient penalties, Hugging Face models.
+"""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,32 +13,61 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
+from tests.support.equal_tensors import assert_equal_tensors, copy_tensors
 
 PRECISIONS = ["O1", "O2"]
-Batch = tuple[Any, ...]
+Batch = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Tiny tensors: a second thread costs more than it brings."""
-    before = torch.get_num_threads()
+    """Tiny tensors: a second thread costs more than it saves."""
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(threads_before)
+
+
+def with_fixed_scale(precision: str, scale: float) -> hs.Precision:
+    """A loss scale that causes no skipped updates, which would delay the comparison with fp32."""
+    if precision == "fp32":
+        return hs.Precision("fp32", scale=None)
+    return hs.Precision(precision, scale=scale)
+
+
+def largest_difference(first: list[float], second: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def assert_close_parameters(net: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    for p, q in zip(net.parameters(), expected.parameters(), strict=True):
+        assert (p - q).abs().max().item() <= tolerance
+
+
+def parameter_identities(net: nn.Module) -> list[tuple[str, int, torch.dtype]]:
+    """Name, object and dtype of every parameter."""
+    return [(name, id(p), p.dtype) for name, p in net.named_parameters()]
+
+
+# --- Architectures ---
 
 
 class Recurrent(nn.Module):
+    """Classifies a sequence by the last output of an LSTM or a GRU."""
+
     def __init__(self, kind: type[nn.Module] = nn.LSTM) -> None:
         super().__init__()
-        self.rnn, self.head = kind(4, 8, batch_first=True), nn.Linear(8, 3)
+        self.rnn = kind(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.rnn(x)[0][:, -1])
+        hidden, _ = self.rnn(x)
+        out: Tensor = self.head(hidden[:, -1])
         return out
 
 
 class LanguageModel(nn.Module):
-    """Input and output embedding are one parameter; a positional table is a buffer."""
+    """Input and output embedding are one parameter; the positions are a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +79,8 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        hidden = self.block(self.embed(tokens) + self.position, src_mask=mask, is_causal=True)
+        embedded = self.embed(tokens) + self.position
+        hidden = self.block(embedded, src_mask=mask, is_causal=True)
         out: Tensor = self.head(hidden).transpose(1, 2)
         return out
 
@@ -54,218 +88,264 @@ class LanguageModel(nn.Module):
 class Convolutional(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
-            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Dropout(0.0), nn.Linear(4 * 4 * 4, 3),
-        )  # fmt: skip
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(0.0),
+            nn.Linear(4 * 4 * 4, 3),
+        )
 
 
-def classes(shape: tuple[int, ...]) -> Batch:
+def make_class_batch(*shape: int) -> Batch:
     return torch.randn(shape), torch.arange(shape[0]) % 3
 
 
-def tokens() -> Batch:
-    given = torch.arange(4 * 7).view(4, 7) * 5 % 11
-    return given[:, :-1], given[:, 1:]
+def make_token_batch() -> Batch:
+    """Sequences whose next token is always the last one plus 5, modulo 11."""
+    tokens = torch.arange(4 * 7).view(4, 7) * 5 % 11
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-# network, its batch, updates, what fraction of the first loss the last may be
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], int, float]] = {
-    "LSTM": (Recurrent, lambda: classes((6, 5, 4)), 30, 0.5),
-    "GRU": (lambda: Recurrent(nn.GRU), lambda: classes((6, 5, 4)), 30, 0.5),
-    "tied language model": (LanguageModel, tokens, 30, 0.5),
-    "convolutions": (Convolutional, lambda: classes((6, 1, 8, 8)), 20, 0.3),
+class NetworkCase(NamedTuple):
+    """A network, its batch, how long it trains, and how low its loss must be then."""
+
+    make_net: Callable[[], nn.Module]
+    make_batch: Callable[[], Batch]
+    updates: int
+    final_fraction: float  # of the first loss
+
+
+NETWORKS: dict[str, NetworkCase] = {
+    "LSTM": NetworkCase(Recurrent, lambda: make_class_batch(6, 5, 4), 30, 0.5),
+    "GRU": NetworkCase(lambda: Recurrent(nn.GRU), lambda: make_class_batch(6, 5, 4), 30, 0.5),
+    "tied language model": NetworkCase(LanguageModel, make_token_batch, 30, 0.5),
+    "convolutions": NetworkCase(Convolutional, lambda: make_class_batch(6, 1, 8, 8), 20, 0.3),
 }
 
 
 def train(net: nn.Module, batch: Batch, precision: str, updates: int) -> list[float]:
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    scale = (
-        None if precision == "fp32" else 1024.0
-    )  # fixed: a skipped first update would only delay the comparison
+    """Trains on one batch; the loss of every update."""
     step = hs.TrainStep(
-        net, nn.CrossEntropyLoss(), optimizer, precision=hs.Precision(precision, scale=scale)
+        net,
+        nn.CrossEntropyLoss(),
+        torch.optim.Adam(net.parameters(), lr=0.02),
+        precision=with_fixed_scale(precision, 1024.0),
     )
     return [step(*batch).loss.item() for _ in range(updates)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_it_trains_close_to_fp32_and_is_left_as_it_was(
+def test_a_network_trains_close_to_fp32_and_is_left_as_it_was(
     name: str, precision: str, device: torch.device
 ) -> None:
-    make, data, updates, fraction = NETWORKS[name]
+    case = NETWORKS[name]
     torch.manual_seed(1)
-    batch = tuple(t.to(device) for t in data())
-    net, twin = make().to(device), make().to(device)
-    twin.load_state_dict(net.state_dict())
-    objects = [(n, id(p), p.dtype) for n, p in net.named_parameters()]
-    keys = [set(vars(m)) for m in net.modules()]
-    low, high = train(net, batch, precision, updates), train(twin, batch, "fp32", updates)
-    assert low[-1] < fraction * low[0]
-    # A rounding to float16 is 2**-11 relative. The first loss carries a few of them; Adam's early steps have the size
-    # of lr whatever the gradient's, so that a flipped sign of a tiny gradient moves later losses by some hundredths.
-    assert low[0] == pytest.approx(high[0], rel=2.0**-8)
-    assert low[-1] == pytest.approx(high[-1], abs=0.05)
-    assert [(n, id(p), p.dtype) for n, p in net.named_parameters()] == objects
-    assert [set(vars(m)) for m in net.modules()] == keys
-    twin.load_state_dict(net.state_dict())
-    assert torch.equal(
-        net.eval()(batch[0]), twin.eval()(batch[0])
-    )  # outside the step it is a plain fp32 network
+    x, y = case.make_batch()
+    batch = (x.to(device), y.to(device))
+    net = case.make_net().to(device)
+    fp32_net = case.make_net().to(device)
+    fp32_net.load_state_dict(net.state_dict())
+    identities_before = parameter_identities(net)
+    attributes_before = [set(vars(module)) for module in net.modules()]
+
+    losses = train(net, batch, precision, case.updates)
+    fp32_losses = train(fp32_net, batch, "fp32", case.updates)
+    assert losses[-1] < case.final_fraction * losses[0]
+    # A rounding to float16 is 2**-11 relative, and the first loss carries a few of them. Adam's
+    # early steps have the size of lr, however small the gradient: a flipped sign of a tiny
+    # gradient moves later losses by some hundredths.
+    assert losses[0] == pytest.approx(fp32_losses[0], rel=2.0**-8)
+    assert losses[-1] == pytest.approx(fp32_losses[-1], abs=0.05)
+
+    assert parameter_identities(net) == identities_before
+    assert [set(vars(module)) for module in net.modules()] == attributes_before
+    # Outside the step it is a plain fp32 network.
+    fp32_net.load_state_dict(net.state_dict())
+    assert torch.equal(net.eval()(batch[0]), fp32_net.eval()(batch[0]))
 
 
-def gan(device: torch.device) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+# --- GANs ---
+
+
+class Gan(NamedTuple):
+    generator: nn.Module
+    critic: nn.Module
+    real: Tensor
+    noise: Tensor
+
+
+def make_gan(device: torch.device) -> Gan:
     torch.manual_seed(3)
-    generator = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
-    critic = nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1)).to(device)
-    return (
-        generator,
-        critic,
-        torch.randn(12, 2, device=device) + 3.0,
-        torch.randn(12, 2, device=device),
+    return Gan(
+        generator=nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).to(device),
+        critic=nn.Sequential(nn.Linear(2, 8), nn.LeakyReLU(), nn.Linear(8, 1)).to(device),
+        real=torch.randn(12, 2, device=device) + 3.0,
+        noise=torch.randn(12, 2, device=device),
     )
 
 
-def verdict(value: float, like: Tensor) -> Tensor:
-    return torch.full((len(like), 1), value, device=like.device)
+def make_targets(value: float, samples: Tensor) -> Tensor:
+    return torch.full((len(samples), 1), value, device=samples.device)
 
 
-def play(
-    precision: str, device: torch.device, rounds: int
-) -> tuple[nn.Module, nn.Module, list[float]]:
-    """A GAN as two steps: each trains its own network and leaves the other one alone."""
-    generator, critic, real, noise = gan(device)
-    loss, chosen = (
-        nn.BCEWithLogitsLoss(),
-        hs.Precision(precision, scale=None if precision == "fp32" else 256.0),
-    )
+def train_gan(precision: str, device: torch.device, rounds: int) -> tuple[Gan, list[float]]:
+    """A GAN as two steps: each trains its own network and must not change the other one.
+
+    Returns the trained networks and the critic's losses.
+    """
+    gan = make_gan(device)
+    generator, critic, real, noise = gan
 
     def judge(net: nn.Module, fake: Tensor) -> tuple[Tensor, Tensor]:
-        return net(torch.cat([real, fake])), torch.cat([verdict(1.0, real), verdict(0.0, fake)])
+        logits = net(torch.cat([real, fake]))
+        return logits, torch.cat([make_targets(1.0, real), make_targets(0.0, fake)])
 
-    def fool(net: nn.Module, z: Tensor) -> tuple[Tensor, Tensor]:
-        return critic(net(z)), verdict(1.0, z)
+    def fool_critic(net: nn.Module, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return critic(net(noise)), make_targets(1.0, noise)
 
-    d = hs.TrainStep(
-        critic, loss, torch.optim.SGD(critic.parameters(), lr=0.5), precision=chosen, forward=judge
+    critic_step = hs.TrainStep(
+        critic,
+        nn.BCEWithLogitsLoss(),
+        torch.optim.SGD(critic.parameters(), lr=0.5),
+        precision=with_fixed_scale(precision, 256.0),
+        forward=judge,
     )
-    g = hs.TrainStep(
+    generator_step = hs.TrainStep(
         generator,
-        loss,
+        nn.BCEWithLogitsLoss(),
         torch.optim.SGD(generator.parameters(), lr=0.5),
-        precision=chosen,
-        forward=fool,
+        precision=with_fixed_scale(precision, 256.0),
+        forward=fool_critic,
     )
-    losses = []
+    critic_losses = []
     for _ in range(rounds):
-        before = [p.detach().clone() for p in generator.parameters()]
-        losses.append(d(generator(noise).detach()).loss.item())
-        assert all(torch.equal(a, b) for a, b in zip(before, generator.parameters(), strict=True))
-        before = [p.detach().clone() for p in critic.parameters()]
-        g(noise)
-        assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True))
-        assert all(p.grad is None for p in [*critic.parameters(), *generator.parameters()])
-    return generator, critic, losses
+        weights_before = copy_tensors(generator.parameters())
+        fake = generator(noise).detach()
+        critic_losses.append(critic_step(fake).loss.item())
+        assert_equal_tensors(generator.parameters(), weights_before)
+
+        weights_before = copy_tensors(critic.parameters())
+        generator_step(noise)
+        assert_equal_tensors(critic.parameters(), weights_before)
+
+        for p in [*critic.parameters(), *generator.parameters()]:
+            assert p.grad is None
+    return gan, critic_losses
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_gan_as_two_steps(precision: str, device: torch.device) -> None:
-    low, high = play(precision, device, 10), play("fp32", device, 10)
-    assert low[2][5] < 0.8 * low[2][0]  # the critic learns first
-    # ten updates of each network, whose gradients carry a few roundings of 2**-11 and are of order 1
-    assert max(abs(a - b) for a, b in zip(low[2], high[2], strict=True)) <= 10 * 2 * 2.0**-9
-    for p, q in zip(
-        [*low[0].parameters(), *low[1].parameters()],
-        [*high[0].parameters(), *high[1].parameters()],
-        strict=True,
-    ):
-        assert (p - q).abs().max().item() <= 10 * 2 * 2.0**-9
+def test_a_gan_of_two_steps_trains_close_to_fp32(precision: str, device: torch.device) -> None:
+    gan, losses = train_gan(precision, device, rounds=10)
+    fp32_gan, fp32_losses = train_gan("fp32", device, rounds=10)
+    assert losses[5] < 0.8 * losses[0]  # the critic learns first
+    # Ten updates of each network: gradients of order 1 with a few roundings of 2**-11.
+    tolerance = 10 * 2 * 2.0**-9
+    assert largest_difference(losses, fp32_losses) <= tolerance
+    assert_close_parameters(gan.generator, fp32_gan.generator, tolerance)
+    assert_close_parameters(gan.critic, fp32_gan.critic, tolerance)
 
 
-def hand_written_gan(
+def train_gan_by_hand(
     scaler: Any, autocast: Callable[[], Any], device: torch.device
-) -> list[Tensor]:
-    """Two optimizers, one scaler, one update of the scale per round; the third round overflows in the critic only."""
-    generator, critic, real, noise = gan(device)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (critic, generator)]
-    seen: list[Tensor] = []
-    for turn in range(6):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+) -> tuple[list[float], list[Tensor]]:
+    """Two optimizers and one scaler, updated once a round; round 2 overflows in the critic only.
+
+    Returns the scale and all weights after every round.
+    """
+    generator, critic, real, noise = make_gan(device)
+    critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    generator_optimizer = torch.optim.SGD(generator.parameters(), lr=0.1)
+    scales: list[float] = []
+    weights: list[Tensor] = []
+    for round_index in range(6):
+        critic_optimizer.zero_grad()
+        generator_optimizer.zero_grad()
         with autocast():
             fake = generator(noise)
             logits = critic(torch.cat([real, fake.detach().float()])).float()
-            d_loss = (
-                F.softplus(logits[len(real) :]).mean() + F.softplus(-logits[: len(real)]).mean()
-            )
-            g_loss = F.softplus(-critic(fake).float()).mean()
-        scaler.scale(g_loss).backward(inputs=list(generator.parameters()))
-        scaler.scale(d_loss * (1e30 if turn == 2 else 1.0)).backward(
-            inputs=list(critic.parameters())
-        )
-        for optimizer in optimizers:
-            scaler.step(optimizer)
+            real_logits = logits[: len(real)]
+            fake_logits = logits[len(real) :]
+            critic_loss = F.softplus(fake_logits).mean() + F.softplus(-real_logits).mean()
+            generator_loss = F.softplus(-critic(fake).float()).mean()
+        if round_index == 2:
+            critic_loss = critic_loss * 1e30
+
+        scaler.scale(generator_loss).backward(inputs=list(generator.parameters()))
+        scaler.scale(critic_loss).backward(inputs=list(critic.parameters()))
+        scaler.step(critic_optimizer)
+        scaler.step(generator_optimizer)
         scaler.update()
-        seen += [
-            torch.tensor(scaler.get_scale()),
-            *(p.detach().clone() for n in (critic, generator) for p in n.parameters()),
-        ]
-    return seen
+        scales.append(scaler.get_scale())
+        weights += copy_tensors([*critic.parameters(), *generator.parameters()])
+    return scales, weights
 
 
-def test_a_gan_with_one_scaler_is_torchs_bit_for_bit(device: torch.device) -> None:
+def test_a_gan_with_one_scaler_equals_torchs_bit_for_bit(device: torch.device) -> None:
     amp = pytest.importorskip("halfstep.amp")
     settings = {"init_scale": 1024.0, "growth_interval": 2, "device": device.type}
-    ours = hand_written_gan(
-        amp.GradScaler(**settings), lambda: amp.autocast(kernels="torch"), device
+    scales, weights = train_gan_by_hand(
+        amp.GradScaler(**settings),
+        lambda: amp.autocast(kernels="torch"),
+        device,
     )
-    theirs = hand_written_gan(
+    torch_scales, torch_weights = train_gan_by_hand(
         torch.amp.GradScaler(**settings),
         lambda: torch.autocast(device.type, torch.float16, cache_enabled=False),
         device,
     )
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    scales = [t.item() for t in ours if t.dim() == 0]
+    assert_equal_tensors(weights, torch_weights)
+    assert scales == torch_scales
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0, 2048.0]
+
+
+# --- Teachers, penalties and hooks ---
+
+
+def make_mlp(outputs: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs))
 
 
 @pytest.mark.parametrize("precision", ["fp32", *PRECISIONS])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_no_grad_forward_of_the_same_network_changes_no_gradient(
-    precision: str, kernels: str, device: torch.device
+    precision: str, kernels: Any, device: torch.device
 ) -> None:
-    """Self-distillation: the target comes from the student itself, without gradient (pytorch#112583)."""
+    """Self-distillation: the target comes from the network itself (pytorch#112583)."""
 
-    def with_teacher(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_twice(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             net(x)
         return net(x), y
 
-    after = []
-    for forward in (None, with_teacher):
+    weights = []
+    for forward in (None, forward_twice):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        chosen = hs.Precision(precision, kernels=kernels)
-        step = hs.TrainStep(net, nn.MSELoss(), optimizer, precision=chosen, forward=forward)
+        net = make_mlp().to(device)
+        step = hs.TrainStep(
+            net,
+            nn.MSELoss(),
+            torch.optim.SGD(net.parameters(), lr=0.1),
+            precision=hs.Precision(precision, kernels=kernels),
+            forward=forward,
+        )
         record = step(torch.ones(2, 4, device=device), torch.zeros(2, 3, device=device))
         assert record.updated
         assert record.grad_norm > 0
-        after.append([p.detach().clone() for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
+        weights.append(copy_tensors(net.parameters()))
+    assert_equal_tensors(weights[1], weights[0])
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_student_learns_from_a_teacher_that_stays_as_it_is(
+def test_a_student_learns_from_a_teacher_that_stays_unchanged(
     precision: str, device: torch.device
 ) -> None:
-    teacher, student = (
-        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device) for _ in range(2)
-    )
-    before, x = (
-        [p.detach().clone() for p in teacher.parameters()],
-        torch.randn(32, 4, device=device),
-    )
+    teacher = make_mlp().to(device)
+    student = make_mlp().to(device)
+    teacher_before = copy_tensors(teacher.parameters())
+    x = torch.randn(32, 4, device=device)
 
     def distil(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
@@ -276,70 +356,85 @@ def test_a_student_learns_from_a_teacher_that_stays_as_it_is(
     step = hs.TrainStep(student, nn.MSELoss(), optimizer, precision=precision, forward=distil)
     losses = [step(x).loss.item() for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
+    assert_equal_tensors(teacher.parameters(), teacher_before)
 
 
-def penalised(precision: str, device: torch.device) -> tuple[nn.Module, list[float]]:
-    """A critic whose loss holds the gradient of its own output by its input, as WGAN-GP does."""
+def train_with_gradient_penalty(
+    precision: str, device: torch.device
+) -> tuple[nn.Module, list[float]]:
+    """A critic whose loss contains the gradient of its output by its input, as in WGAN-GP."""
     torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+    net = make_mlp(outputs=1).to(device)
 
-    def penalty(net: nn.Module, x: Tensor) -> Tensor:
+    def penalty_loss(net: nn.Module, x: Tensor) -> Tensor:
         x = x.clone().requires_grad_()
         out = net(x).sum()
         (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        return (slope.norm(dim=1) - 1).square().mean() + 0.01 * out
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        return penalty + 0.01 * out
 
-    chosen = hs.Precision(precision, scale=None if precision == "fp32" else 64.0)
     step = hs.TrainStep(
-        net, None, torch.optim.SGD(net.parameters(), lr=0.1), precision=chosen, forward=penalty
+        net,
+        None,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        precision=with_fixed_scale(precision, 64.0),
+        forward=penalty_loss,
     )
     x = torch.randn(16, 4, device=device)
     return net, [step(x).loss.item() for _ in range(20)]
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_gradient_penalty_differentiates_twice(precision: str, device: torch.device) -> None:
-    (low, losses), (high, exact) = penalised(precision, device), penalised("fp32", device)
+def test_a_gradient_penalty_trains_close_to_fp32(precision: str, device: torch.device) -> None:
+    net, losses = train_with_gradient_penalty(precision, device)
+    fp32_net, fp32_losses = train_with_gradient_penalty("fp32", device)
     assert losses[-1] < losses[0] - 0.2
-    assert (
-        max(abs(a - b) for a, b in zip(losses, exact, strict=True)) <= 20 * 2.0**-10
-    )  # 20 updates of a few roundings
-    for p, q in zip(low.parameters(), high.parameters(), strict=True):
-        assert (p - q).abs().max().item() <= 20 * 2.0**-10
+    # 20 updates with a few roundings each.
+    tolerance = 20 * 2.0**-10
+    assert largest_difference(losses, fp32_losses) <= tolerance
+    assert_close_parameters(net, fp32_net, tolerance)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_features_taken_by_a_hook_can_enter_the_loss(precision: str, device: torch.device) -> None:
-    net, features = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(device), []
-    net[1].register_forward_hook(lambda m, args, out: features.append(out))
+def test_features_from_a_hook_can_enter_the_loss(precision: str, device: torch.device) -> None:
+    net = make_mlp().to(device)
+    features: list[Tensor] = []
+    net[1].register_forward_hook(lambda module, args, out: features.append(out))
 
-    def with_features(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    def loss_with_features(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         features.clear()
         return F.mse_loss(net(x), y) + features[0].float().square().mean()
 
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    step = hs.TrainStep(net, None, optimizer, precision=precision, forward=with_features)
-    x, y = torch.randn(16, 4, device=device), torch.zeros(16, 3, device=device)
+    step = hs.TrainStep(net, None, optimizer, precision=precision, forward=loss_with_features)
+    x = torch.randn(16, 4, device=device)
+    y = torch.zeros(16, 3, device=device)
     losses = [step(x, y).loss.item() for _ in range(40)]
     assert losses[-1] < 0.2 * losses[0]
 
 
-class TwoInputs(nn.Module):
+# --- Batches of any structure ---
+
+
+class NestedInputs(nn.Module):
+    """Takes a dict with a tensor, a list of tensors and a number."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
 
     def forward(self, inputs: dict[str, Any]) -> Tensor:
-        out: Tensor = self.linear(inputs["a"] + inputs["rest"][0]) * inputs["factor"]
+        x = inputs["a"] + inputs["rest"][0]
+        out: Tensor = self.linear(x) * inputs["factor"]
         return out
 
 
-def mixes(device: torch.device) -> bool:
-    """Whether plain torch goes back through an mse_loss of two dtypes."""
+def mse_loss_mixes_dtypes(device: torch.device) -> bool:
+    """Whether plain torch can run backward through an mse_loss of two dtypes."""
     x = torch.ones(1, device=device, requires_grad=True)
+    target = torch.ones(1, dtype=torch.float64, device=device)
     try:
-        F.mse_loss(x, torch.ones(1, dtype=torch.float64, device=device)).backward()
+        F.mse_loss(x, target).backward()
     except RuntimeError:
         return False
     return True
@@ -348,137 +443,164 @@ def mixes(device: torch.device) -> bool:
 @pytest.mark.parametrize("form", ["nested", "dict", "float64 target"])
 def test_batches_of_any_structure_give_plain_torchs_update(form: str, device: torch.device) -> None:
     """fp32, so that it must be plain torch bit for bit. Batches arrive on the CPU and are moved."""
-    net, twin = TwoInputs().to(device), TwoInputs().to(device)
-    twin.load_state_dict(net.state_dict())
-    inputs, y = (
-        {"a": torch.randn(3, 4), "rest": [torch.randn(3, 4)], "factor": 2.0},
-        torch.randn(3, 2),
-    )
-    if form == "float64 target" and not mixes(device):
-        pytest.skip(
-            "torch's own mse_loss refuses float32 beside float64 in its backward: on CUDA, and in 2.11"
+    net = NestedInputs().to(device)
+    torch_net = NestedInputs().to(device)
+    torch_net.load_state_dict(net.state_dict())
+    inputs = {"a": torch.randn(3, 4), "rest": [torch.randn(3, 4)], "factor": 2.0}
+    target = torch.randn(3, 2)
+    if form == "float64 target":
+        if not mse_loss_mixes_dtypes(device):
+            pytest.skip("torch's mse_loss refuses float32 beside float64: on CUDA, and in 2.11")
+        target = target.double()
+
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if form == "dict":
+        step = hs.TrainStep(
+            net,
+            nn.MSELoss(),
+            optimizer,
+            forward=lambda net, batch: (net(batch["x"]), batch["y"]),
         )
-    target = y.double() if form == "float64 target" else y
-    forward = (lambda n, b: (n(b["x"]), b["y"])) if form == "dict" else None
-    step = hs.TrainStep(
-        net, nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1), forward=forward
-    )
-    batch = ({"x": inputs, "y": target},) if form == "dict" else (inputs, target)
-    loss = step(*batch).loss
-    theirs = F.mse_loss(
-        twin.linear((inputs["a"] + inputs["rest"][0]).to(device)) * 2.0, target.to(device)
-    )
-    theirs.backward()
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    assert torch.equal(loss, theirs)
-    assert torch.equal(net.linear.weight, twin.linear.weight)
+        loss = step({"x": inputs, "y": target}).loss
+    else:
+        step = hs.TrainStep(net, nn.MSELoss(), optimizer)
+        loss = step(inputs, target).loss
+
+    x = (inputs["a"] + inputs["rest"][0]).to(device)
+    torch_loss = F.mse_loss(torch_net.linear(x) * 2.0, target.to(device))
+    torch_loss.backward()
+    torch.optim.SGD(torch_net.parameters(), lr=0.1).step()
+    assert torch.equal(loss, torch_loss)
+    assert torch.equal(net.linear.weight, torch_net.linear.weight)
 
 
-def hugging_face(kind: str) -> nn.Module:
+# --- Hugging Face models, which return their own loss ---
+
+
+def make_hugging_face_net(kind: str) -> nn.Module:
     """A randomly initialised model of a few thousand parameters; nothing is downloaded."""
-    t = pytest.importorskip("transformers")
-    t.logging.set_verbosity_error()  # its notes on special tokens of a vocabulary of 13
-    ids = {"vocab_size": 13, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()  # no remarks on a vocabulary of 13
+    tokens = {"vocab_size": 13, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     size = {
         "hidden_size": 8,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "intermediate_size": 16,
     }
-    eyes = {**size, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
-    models = {
-        "GPT2": lambda: t.GPT2LMHeadModel(
-            t.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, **ids)
-        ),
-        "Llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**size, **ids)),
-        "Bert": lambda: t.BertForMaskedLM(t.BertConfig(**size, **ids, max_position_embeddings=8)),
-        "T5": lambda: t.T5ForConditionalGeneration(
-            t.T5Config(
-                d_model=8,
-                d_kv=4,
-                d_ff=16,
-                num_layers=1,
-                num_heads=2,
-                decoder_start_token_id=0,
-                **ids,
-            )
-        ),
-        "Llava": lambda: t.LlavaForConditionalGeneration(
-            t.LlavaConfig(
-                text_config=t.LlamaConfig(**size, **ids), vision_config=t.CLIPVisionConfig(**eyes)
-            )
-        ),
-    }
-    net: nn.Module = models[kind]()
+    net: nn.Module
+    if kind == "GPT2":
+        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=8, **tokens)
+        net = transformers.GPT2LMHeadModel(config)
+    elif kind == "Llama":
+        net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **tokens))
+    elif kind == "Bert":
+        config = transformers.BertConfig(**size, **tokens, max_position_embeddings=8)
+        net = transformers.BertForMaskedLM(config)
+    elif kind == "T5":
+        config = transformers.T5Config(
+            d_model=8,
+            d_kv=4,
+            d_ff=16,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+            **tokens,
+        )
+        net = transformers.T5ForConditionalGeneration(config)
+    else:
+        assert kind == "Llava"
+        config = transformers.LlavaConfig(
+            text_config=transformers.LlamaConfig(**size, **tokens),
+            vision_config=transformers.CLIPVisionConfig(**size, image_size=8, patch_size=4),
+        )
+        net = transformers.LlavaForConditionalGeneration(config)
     return net.eval()  # no dropout: micro-batches must see what the full batch sees
 
 
-def ragged(device: torch.device) -> dict[str, Tensor]:
-    """Eight sequences; the first has 7 labels, the next 6, and so on, the last none."""
+def make_uneven_batch(device: torch.device) -> dict[str, Tensor]:
+    """Eight sequences: the first has 7 labels, the next 6, and so on, the last none."""
     ids = torch.randint(1, 13, (8, 7), generator=torch.Generator().manual_seed(4))
-    kept = torch.arange(7).expand(8, 7) < torch.arange(7, -1, -1).unsqueeze(1)
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": torch.where(kept, ids, -100),
+    label_counts = torch.arange(7, -1, -1).unsqueeze(1)
+    has_label = torch.arange(7).expand(8, 7) < label_counts
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": torch.ones_like(ids).to(device),
+        "labels": torch.where(has_label, ids, -100).to(device),
     }
-    return {k: v.to(device) for k, v in batch.items()}
+
+
+def split_batch(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[str, Tensor]]:
+    micro_batches = []
+    start = 0
+    for size in sizes:
+        micro_batches.append({name: x[start : start + size] for name, x in batch.items()})
+        start += size
+    assert start == 8
+    return micro_batches
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert"])
-def test_a_transformer_that_returns_its_own_loss(
+def test_a_transformer_with_its_own_loss_trains_close_to_fp32(
     kind: str, precision: str, device: torch.device
 ) -> None:
-    batch, runs = ragged(device), {}
+    batch = make_uneven_batch(device)
+    losses = {}
     for name in ("fp32", precision):
-        net = hugging_face(kind).to(device)
-        objects = [(n, id(p), p.dtype) for n, p in net.named_parameters()]
-        chosen = hs.Precision(name, scale=None if name == "fp32" else 256.0)
-        step = hs.TrainStep(
-            net, None, torch.optim.Adam(net.parameters(), lr=0.03), precision=chosen
-        )
-        runs[name] = [step(batch).loss.item() for _ in range(25)]
-        assert [(n, id(p), p.dtype) for n, p in net.named_parameters()] == objects
-    low, high = runs[precision], runs["fp32"]
+        net = make_hugging_face_net(kind).to(device)
+        identities_before = parameter_identities(net)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.03)
+        step = hs.TrainStep(net, None, optimizer, precision=with_fixed_scale(name, 256.0))
+        losses[name] = [step(batch).loss.item() for _ in range(25)]
+        assert parameter_identities(net) == identities_before
+
+    low = losses[precision]
+    fp32 = losses["fp32"]
     assert low[-1] < 0.7 * low[0]
-    assert low[0] == pytest.approx(high[0], rel=2.0**-8)  # a few roundings of 2**-11
-    assert low[-1] == pytest.approx(
-        high[-1], abs=0.1
-    )  # Adam's steps of size lr amplify them, see above
+    # A few roundings of 2**-11; later Adam's steps of size lr amplify them, as above.
+    assert low[0] == pytest.approx(fp32[0], rel=2.0**-8)
+    assert low[-1] == pytest.approx(fp32[-1], abs=0.1)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama", "Bert", "T5", "Llava"])
 @pytest.mark.parametrize("sizes", [[4, 4], [1, 6, 1], [7, 1]])
-def test_ragged_micro_batches_equal_the_full_batch_in_fp64(
+def test_uneven_micro_batches_equal_the_full_batch_in_fp64(
     kind: str, sizes: list[int], device: torch.device
 ) -> None:
-    batch, after = ragged(device), []
-    for split in ([8], sizes):
-        net = hugging_face(kind).to(device).double()
-        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
-        step = hs.TrainStep(net, None, optimizer, precision="fp64", accumulate=len(split))
-        parts = zip(*(v.split(split) for v in batch.values()), strict=True)
-        record = [step(dict(zip(batch, part, strict=True))) for part in parts][-1]
-        after.append([record.cycle_loss, record.grad_norm, *(p.detach() for p in net.parameters())])
-    # The others have casts to float32 of their own, in the loss or in their norms (2**-24); Bert stays in float64.
+    batch = make_uneven_batch(device)
+    results = []
+    for batch_sizes in ([8], sizes):
+        net = make_hugging_face_net(kind).to(device).double()
+        step = hs.TrainStep(
+            net,
+            None,
+            torch.optim.SGD(net.parameters(), lr=1.0),
+            precision="fp64",
+            accumulate=len(batch_sizes),
+        )
+        for micro_batch in split_batch(batch, batch_sizes):
+            record = step(micro_batch)
+        results.append([record.cycle_loss, record.grad_norm, *copy_tensors(net.parameters())])
+
+    # Bert stays in float64. The others cast to float32 in their loss or norms (2**-24).
     tolerance = 1e-12 if kind == "Bert" else 1e-6
-    assert all(
-        torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(*after, strict=True)
-    )
+    for expected, result in zip(*results, strict=True):
+        assert torch.allclose(expected, result, rtol=tolerance, atol=tolerance)
 
 
-def test_the_mean_of_those_micro_batches_means_would_have_been_another_loss(
-    device: torch.device,
-) -> None:
-    net, batch = hugging_face("Bert").to(device), ragged(device)
-    parts = [net(**{k: v[i : i + 1] for k, v in batch.items()}).loss.item() for i in range(7)]
-    assert abs(sum(parts) / 7 - net(**batch).loss.item()) > 1e-3
+def test_the_mean_of_uneven_micro_batches_means_is_another_loss(device: torch.device) -> None:
+    """So that the test above cannot pass by averaging means."""
+    net = make_hugging_face_net("Bert").to(device)
+    batch = make_uneven_batch(device)
+    losses = [net(**sample).loss.item() for sample in split_batch(batch, [1] * 8)[:7]]
+    assert abs(sum(losses) / 7 - net(**batch).loss.item()) > 1e-3
 
 
-def test_the_full_batch_is_what_the_model_itself_computes(device: torch.device) -> None:
-    net, batch = hugging_face("Bert").to(device), ragged(device)
-    loss = net(**batch).loss.detach()
-    record = hs.TrainStep(net, None, torch.optim.SGD(net.parameters(), lr=1.0))(batch)
-    assert torch.equal(record.loss, loss)
+def test_the_loss_of_a_full_batch_is_the_models_own(device: torch.device) -> None:
+    net = make_hugging_face_net("Bert").to(device)
+    batch = make_uneven_batch(device)
+    expected_loss = net(**batch).loss.detach()
+    step = hs.TrainStep(net, None, torch.optim.SGD(net.parameters(), lr=1.0))
+    assert torch.equal(step(batch).loss, expected_loss)

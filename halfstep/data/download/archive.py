@@ -2,7 +2,7 @@
 
 Two passes. The scan reads the archive to its end, writes nothing, and refuses whatever is not a
 plain file or folder inside the folder, within the limits, and undamaged. Then the standard library
-extracts it: tarfile with filter="data" (since Python 3.11.4), or zipfile.
+extracts it: tarfile with filter="data" (where Python has it: from 3.11.4 on), or zipfile.
 
 The scan is our own because the libraries accept too much: tarfile's filter lets links, duplicate
 names and cut-off archives pass and counts nothing, and zipfile cuts a member off at the size that
@@ -32,6 +32,10 @@ from halfstep.data.download.fetch import temporary_path
 # What is read at once. Also the longest tar header: tarfile searches a header in quadratic time,
 # and holds it in memory.
 CHUNK_BYTES = 1 << 14
+
+# A second line of defence behind our own scan. Python before 3.11.4 does not know it.
+TAR_FILTER: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+
 XZ_DECODER_BYTES = 256 << 20  # xz -9 needs 65 MiB; a hostile header may ask for 4 GiB
 MAX_NAME_BYTES = 255  # of one part of a path: the limit of file systems
 MAX_PATH_BYTES = 1024  # more than any data set needs
@@ -176,7 +180,7 @@ def _extract_tar(stream: "TarStream", folder: Path) -> None:
     tar = _open_tar(stream)
     for member in _tar_members(tar):
         member.name = "/".join(_split_name(member.name)) or "."
-        tar.extract(member, folder, set_attrs=False, filter="data")
+        tar.extract(member, folder, set_attrs=False, **TAR_FILTER)
 
 
 class _Readable(Protocol):

@@ -11,7 +11,7 @@ import torch
 from halfstep.data import hashing
 from halfstep.data.pipeline.collate import Batch
 from halfstep.data.pipeline.iterate import Pass, PassPosition, Workers, WorkerSettings
-from halfstep.data.pipeline.maps import Select, as_list, build_maps, is_transform
+from halfstep.data.pipeline.maps import SelectMap, as_list, build_maps, is_transform
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.position import Position, load_position
 from halfstep.data.pipeline.residency import (
@@ -91,13 +91,13 @@ class Dataset:
             outputs = tuple(output)
         if len(set(outputs)) < len(outputs):
             raise ValueError(f"map: expected different names in output=, got {list(outputs)}")
-        maps = build_maps(operations, inputs, outputs, per_sample=not self.plan.batch)
+        maps = build_maps(operations, inputs, outputs, per_sample=not self.plan.batch_size)
         return self._with_plan(self.plan.with_maps(maps))
 
     def select(self, *columns: str | Sequence[str]) -> "Dataset":
         """Only these columns, in this order."""
         names: Any = columns[0] if len(columns) == 1 else columns
-        return self._with_plan(self.plan.with_maps([Select(self._check_columns(names))]))
+        return self._with_plan(self.plan.with_maps([SelectMap(self._check_columns(names))]))
 
     def shuffle(self, buffer_size: int | None = None, *, seed: int | None = None) -> "Dataset":
         """A full shuffle, without a table and free to seek.
@@ -121,14 +121,14 @@ class Dataset:
 
     def batch(self, size: int, drop_remainder: bool = False) -> "Dataset":
         """Items of `size` samples, stacked; the last of a pass may be shorter, or is dropped."""
-        if self.plan.batch:
+        if self.plan.batch_size:
             raise ValueError(
-                f"batch: expected samples, got batches of {self.plan.batch}. Call batch once."
+                f"batch: expected samples, got batches of {self.plan.batch_size}. Call batch once."
             )
         batch_size = whole_number("batch", size, type_error=TypeError)
         if batch_size < 1 or (drop_remainder and batch_size > self.size):
             raise ValueError(f"batch: expected 1 to {self.size} samples, got {batch_size}")
-        plan = replace(self.plan, batch=batch_size, drop_remainder=bool(drop_remainder))
+        plan = replace(self.plan, batch_size=batch_size, drop_remainder=bool(drop_remainder))
         return self._with_plan(plan)
 
     def repeat(self, times: int) -> "Dataset":
@@ -208,7 +208,7 @@ class Dataset:
             )
         return self._with_placement(placed, budget)
 
-    def near(self, device: torch.device) -> "Dataset":
+    def to_device_if_unplaced(self, device: torch.device) -> "Dataset":
         """to_device, without its notice, for data that nobody has placed yet. For an engine."""
         if self.placement.kind != "host" or self.placement.device == device:
             return self
@@ -303,7 +303,7 @@ class Dataset:
         """A copy has no pass under way, and starts workers of its own."""
         return {**self.__dict__, "_newest_pass": None, "_workers": None}
 
-    def begin(self) -> PassPosition:
+    def begin_pass(self) -> PassPosition:
         """Begins the next pass and returns its position, for an engine that gathers samples itself.
 
         The engine moves the position's `step`.
@@ -316,11 +316,11 @@ class Dataset:
     def take_pass(self) -> dict[str, Any]:
         """The state of the next pass, which another object iterates; the pass after it is next."""
         state = self._next_position.state_dict()
-        self.begin()
+        self.begin_pass()
         return state
 
     def _iterate(self, format_item: Callable[[Batch], Any]) -> Pass:
-        position = self.begin()
+        position = self.begin_pass()
         if self._workers is None and self._worker_settings is not None:
             pin_memory = self.placement.device.type == "cuda"
             self._workers = Workers(self.plan, self._worker_settings, pin_memory)

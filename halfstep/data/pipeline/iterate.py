@@ -206,7 +206,7 @@ def _deliver_items(
     # A thread fetches ahead only where no code of the user's runs in it: random generators are
     # shared by all threads of a process.
     if placement.kind == "stream":
-        if workers or plan.ours:
+        if workers or plan.runs_no_user_code:
             items = prefetch_to_device(items, placement.device)
         else:
             items = copy_to_device(items, placement.device)
@@ -220,7 +220,7 @@ def _item_indices(plan: Plan, epoch: int, step: int) -> Iterator[ItemIndices]:
     size = plan.size
     for start in range(step, size, block):
         count = min(block, size - start)
-        indices = plan.tokens(epoch, start, count, plan.source.device)
+        indices = plan.sample_indices(epoch, start, count, plan.source.device)
         for i in range(len(indices)):
             samples, epochs = indices[i]
             seed_key = indices.seed_keys[i] if indices.seed_keys else None

@@ -177,7 +177,7 @@ class Loader:
         """
         step = of_pass.step
         end = object()
-        with rng.kept(cuda=False):
+        with rng.preserved_states(cuda=False):
             _load_random_states(self.batches, of_pass.start_states)
             batches = iter(self.batches)
             for count in range(step):

@@ -17,7 +17,7 @@ _PLAIN_TYPES = (int, float, complex, str, bytes, bool, type(None))
 
 
 @dataclass(frozen=True)
-class Chain:
+class TransformMap:
     """Transforms on columns.
 
     Several columns get the same random numbers, so that an image and its mask stay together.
@@ -81,7 +81,7 @@ class AlreadyApplied:
 
 
 @dataclass(frozen=True)
-class Function:
+class FunctionMap:
     """A function of the user's, which takes the columns in order.
 
     It sees single samples before `batch`, whole batches after it.
@@ -130,7 +130,7 @@ class Function:
 
 
 @dataclass(frozen=True)
-class Select:
+class SelectMap:
     """Only these columns, in this order."""
 
     columns: tuple[str, ...]
@@ -145,7 +145,7 @@ class Select:
         return f"select({', '.join(self.columns)})"
 
 
-Map = Chain | Function | Select
+Map = TransformMap | FunctionMap | SelectMap
 
 
 def build_maps(
@@ -160,10 +160,10 @@ def build_maps(
                 f"{type(operation).__name__} {operation!r}"
             )
         if not is_transform(operation):
-            maps.append(Function(operation, columns, output, per_sample))
+            maps.append(FunctionMap(operation, columns, output, per_sample))
             columns = output
         elif columns == output or maps:
-            maps.append(Chain((operation,), columns))
+            maps.append(TransformMap((operation,), columns))
         else:
             raise ValueError(
                 f"map: a transform writes back to its columns {list(columns)}, "
@@ -188,9 +188,9 @@ def join_chains(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:
     joined: list[Map] = []
     for operation in maps:
         previous = joined[-1] if joined else None
-        if not isinstance(operation, Chain):
+        if not isinstance(operation, TransformMap):
             joined.append(operation)
-        elif isinstance(previous, Chain) and previous.columns == operation.columns:
+        elif isinstance(previous, TransformMap) and previous.columns == operation.columns:
             joined[-1] = replace(previous, transforms=previous.transforms + operation.transforms)
         else:
             joined.append(replace(operation, seed=hashing.key(seed, len(joined))))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_or_raise
-from halfstep.data.pipeline.maps import Chain, Function, Map, Select, join_chains
+from halfstep.data.pipeline.maps import FunctionMap, Map, SelectMap, TransformMap, join_chains
 from halfstep.data.pipeline.seeding import seeded_generators
-from halfstep.data.pipeline.source import Columns, Source, only_sample
+from halfstep.data.pipeline.source import ColumnSource, Source, only_sample
 from halfstep.data.pipeline.stages import BufferShuffle, Shard, Stage
 from halfstep.data.transforms import spec
 
@@ -58,33 +58,33 @@ class Plan:
     seed: int = 0
     stages: tuple[Stage, ...] = ()
     maps: tuple[Map, ...] = ()
-    batch: int = 0  # samples in a batch; 0: not batched
+    batch_size: int = 0  # samples in a batch; 0: not batched
     drop_remainder: bool = False
     batch_stages: tuple[Stage, ...] = ()
 
     # Sizes
 
     @property
-    def samples(self) -> int:
+    def sample_count(self) -> int:
         """Samples in one pass, before batching."""
         return self.stages[-1].size if self.stages else self.source.size
 
     @property
-    def batches(self) -> int:
+    def batch_count(self) -> int:
         """Batches in one pass of the samples, before any stage on batches."""
         if self.drop_remainder:
-            return self.samples // self.samples_per_item
-        return -(-self.samples // self.samples_per_item)
+            return self.sample_count // self.samples_per_item
+        return -(-self.sample_count // self.samples_per_item)
 
     @property
     def size(self) -> int:
         """Items in one pass: batches, or samples where nothing is batched."""
-        return self.batch_stages[-1].size if self.batch_stages else self.batches
+        return self.batch_stages[-1].size if self.batch_stages else self.batch_count
 
     @property
     def samples_per_item(self) -> int:
         """Samples in a full batch; 1 where nothing is batched."""
-        return self.batch or 1
+        return self.batch_size or 1
 
     # What the parts allow
 
@@ -98,29 +98,29 @@ class Plan:
         return not any(isinstance(stage, BufferShuffle) for stage in stages)
 
     @cached_property
-    def ours(self) -> bool:
+    def runs_no_user_code(self) -> bool:
         """Whether a fetch runs no code of the user's."""
-        calls_function = any(isinstance(operation, Function) for operation in self.maps)
-        return isinstance(self.source, Columns) and not calls_function
+        calls_function = any(isinstance(operation, FunctionMap) for operation in self.maps)
+        return isinstance(self.source, ColumnSource) and not calls_function
 
     @property
-    def random(self) -> bool:
+    def has_random_transforms(self) -> bool:
         """Whether a transform draws random numbers, so that a fetch depends on the pass."""
-        chains = [operation for operation in self.maps if isinstance(operation, Chain)]
+        chains = [operation for operation in self.maps if isinstance(operation, TransformMap)]
         return any(transform.draws for chain in chains for transform in chain.transforms)
 
     @property
-    def sample_function(self) -> Function | None:
+    def sample_function(self) -> FunctionMap | None:
         """The first function that must see single samples on the host, if any."""
         for operation in self.maps:
-            if isinstance(operation, Function) and operation.per_sample:
+            if isinstance(operation, FunctionMap) and operation.per_sample:
                 return operation
         return None
 
     @property
-    def versions(self) -> list[int]:
+    def column_versions(self) -> list[int]:
         """How often each column in memory has been written to."""
-        if not isinstance(self.source, Columns):
+        if not isinstance(self.source, ColumnSource):
             return []
         return [column._version for column in self.source.tensors.values()]
 
@@ -135,15 +135,15 @@ class Plan:
     def column_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape (after the batch dimension) and dtype of columns that no function has changed."""
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if isinstance(self.source, Columns):
+        if isinstance(self.source, ColumnSource):
             for name, column in self.source.tensors.items():
                 specs[name] = (tuple(column.shape[1:]), column.dtype)
 
         for operation in self.maps:
-            if isinstance(operation, Function):
+            if isinstance(operation, FunctionMap):
                 for name in (*operation.columns, *operation.output):
                     specs.pop(name, None)
-            elif not isinstance(operation, Select):
+            elif not isinstance(operation, SelectMap):
                 for name in specs.keys() & set(operation.columns):
                     sample_shape, dtype = specs[name]
                     shape, dtype = spec(operation.transforms, (2, *sample_shape), dtype)
@@ -154,7 +154,7 @@ class Plan:
 
     def with_stage(self, stage: Stage) -> "Plan":
         """With one more stage, on batches where there are batches."""
-        if self.batch:
+        if self.batch_size:
             return replace(self, batch_stages=(*self.batch_stages, stage))
         return replace(self, stages=(*self.stages, stage))
 
@@ -170,17 +170,19 @@ class Plan:
 
     # Order
 
-    def tokens(
+    def sample_indices(
         self, epoch: int, start: int, count: int, device: torch.device | str = "cpu"
     ) -> SampleIndices:
         """The samples of items start..start+count−1 of a pass.
 
         Takes a fixed number of kernels and no host sync.
         """
-        width = min(self.samples_per_item, self.samples)  # a batch larger than the set is the set
+        width = min(
+            self.samples_per_item, self.sample_count
+        )  # a batch larger than the set is the set
         samples, epochs = self._batch_samples(epoch, start, count, width, torch.device(device))
         seed_keys: tuple[SeedKey, ...] = ()
-        if not self.ours:
+        if not self.runs_no_user_code:
             firsts, passes = self._batch_samples(epoch, start, count, 1, _CPU)
             pairs = zip(passes.flatten().tolist(), firsts.flatten().tolist(), strict=True)
             seed_keys = tuple(pairs)
@@ -197,8 +199,8 @@ class Plan:
         # last sample.
         offsets = torch.arange(width, device=compute_device)
         positions = batches * self.samples_per_item + offsets
-        if self.samples % self.samples_per_item:
-            positions = positions.clamp(max=self.samples - 1)
+        if self.sample_count % self.samples_per_item:
+            positions = positions.clamp(max=self.sample_count - 1)
 
         # Back through the stages, to the numbers of the source.
         for stage in reversed(self.stages):
@@ -218,12 +220,12 @@ class Plan:
     def _lengths(self, epoch: int, start: int, count: int) -> tuple[int, ...]:
         """Samples in each batch."""
         full_length = self.samples_per_item
-        last_length = self.samples % full_length
+        last_length = self.sample_count % full_length
         if last_length == 0 or self.drop_remainder:
             return (full_length,) * count
         # On the host: shapes must be known there.
         _, batches = self._batch_numbers(epoch, start, count, _CPU)
-        last_batch = self.batches - 1
+        last_batch = self.batch_count - 1
         return tuple(
             last_length if batch == last_batch else full_length
             for batch in batches.flatten().tolist()
@@ -237,7 +239,7 @@ class Plan:
         With columns on a device and transforms only there is no host sync. Code of the user's runs
         with the host's generators seeded for this batch, so that it repeats in any process.
         """
-        if self.ours:
+        if self.runs_no_user_code:
             return self._fetch(samples, epochs)
         if seed_key is None:
             seed_key = (int(epochs[0]), int(samples[0]))
@@ -248,14 +250,14 @@ class Plan:
         batch = self.source.fetch(samples)
         for operation in self.maps:
             batch = operation(batch, epochs, samples)
-        if not self.batch:
+        if not self.batch_size:
             return batch
         return {name: stack_or_raise(name, column) for name, column in batch.items()}
 
     def item(self, samples: Tensor, epochs: Tensor, seed_key: SeedKey | None = None) -> Batch:
         """What is delivered: a batch, or where nothing is batched the sample itself."""
         columns = self.fetch(samples, epochs, seed_key)
-        return columns if self.batch else only_sample(columns)
+        return columns if self.batch_size else only_sample(columns)
 
     # Text, and the shard that a resume may change
 
@@ -271,8 +273,8 @@ class Plan:
 
         lines = [str(self.source)]
         lines += [describe_stage(stage) for stage in self.stages]
-        if self.batch:
-            lines.append(f"batch({self.batch}, drop_remainder={self.drop_remainder})")
+        if self.batch_size:
+            lines.append(f"batch({self.batch_size}, drop_remainder={self.drop_remainder})")
         lines += [describe_stage(stage) for stage in self.batch_stages]
         lines += [str(operation) for operation in self.maps]
         lines.append(f"seed {self.seed}")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_column
-from halfstep.data.pipeline.maps import AlreadyApplied, Chain, Function, Map
+from halfstep.data.pipeline.maps import AlreadyApplied, FunctionMap, Map, TransformMap
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.seeding import seeded_generators
-from halfstep.data.pipeline.source import Columns
+from halfstep.data.pipeline.source import ColumnSource
 from halfstep.data.transforms import spec
 
 Budget = int | float | str | None
@@ -74,7 +74,7 @@ def place_on(plan: Plan, device: torch.device, budget: Budget) -> PlacedPlan:
     obstacle = _why_not_resident(plan, device, budget)
     if obstacle:
         return PlacedPlan(plan, Placement("stream", device, obstacle), is_resident=False)
-    assert isinstance(plan.source, Columns)
+    assert isinstance(plan.source, ColumnSource)
     reason = format_bytes(plan.source.nbytes)
     available = budget_bytes(budget, device)
     if available is not None:
@@ -85,7 +85,7 @@ def place_on(plan: Plan, device: torch.device, budget: Budget) -> PlacedPlan:
 
 def _why_not_resident(plan: Plan, device: torch.device, budget: Budget) -> str:
     """The reason in words; an empty text where the data can be resident."""
-    if not isinstance(plan.source, Columns):
+    if not isinstance(plan.source, ColumnSource):
         return "its samples are read one by one by a Dataset; .load() reads them into memory first"
     if plan.sample_function:
         return (
@@ -156,7 +156,7 @@ def read_into_memory(plan: Plan) -> Plan:
     Of the transforms without random numbers that come first on a column, as many are applied as
     make its samples equal and smallest; the others stay in the pipeline.
     """
-    if isinstance(plan.source, Columns):
+    if isinstance(plan.source, ColumnSource):
         return plan
     counts_by_map = _transform_counts(plan)
     while True:
@@ -169,7 +169,7 @@ def read_into_memory(plan: Plan) -> Plan:
         remaining = list(plan.maps)
         for i, counts in counts_by_map.items():
             remaining[i] = _mark_applied(plan.maps[i], counts[0])
-        return plan.with_source(Columns(tensors, str(plan.source)), tuple(remaining))
+        return plan.with_source(ColumnSource(tensors, str(plan.source)), tuple(remaining))
 
 
 def _transform_counts(plan: Plan) -> dict[int, list[int]]:
@@ -181,15 +181,15 @@ def _transform_counts(plan: Plan) -> dict[int, list[int]]:
     counts_by_map: dict[int, list[int]] = {}
     seen_columns: set[str] = set()
     for i, operation in enumerate(plan.maps):
-        if isinstance(operation, Function):
+        if isinstance(operation, FunctionMap):
             break
-        if isinstance(operation, Chain) and not seen_columns & set(operation.columns):
+        if isinstance(operation, TransformMap) and not seen_columns & set(operation.columns):
             counts_by_map[i] = _counts_by_bytes(operation, probe)
             seen_columns.update(operation.columns)
     return counts_by_map
 
 
-def _counts_by_bytes(chain: Chain, probe: Batch) -> list[int]:
+def _counts_by_bytes(chain: TransformMap, probe: Batch) -> list[int]:
     """Numbers of transforms after which the probed samples are equal, the fewest bytes first.
 
     Of two numbers with as many bytes, the larger one comes first.
@@ -211,7 +211,9 @@ def _counts_by_bytes(chain: Chain, probe: Batch) -> list[int]:
     return counts or [leading]
 
 
-def _specs_after(chain: Chain, count: int, column: Any) -> set[tuple[torch.Size, torch.dtype]]:
+def _specs_after(
+    chain: TransformMap, count: int, column: Any
+) -> set[tuple[torch.Size, torch.dtype]]:
     """The shapes and dtypes of the column's samples after the first `count` transforms."""
     samples = [torch.as_tensor(sample) for sample in column]
     specs = set()
@@ -221,15 +223,15 @@ def _specs_after(chain: Chain, count: int, column: Any) -> set[tuple[torch.Size,
     return specs
 
 
-def _leading_part(operation: Map, count: int) -> Chain:
+def _leading_part(operation: Map, count: int) -> TransformMap:
     """The chain of the first `count` transforms."""
-    assert isinstance(operation, Chain)
+    assert isinstance(operation, TransformMap)
     return replace(operation, transforms=operation.transforms[:count])
 
 
 def _mark_applied(operation: Map, count: int) -> Map:
     """The chain, in which the first `count` transforms do nothing any more."""
-    assert isinstance(operation, Chain)
+    assert isinstance(operation, TransformMap)
     applied = [
         transform if isinstance(transform, AlreadyApplied) else AlreadyApplied(transform)
         for transform in operation.transforms[:count]
@@ -244,7 +246,7 @@ def _try_next_count(counts_by_map: dict[int, list[int]], plan: Plan, column: str
     """
     for i, counts in counts_by_map.items():
         operation = plan.maps[i]
-        if isinstance(operation, Chain) and column in operation.columns and len(counts) > 1:
+        if isinstance(operation, TransformMap) and column in operation.columns and len(counts) > 1:
             del counts[0]
             return
     raise ValueError(
@@ -254,7 +256,7 @@ def _try_next_count(counts_by_map: dict[int, list[int]], plan: Plan, column: str
     )
 
 
-def _read_columns(plan: Plan, chains: list[Chain]) -> dict[str, Tensor]:
+def _read_columns(plan: Plan, chains: list[TransformMap]) -> dict[str, Tensor]:
     """All samples of the source after the chains, as one tensor for each column."""
     size = plan.source.size
     columns: dict[str, Tensor] = {}

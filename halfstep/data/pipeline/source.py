@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class ColumnSource:
     """Tensors of one length, gathered on the device they are on.
 
     `origin` describes what they were read from.
@@ -99,9 +99,9 @@ class Columns:
     def fetch(self, samples: Tensor) -> Batch:
         return {name: _gather(column, samples) for name, column in self.tensors.items()}
 
-    def to(self, device: torch.device) -> "Columns":
+    def to(self, device: torch.device) -> "ColumnSource":
         tensors = {name: column.to(device) for name, column in self.tensors.items()}
-        return Columns(tensors, self.origin)
+        return ColumnSource(tensors, self.origin)
 
     def __str__(self) -> str:
         if self.origin:
@@ -218,13 +218,13 @@ def as_source(data: Any, columns: str | Sequence[str] | None) -> Source:
         )
     if isinstance(data, Mapping):
         keys = _select_keys(data, names)
-        return Columns({name: _as_tensor(name, data[key]) for name, key in keys.items()})
+        return ColumnSource({name: _as_tensor(name, data[key]) for name, key in keys.items()})
     if isinstance(data, Tensor | np.ndarray):
         data = (data,)
     if isinstance(data, tuple):
         names = _column_names(len(data), names, data)
         parts = zip(names, data, strict=True)
-        return Columns({name: _as_tensor(name, part) for name, part in parts})
+        return ColumnSource({name: _as_tensor(name, part) for name, part in parts})
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return _as_rows(data, names)
     raise TypeError(

@@ -23,10 +23,10 @@ PIXELS_PER_PROGRAM = 512
 WARPS = 4
 
 # Constants of halfstep.data.hashing, in a form that a kernel can read.
-FIRST = tl.constexpr(hashing.FIRST)
-SECOND = tl.constexpr(hashing.SECOND)
-SAMPLE = tl.constexpr(hashing.SAMPLE)
-EPOCH = tl.constexpr(hashing.EPOCH)
+FIRST = tl.constexpr(hashing.FIRST_MULTIPLIER)
+SECOND = tl.constexpr(hashing.SECOND_MULTIPLIER)
+SAMPLE = tl.constexpr(hashing.SAMPLE_INCREMENT)
+EPOCH = tl.constexpr(hashing.EPOCH_INCREMENT)
 
 
 def launch(

@@ -1,113 +1,151 @@
-"""What a model keeps captured: its training step, its evaluation, its predictions, and where its data went."""
+"""What a Model keeps from one call to the next: graphs of its steps, and its data on the device."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfstep.data import Dataset
-from halfstep.engine.captured.eval_runner import Outputs, Scores
-from halfstep.engine.captured.programs import StepProgram
+from halfstep.data.pipeline.plan import Plan
+from halfstep.engine.captured.eval_runner import EvalRunner, PredictRunner
 from halfstep.engine.captured.runner import CapturedRunner
-from halfstep.engine.captured.sink import check
-from halfstep.engine.captured.uncapturable import why_not_capturable
+from halfstep.engine.captured.sink import check_verify, verify_replays
+from halfstep.engine.captured.step_program import StepProgram
+from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.evaluate import Labels
 from halfstep.engine.feed import Feed
 from halfstep.metrics import Metrics
 from halfstep.step import EvalStep
+from halfstep.utils.checks import expect
 
-LONG = 40_000  # steps that are worth compiling kernels for before the first of them
+# For so many steps, kernels are compiled before the first of them.
+LONG_RUN_STEPS = 40_000
+
+# Data sets that are remembered on the device.
+MAX_DEVICE_DATASETS = 4
+
+
+class DeviceDataset(NamedTuple):
+    """A data set of the user's, and where it is on the device."""
+
+    plan: Plan  # as it was on the host
+    versions: list[int]  # of its tensors: they count writes in place
+    dataset: Dataset
 
 
 class ModelCaptures:
-    """Graphs kept from one fit, evaluation or prediction to the next. `wish`: True, False or "auto"."""
+    """The captured runs of a Model: training, evaluation, prediction. Each method gives one.
 
-    def __init__(self, cell: EvalStep, wish: bool | str, verify: int) -> None:
-        if wish not in (True, False, "auto"):
-            raise ValueError(f"capture: expected True, False or 'auto', got {wish!r}")
-        if not isinstance(verify, int) or verify < 0:
-            raise ValueError(f"verify: expected a number of replays to check, or 0, got {verify!r}")
-        self.cell, self.device, self.mode, self.verify = cell, cell.device, wish, verify
-        self._sunk: CapturedRunner | None = None
-        self._scores: Scores | None = None
-        self._outputs: Outputs | None = None
-        self._near: list[
-            tuple[Any, list[int], Dataset]
-        ] = []  # plans as given, their versions, and on the device
+    They give None where that part runs eagerly. `mode` is the Model's `capture`: True, False or
+    "auto".
+    """
+
+    def __init__(self, eval_step: EvalStep, mode: bool | str, verify: int) -> None:
+        expect(mode in (True, False, "auto"), "capture", "True, False or 'auto'", mode)
+        check_verify(verify)
+        self.eval_step = eval_step
+        self.device = eval_step.device
+        self.mode = mode
+        self.verify = verify
+        self._runs_graphs = self.device.type == "cuda" and bool(mode)
+        self._runner: CapturedRunner | None = None
+        self._scores: EvalRunner | None = None
+        self._outputs: PredictRunner | None = None
+        self._device_datasets: list[DeviceDataset] = []
 
     def training_runner(self, step: Any, feed: Feed, steps: int | None) -> CapturedRunner | None:
-        """The engine that sinks `step` over `feed` for about `steps` steps; None: it runs eagerly."""
-        why = why_not_capturable(step, self.device)
-        if why and self.mode is True:
-            raise ValueError(f"capture=True: this run cannot be captured: {why}")
-        if why or not self.mode:
+        """The runner that captures `step` over `feed`, for about `steps` steps."""
+        reason = why_not_capturable(step, self.device)
+        if reason and self.mode is True:
+            raise ValueError(f"capture=True: this run cannot be captured: {reason}")
+        if reason or not self.mode:
             return None
-        mine = self._sunk.program if self._sunk else None
-        if (
-            self._sunk is None
-            or not isinstance(mine, StepProgram)
-            or mine.step is not step
-            or not self._sunk.feeds(feed)
-        ):
-            make = partial(
-                CapturedRunner.of, step, on_uncapturable="raise" if self.mode is True else "eager"
-            )
-            check(VerifiedStep(step), feed, make, self.device, self.verify)
-            self._sunk = make(feed)
-        program = self._sunk.program
-        long = steps is not None and steps >= LONG and step.options.polish == "auto"
-        if long and isinstance(program, StepProgram) and not program.polished:
+
+        # The graphs of the last fit serve again if step and data are the same.
+        runner = self._runner
+        program = self._step_program()
+        is_same_step = program is not None and program.step is step
+        if runner is None or not is_same_step or not runner.switch_feed(feed):
+            runner = self._make_runner(step, feed)
+            self._runner = runner
+
+        program = self._step_program()
+        is_long_run = steps is not None and steps >= LONG_RUN_STEPS
+        wants_polish = is_long_run and step.options.polish == "auto"
+        if wants_polish and program is not None and not program.polished:
             program.polish()
-        return self._sunk
+        return runner
 
-    def eval_runner(self, cell: Any, metrics: Metrics, labels: Labels) -> Scores | None:
-        if not self._on or not isinstance(cell, EvalStep):
+    def eval_runner(self, eval_step: Any, metrics: Metrics, labels: Labels) -> EvalRunner | None:
+        """The evaluation of a step by these metrics."""
+        if not self._runs_graphs or not isinstance(eval_step, EvalStep):
             return None
-        held = self._scores
-        if held is None or (held.cell, held.metrics, held.labels) != (cell, metrics, labels):
-            held = self._scores = Scores(cell, metrics, labels)
-        return held
+        scores = self._scores
+        parts = (eval_step, metrics, labels)
+        if scores is None or (scores.eval_step, scores.metrics, scores.labels) != parts:
+            scores = EvalRunner(eval_step, metrics, labels)
+            self._scores = scores
+        return scores
 
-    def predict_runner(self) -> Outputs | None:
-        if self._on and self._outputs is None:
-            self._outputs = Outputs(self.cell.net, self.device)
+    def predict_runner(self) -> PredictRunner | None:
+        """The predictions of the network."""
+        if self._runs_graphs and self._outputs is None:
+            self._outputs = PredictRunner(self.eval_step.net, self.device)
         return self._outputs
 
     def make_feed(self, data: Any, *, named: bool) -> Feed:
-        """Batches of `data`; a data set that fits is on the device from its first use on."""
-        if not self._on or not isinstance(data, Dataset) or data.placement.kind != "host":
+        """Batches of `data`. A data set that fits is on the device from its first use on."""
+        if not self._runs_graphs or not isinstance(data, Dataset):
             return Feed(data, named=named)
-        now = data.plan.versions  # written to in place: the copy on the device is out of date
-        near = next(
-            (there for given, then, there in self._near if given is data.plan and then == now), None
-        )
-        if near is None:
-            near = data.near(self.device)
-            self._near = [
-                *(each for each in self._near[-3:] if each[0] is not data.plan),
-                (data.plan, now, near),
-            ]
-        return Feed(near, named=named)
+        if data.placement.kind != "host":
+            return Feed(data, named=named)
+        return Feed(self._on_device(data), named=named)
 
     def describe(self, step: Any) -> str:
-        """For report(): how a fit runs."""
-        why = why_not_capturable(step, self.device) or ("capture=False" if not self.mode else "")
-        program = self._sunk.program if self._sunk else None
-        if isinstance(program, StepProgram) and program.why:
-            why = program.why
-        if why:
-            return f"eager, step by step: {why}"
-        if not isinstance(program, StepProgram):
-            how = (
-                "captured as CUDA graphs"
-                if self.device.type == "cuda"
-                else "compiled as one program"
-            )
+        """How a fit runs, for report()."""
+        program = self._step_program()
+        reason = why_not_capturable(step, self.device)
+        if not reason and not self.mode:
+            reason = "capture=False"
+        if program is not None and program.refusal_reason:
+            reason = program.refusal_reason
+        if reason:
+            return f"eager, step by step: {reason}"
+
+        if program is None:
+            how = "compiled as one program"
+            if self.device.type == "cuda":
+                how = "captured as CUDA graphs"
             return f"sunk: {how} when fit begins"
         graphs = program.graphs
         if graphs.compile_body is not None:
             return f"sunk: programs of the whole step: {len(graphs)} held, {graphs.captures} made"
-        return f"sunk: {len(graphs)} CUDA graphs held, {graphs.captures} captured, {program.recaptures} recaptures"
+        return (
+            f"sunk: {len(graphs)} CUDA graphs held, {graphs.captures} captured, "
+            f"{program.recaptures} recaptures"
+        )
 
-    @property
-    def _on(self) -> bool:
-        return self.device.type == "cuda" and bool(self.mode)
+    def _step_program(self) -> StepProgram | None:
+        """The program of the last fit that was captured."""
+        if self._runner is None or not isinstance(self._runner.program, StepProgram):
+            return None
+        return self._runner.program
+
+    def _make_runner(self, step: Any, feed: Feed) -> CapturedRunner:
+        on_uncapturable: OnUncapturable = "raise" if self.mode is True else "eager"
+        make_runner = partial(CapturedRunner.for_step, step, on_uncapturable=on_uncapturable)
+        if self.verify:
+            verified_step = VerifiedStep(step)
+            verify_replays(verified_step, feed, make_runner, self.device, replays=self.verify)
+        return make_runner(feed)
+
+    def _on_device(self, data: Dataset) -> Dataset:
+        """A copy of a data set on the device: the one from before if nothing was written since."""
+        versions = data.plan.column_versions
+        for entry in self._device_datasets:
+            if entry.plan is data.plan and entry.versions == versions:
+                return entry.dataset
+        dataset = data.to_device_if_unplaced(self.device)
+        newest = self._device_datasets[-(MAX_DEVICE_DATASETS - 1) :]
+        others = [entry for entry in newest if entry.plan is not data.plan]
+        self._device_datasets = [*others, DeviceDataset(data.plan, versions, dataset)]
+        return dataset

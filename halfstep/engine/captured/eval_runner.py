@@ -23,9 +23,15 @@ from halfstep.cuda_graphs.guards import (
     restore_attributes,
 )
 from halfstep.data import Dataset
-from halfstep.engine.captured.inputs import ROWS, UNCAPTURABLE, Resident, Staged, resident_dataset
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
-from halfstep.engine.captured.runner__pace import HostThrottle
+from halfstep.engine.captured.inputs import (
+    RECORD_ROWS,
+    UNCAPTURABLE,
+    ResidentInputs,
+    StagedInputs,
+    resident_dataset,
+)
+from halfstep.engine.captured.record_buffer import RecordBuffer
+from halfstep.engine.captured.runner import HostThrottle
 from halfstep.engine.captured.uncapturable import locate_error
 from halfstep.engine.evaluate import Labels, final_scores
 from halfstep.engine.feed import Args, Feed
@@ -45,13 +51,13 @@ class CapturedForward:
         self.net = net
         self.device = device
         self.graphs = GraphCache(device, direct=direct)
-        self.record_buffer = RecordBuffer(ROWS, device)  # only its count of batches is used
-        self.inputs: Resident | Staged | None = None
+        self.record_buffer = RecordBuffer(RECORD_ROWS, device)  # only its count of batches is used
+        self.inputs: ResidentInputs | StagedInputs | None = None
         self._seen_kinds: set[Hashable] = set()
         self._guards: tuple[Any, ...] = ()
         self._container_tensors = ContainerTensors(net)
 
-    def start(self, feed: Feed, *extra_guards: Any) -> Resident | Staged:
+    def start(self, feed: Feed, *extra_guards: Any) -> ResidentInputs | StagedInputs:
         """Begins a pass at its first batch. Graphs are dropped if they are stale.
 
         `extra_guards`: what graphs bake in beside the network.
@@ -68,14 +74,14 @@ class CapturedForward:
             self.graphs.clear()
             self._seen_kinds.clear()
             if dataset is None:
-                inputs = Staged(feed, self.record_buffer)
+                inputs = StagedInputs(feed, self.record_buffer)
             else:
-                inputs = Resident(feed, self.record_buffer, dataset)
+                inputs = ResidentInputs(feed, self.record_buffer, dataset)
             self.inputs = inputs
         self._guards = guards
 
         inputs.feed = feed
-        if isinstance(inputs, Resident) and dataset is not None:
+        if isinstance(inputs, ResidentInputs) and dataset is not None:
             inputs.data = dataset
         feed.go_to_pass(0)
         inputs.start()
@@ -118,33 +124,33 @@ class CapturedForward:
             return None
 
 
-class Scores:
+class EvalRunner:
     """Mean loss and metrics over one pass, as engine.evaluate gives them, from graphs.
 
     The loss and halfstep's own metrics are counted inside the graph, others from its outputs.
     """
 
     def __init__(
-        self, cell: EvalStep, metrics: Metrics, labels: Labels, *, direct: bool = False
+        self, eval_step: EvalStep, metrics: Metrics, labels: Labels, *, direct: bool = False
     ) -> None:
-        self.cell = cell
+        self.eval_step = eval_step
         self.metrics = metrics
         self.labels = labels
-        self.forward = CapturedForward(cell.net, cell.device, direct=direct)
-        self.mean_loss = Loss().to(cell.device)
+        self.forward = CapturedForward(eval_step.net, eval_step.device, direct=direct)
+        self.mean_loss = Loss().to(eval_step.device)
         self.metrics_in_graph, self.metrics_outside = metrics.split()
 
     def __call__(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
         """The scores; None when `stop` cut the pass short."""
-        device = self.cell.device
+        device = self.eval_step.device
         self.mean_loss.reset()
         self.metrics.reset()
         self.metrics.to(device)
 
         inputs = self.forward.start(
             feed,
-            self.cell.applied,
-            *module_guards(self.cell.objective.loss),
+            self.eval_step.applied,
+            *module_guards(self.eval_step.objective.loss),
             *self._counter_addresses(),
         )
         run_batch = partial(self._run_batch, inputs)
@@ -160,17 +166,17 @@ class Scores:
         return final_scores(self.mean_loss, self.metrics)
 
     @torch.no_grad()
-    def _run_batch(self, inputs: Resident | Staged) -> tuple[Any, Any]:
+    def _run_batch(self, inputs: ResidentInputs | StagedInputs) -> tuple[Any, Any]:
         """Evaluates the current batch. Returns its outputs and labels."""
         args = inputs.batch()
-        record = self.cell(*args)
+        record = self.eval_step(*args)
         self.mean_loss.update(record.loss, record.count)
         outputs = logits_of(record.outputs)
         labels = None
         if len(self.metrics):
             labels = self.labels(args[0] if len(args) == 1 else args)
             if isinstance(labels, Tensor):
-                labels = labels.to(self.cell.device)
+                labels = labels.to(self.eval_step.device)
             self.metrics_in_graph.update(outputs, labels, loss=record.loss, count=record.count)
         self.forward.count_batch()
         return outputs, labels
@@ -183,7 +189,7 @@ class Scores:
         return addresses(counters)
 
 
-class Outputs:
+class PredictRunner:
     """Predictions on the host, batch by batch. One is copied while the next is computed."""
 
     def __init__(self, net: nn.Module, device: torch.device, *, direct: bool = False) -> None:
@@ -205,7 +211,9 @@ class Outputs:
             yield previous.wait()
 
     @torch.no_grad()
-    def _run_batch(self, inputs: Resident | Staged, predict: Callable[[Args], Any]) -> Any:
+    def _run_batch(
+        self, inputs: ResidentInputs | StagedInputs, predict: Callable[[Args], Any]
+    ) -> Any:
         outputs = predict(inputs.batch())
         self.forward.count_batch()
         return outputs
@@ -236,8 +244,8 @@ def _clone_tensors(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _resident_data(inputs: Resident | Staged) -> Dataset | None:
-    return inputs.data if isinstance(inputs, Resident) else None
+def _resident_data(inputs: ResidentInputs | StagedInputs) -> Dataset | None:
+    return inputs.data if isinstance(inputs, ResidentInputs) else None
 
 
 def _plan(dataset: Dataset | None) -> Any:

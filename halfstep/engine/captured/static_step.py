@@ -1,8 +1,8 @@
-"""A step over storage that stays where it is, so that a graph of it can be replayed."""
+"""A TrainStep over tensors that stay where they are, so that a graph of it can be replayed."""
 
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,150 +15,184 @@ from halfstep.step.rollback import foreach_copy
 from halfstep.step.state import Cycle, Record, RecordTarget
 from halfstep.step.train_step import TrainStep
 
+# The sums of an open cycle that are one number each: fields of Cycle.
+CYCLE_SUMS = ("weight", "nominal", "loss")
+
 
 class MissingOptimizerState(Exception):
-    """A parameter has a gradient and no optimizer state yet: its first update is decided by the host."""
+    """A parameter has a gradient, but no optimizer state yet: the host decides its first update."""
+
+
+class CyclePosition(NamedTuple):
+    """Where a batch stands in its update cycle."""
+
+    first: bool
+    last: bool
 
 
 class StaticStep:
-    """The device half of a TrainStep, and the host's bookkeeping of it, apart: a replay runs only the first.
+    """The device's half of a TrainStep, and the host's half of it, apart.
 
-    A cycle of several batches lives in tensors of its own here. `adopt` takes in what eager steps left open, `settle`
-    gives it back, so that a checkpoint, a fingerprint or an eager step finds the state as it would be without graphs.
+    A captured graph holds `run_on_device`. Its replay runs no Python, so the host's counters are
+    moved by `count_replay`.
+
+    The sums of an open cycle have tensors of their own here, which graphs read and write. The
+    cycle moves in by `take_over_cycle` and back into the step's state by `give_back_cycle`, so that
+    a checkpoint, a fingerprint or an eager step finds the state that eager steps would have left.
     """
 
     def __init__(self, step: TrainStep) -> None:
-        self.step, self.micro = step, step.state.cycle.micro
-        self.many = step.options.accumulate > 1
-        self._grads: list[Tensor | None] = []
-        self._sums: dict[str, Tensor] = {}  # weight, nominal, loss
-        self.live: frozenset[int] = frozenset()  # gradients that the open cycle has
+        self.step = step
+        self.accumulates = step.options.accumulate > 1
+        self.micro = step.state.cycle.micro  # batches in the open cycle
+        self.grad_indices: frozenset[int] = frozenset()  # parameters with a gradient in the cycle
+        self._grad_sums: list[Tensor] = []  # one for each parameter
+        self._cycle_sums: dict[str, Tensor] = {}  # by CYCLE_SUMS
 
     @property
-    def position(self) -> tuple[bool, bool]:
-        """Whether the next batch opens its cycle, and whether it closes it."""
-        return self.micro == 0, self.micro + 1 == self.step.options.accumulate
+    def position(self) -> CyclePosition:
+        """That of the next batch."""
+        return CyclePosition(
+            first=self.micro == 0, last=self.micro + 1 == self.step.options.accumulate
+        )
 
-    def body(
+    def run_on_device(
         self,
         batch: tuple[Any, ...] | None,
-        *,
-        first: bool,
-        last: bool,
+        position: CyclePosition,
         record_target: RecordTarget | None = None,
     ) -> tuple[Record, bool]:
-        """The step as the device sees it: no host decision, no counter of the host's.
+        """The step without any decision or counter of the host. Without a batch: the flush.
 
-        Without a batch: the flush. Returns the record, and whether a kernel has written it into
-        `record_target` already.
+        Returns the record, and whether a kernel has written it into `record_target` already.
         """
-        step, cycle = self.step, self.step.state.cycle
-        before = {f.name: getattr(cycle, f.name) for f in fields(Cycle) if f.name != "buffers"}
-        allow = capturable_optimizer(step.optimizer, step.optimizer_kind)
+        step = self.step
+        cycle = step.state.cycle
+        may_capture = capturable_optimizer(step.optimizer, step.optimizer_kind)
+
+        # In a capture nothing is computed: the cycle must be afterwards what it was before.
+        names = [field.name for field in fields(Cycle) if field.name != "buffers"]
+        cycle_before = {name: getattr(cycle, name) for name in names}
         try:
-            with backend_of(step), allow:
-                self._enter(first)
+            with step_backend_flags(step), may_capture:
+                if position.first:
+                    cycle.close()
+                else:
+                    self._fill_cycle()
+
                 loss = step.accumulator.zero_loss
                 if batch is not None:
                     loss = step.accumulator(step.state, step.channels_last.convert_batch(batch))
-                if not last:
+                if not position.last:
                     record = step.record_open_cycle(loss)
-                    self._keep()
+                    self._store_cycle()
                     return record, False
-                live = [i for i, g in enumerate(cycle.grads) if g is not None]
-                self._check(live)
-                result = step.update.on_device(step.state, live, record_target)
+
+                grad_indices = [i for i, grad in enumerate(cycle.grads) if grad is not None]
+                self._check_gradients(grad_indices)
+                result = step.update.on_device(step.state, grad_indices, record_target)
                 return step.record_update(loss, result), result.record_written
         finally:
-            for name, value in before.items():
+            for name, value in cycle_before.items():
                 setattr(cycle, name, value)
 
-    def count_replay(self, *, last: bool, steps: int = 1) -> None:
-        """The host's side of a replay."""
-        self.step.state.steps += steps
-        self.micro += steps
+    def count_replay(self, *, last: bool, batches: int = 1) -> None:
+        """Counts what a replay has done; `last`: it has ended the cycle. A flush has no batch."""
+        self.step.state.steps += batches
+        self.micro += batches
         if last:
             self.step.count_cycle()
             self.micro = 0
 
     def take_over_cycle(self) -> None:
-        """After eager steps: an open cycle moves into this storage."""
-        cycle = self.step.state.cycle
-        self.micro = cycle.micro
-        if self.many and cycle.micro:
-            self._keep()
-            self._fill()
+        """After eager steps: moves an open cycle into the static tensors."""
+        self.micro = self.step.state.cycle.micro
+        if self.accumulates and self.micro > 0:
+            self._store_cycle()
+            self._fill_cycle()
 
     def give_back_cycle(self) -> None:
-        """Before anybody looks at the state: the cycle as the replays left it."""
-        if self.micro and self.many:
-            self._fill()
+        """After replays: makes the step's own cycle the one that they have left."""
+        if self.accumulates and self.micro > 0:
+            self._fill_cycle()
         else:
             self.step.state.cycle.close()
 
-    def _check(self, live: list[int]) -> None:
-        grads, names = self.step.state.cycle.grads, self.step.names
-        sparse = [names[i] for i in live if (g := grads[i]) is not None and g.is_sparse]
-        if sparse:
-            raise RuntimeError(f"sparse gradient of {sparse[0]}: a graph holds dense ones only")
-        if not self.step.has_optimizer_state(grads, live):
-            raise MissingOptimizerState
+    def allocate(self) -> None:
+        """Allocates the static tensors, before a capture: its own memory belongs to its graph."""
+        if self._cycle_sums or not self.accumulates:
+            return
+        accumulator = self.step.accumulator
+        for p, dtype in zip(accumulator.params, accumulator.sum_dtypes, strict=True):
+            self._grad_sums.append(torch.zeros_like(p, dtype=dtype, requires_grad=False))
+        for name in CYCLE_SUMS:
+            zero = torch.zeros_like(accumulator.zero_loss, dtype=torch.float64)
+            self._cycle_sums[name] = zero
 
-    def _enter(self, first: bool) -> None:
-        if first:
-            self.step.state.cycle.close()
-        else:
-            self._fill()
-
-    def _fill(self) -> None:
+    def _fill_cycle(self) -> None:
+        """Makes the static tensors those of the step's cycle."""
         cycle = self.step.state.cycle
+        # In a graph of many steps the host has not counted the ones before: at least one has run.
         cycle.micro = max(self.micro, 1)
-        cycle.grads = [g if i in self.live else None for i, g in enumerate(self._grads)]
-        for name, tensor in self._sums.items():
+        cycle.grads = [
+            grad if i in self.grad_indices else None for i, grad in enumerate(self._grad_sums)
+        ]
+        for name, tensor in self._cycle_sums.items():
             setattr(cycle, name, tensor)
 
-    def _keep(self) -> None:
-        """The cycle's tensors into this storage, where they are not it already."""
+    def _store_cycle(self) -> None:
+        """Copies the tensors of the step's cycle into the static ones, where they are others."""
+        self.allocate()
         cycle = self.step.state.cycle
-        self.prepare()
-        for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True)):
-            if g is not None and (g.is_sparse or (mine is not None and mine.is_sparse)):
-                self._grads[i] = (
-                    g  # as it is: a sparse one has no memory of its own to be copied into
-                )
-        pairs = [
-            (i, mine, g)
-            for i, (mine, g) in enumerate(zip(self._grads, cycle.grads, strict=True))
-            if g is not None
-        ]
-        self.live = frozenset(i for i, _, _ in pairs)
-        moved = [(mine, g) for _, mine, g in pairs if mine is not None and mine is not g]
-        moved += [
-            (mine, now)
-            for name, mine in self._sums.items()
-            if (now := getattr(cycle, name)) is not mine
-        ]
-        foreach_copy([mine for mine, _ in moved], [g for _, g in moved])
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for i, grad in enumerate(cycle.grads):
+            if grad is None:
+                continue
+            grad_sum = self._grad_sums[i]
+            if grad.is_sparse or grad_sum.is_sparse:
+                # A sparse tensor has no memory to copy into. It is never part of a graph.
+                self._grad_sums[i] = grad
+            elif grad_sum is not grad:
+                targets.append(grad_sum)
+                sources.append(grad)
+        self.grad_indices = frozenset(i for i, grad in enumerate(cycle.grads) if grad is not None)
 
-    def prepare(self) -> None:
-        """The storage, before a capture: what is allocated inside one belongs to its graph."""
-        if self._sums or not self.many:
-            return
-        acc = self.step.accumulator
-        wide = zip(acc.params, acc.sum_dtypes, strict=True)
-        self._grads = [torch.zeros_like(p, dtype=d, requires_grad=False) for p, d in wide]
-        sums = ("weight", "nominal", "loss")
-        self._sums = {name: torch.zeros_like(acc.zero_loss, dtype=torch.float64) for name in sums}
+        for name, cycle_sum in self._cycle_sums.items():
+            tensor = getattr(cycle, name)
+            if tensor is not cycle_sum:
+                targets.append(cycle_sum)
+                sources.append(tensor)
+        foreach_copy(targets, sources)
+
+    def _check_gradients(self, grad_indices: list[int]) -> None:
+        """Raises where a graph cannot hold this update."""
+        grads = self.step.state.cycle.grads
+        for i in grad_indices:
+            grad = grads[i]
+            if grad is not None and grad.is_sparse:
+                name = self.step.names[i]
+                raise RuntimeError(f"sparse gradient of {name}: a graph holds dense ones only")
+        if not self.step.has_optimizer_state(grads, grad_indices):
+            raise MissingOptimizerState
 
 
-def backend_of(step: TrainStep) -> AbstractContextManager[None]:
-    """The kernels that a step asks for: its precision's, and deterministic ones where it is."""
+def step_backend_flags(step: TrainStep) -> AbstractContextManager[None]:
+    """Inside, torch chooses kernels as the step's precision and options ask for."""
     return set_backend_flags(step.precision, step.device, **step.options.backend_flags)
 
 
 def step_guards(step: TrainStep) -> tuple[Any, ...]:
-    """Everything a graph of this step holds fast; when it differs, the graph is another step's."""
-    roots = (step.net, step.objective.loss)
-    held = (*step.state.tensors(), *step.params)
-    objects = (step.applied, step.update, step.compiled.on, rng_generation(step.device))
-    return (*objects, *addresses(held), *module_guards(*roots), *optimizer_guards(step.optimizer))
+    """Everything that a graph of this step has read in Python: addresses, settings, objects.
+
+    A graph is stale when these differ from what they were at its capture.
+    """
+    return (
+        step.applied,
+        step.update,
+        step.compiled.on,
+        rng_generation(step.device),
+        *addresses([*step.state.tensors(), *step.params]),
+        *module_guards(step.net, step.objective.loss),
+        *optimizer_guards(step.optimizer),
+    )

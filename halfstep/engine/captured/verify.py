@@ -212,7 +212,7 @@ def warmup_steps(step: Any) -> int:
     return cycles * step.options.accumulate + WARMUP_EXTRA_STEPS
 
 
-def cloned(args: Args, device: torch.device) -> Args:
+def clone_batch(args: Args, device: torch.device) -> Args:
     """A copy of a batch on the device, which nobody else writes to."""
     copied: Args = tree_map(
         lambda leaf: leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf, args

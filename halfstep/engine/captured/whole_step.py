@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halfstep.compiler.backend import generate
 from halfstep.compiler.trace import written_down
-from halfstep.engine.captured.static_step import backend_of
+from halfstep.engine.captured.static_step import step_backend_flags
 from halfstep.step import TrainStep
 from halfstep.utils import rng
 from halfstep.utils.text import first_line
@@ -86,7 +86,11 @@ class WholeStepProgram:
         if sys.stderr.isatty():
             print("halfstep: compiling the whole step, once (5 to 30 s)", file=sys.stderr)
         try:
-            with torch.no_grad(), warnings.catch_warnings(action="ignore"), backend_of(self._step):
+            with (
+                torch.no_grad(),
+                warnings.catch_warnings(action="ignore"),
+                step_backend_flags(self._step),
+            ):
                 self._program = generate(
                     self._traced.module(plain=True),
                     self._inputs,
@@ -108,7 +112,7 @@ class WholeStepProgram:
     @torch.no_grad()
     def _run_program(self) -> None:
         if self._step.options.deterministic:
-            with backend_of(self._step):
+            with step_backend_flags(self._step):
                 self._program(*self._inputs)
         else:
             self._program(*self._inputs)

@@ -1,7 +1,7 @@
 """Speed for a step: optional, and apart from the transaction.
 
-Each file says what it buys and how to switch it off. Without this folder a TrainStep takes the plain
-forms in step/plain_paths.py and computes the same. Only step/train_step.py imports it.
+Each file says what it buys and how to switch it off. Without this folder a TrainStep takes the
+plain forms in step/plain_paths.py and computes the same. Only step/train_step.py imports it.
 """
 
 from typing import Any

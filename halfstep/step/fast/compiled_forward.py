@@ -30,8 +30,8 @@ MAX_COMPILED_SHAPES = 6  # torch keeps 8 programs; two are left for a frozen lay
 MAX_SHAPES_SEEN = 256  # shapes remembered; beyond that every batch has one of its own
 ASSUMED_SPEEDUP = 1.2  # of compiled steps
 
-# Seconds to compile: at least, and for each leaf module. CPU measured, see docs/reference/step.md;
-# CUDA assumed.
+# Seconds to compile: at least, and for each leaf module. For a CPU they were measured (see
+# docs/internals/fast-paths.md), for CUDA they are assumed.
 COMPILE_COST_S = {"cpu": (20.0, 1.8), "cuda": (15.0, 0.5)}
 
 
@@ -229,7 +229,7 @@ def _traced_forward_and_loss(
 
 
 def _make_program(applied: Applied) -> Any:
-    """torch.compile of a code object of its own: torch counts and limits programs by code object."""
+    """torch.compile of a code object of its own: torch limits programs by code object."""
     traced = _traced_forward_and_loss
     own_copy = FunctionType(traced.__code__.replace(), traced.__globals__, traced.__name__)
     is_low = torch.finfo(applied.precision.compute).bits < 32

@@ -1,13 +1,14 @@
 """Update.on_device in three or four Triton kernels, for captured steps.
 
-A small network's update is some forty launches, which take longer than its arithmetic: this buys the
-difference between "as it is" and "polished" for the seed MLP in docs/internals/speed.md. The same
-bits as Update.on_device, but for the order in which squares are summed to the gradients' norm.
+A small network's update is some forty launches, which take longer than its arithmetic. This buys
+the difference between "as it is" and "polished" for the seed MLP in docs/internals/speed.md. The
+same bits as Update.on_device, but for the order in which squares are summed to the gradients' norm.
 Switched off by polish=False, and by deterministic=True.
 
-Three kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares; `decide`
-does everything that is a number, and writes the record; `shrink` clips. Each program of a kernel
-works on a share of one gradient: a LaunchPlan says which.
+The kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares, in one launch
+for each 128 gradients; `decide` does everything that is a number, and writes the record, before the
+optimizer runs; `shrink` clips, where clip_norm is set. Each program of `measure` and `shrink` works
+on a share of one gradient: a LaunchPlan says which.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,14 @@ from torch import Tensor
 from halfstep.kernels.foreach import is_dense
 from halfstep.kernels.launch import MORE, SAME, Launch, launch, tell, usable
 from halfstep.precision.low_params import widen
-from halfstep.step.state import Cycle, RecordTarget, StepState, UpdateResult
+from halfstep.step.state import (
+    ROW_FIELDS,
+    Cycle,
+    RecordTarget,
+    StepState,
+    UpdateResult,
+    row_columns,
+)
 from halfstep.step.update import Update
 from halfstep.utils.device_values import is_capturing
 
@@ -186,7 +194,7 @@ class FusedUpdate:
         has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         if not update.commit.optimizer_can_skip or has_hooks:
             return False
-        if update.options.clip_value is not None:
+        if update.options.clip_value is not None or not update.loss_scale.runs_in_kernel:
             return False
         if not 0 < len(signature.grad_indices) <= len(update.params) <= MAX_PARAMS:
             return False
@@ -239,7 +247,7 @@ class FusedUpdate:
             plan=make_idle_plan(update.params, signature.grad_indices),
             outputs=outputs,
             lr_tensors=lr_tensors,
-            cycles_ended=state.skips,
+            cycles_ended=state.skips,  # any counter will do: nobody reads this state
             record_lr=lr,
             record_target=None,
         )
@@ -260,6 +268,7 @@ class FusedUpdate:
         from halfstep.kernels import update_triton
 
         update = self.update
+        arguments: dict[str, Any]
         square_sums = torch.empty(len(plan.shares), device=update.device)
         nonfinite_flags = torch.empty_like(square_sums, dtype=torch.int32)
 
@@ -288,6 +297,8 @@ class FusedUpdate:
             "result_flags": outputs.flags,
             **self._record_arguments(record_lr, record_target),
             **self._decide_constants(plan),
+            "COLUMNS": row_columns(update_triton.RECORD_FIELDS),
+            "FIELD_COUNT": len(ROW_FIELDS),
         }
         yield update_triton.decide, 1, arguments, DECIDE_WARPS
 

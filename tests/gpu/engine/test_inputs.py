@@ -1,4 +1,7 @@
-"""Resident batches by one kernel on a GPU: compiled, captured, replayed; one launch, no copy, no wait."""
+"""Resident batches by one kernel on a GPU: compiled, captured, replayed.
+
+One launch, no copy, no wait.
+"""
 
 from collections.abc import Callable
 
@@ -8,23 +11,36 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import halfstep as hs
-from halfstep.engine.captured import inputs__gather as room
-from halfstep.engine.captured.inputs import BEGINS, Resident
-from halfstep.engine.captured.inputs__gather import gather
-from halfstep.engine.captured.programs import StepProgram
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured import gather as gather_module
+from halfstep.engine.captured.gather import gather_samples, split_storage
+from halfstep.engine.captured.inputs import ALLOCATION_BYTES, ResidentInputs
+from halfstep.engine.captured.record_buffer import RecordBuffer
+from halfstep.engine.captured.step_program import StepProgram
 from halfstep.engine.feed import Feed
-from tests.support.captured_runs import Hasty, by_hand, data, rows, step, sunk
+from tests.support.captured_runs import (
+    ShortSteps,
+    collect_columns,
+    make_data,
+    make_step,
+    run_by_hand,
+    run_captured,
+)
 from tests.support.no_sync import no_sync
 from tests.unit.engine.captured.test_inputs import (
     CASES,
-    RESTS,
+    CHECKS,
     SIZE,
     equal_to_indexing,
-    noise,
-    tables,
+    make_tables,
+    random_bits,
 )
-from tests.unit.engine.captured.test_step_bursts import BATCH, STEPS, Case, equal_to_eager, noted
+from tests.unit.engine.captured.test_step_bursts import (
+    BATCH,
+    STEPS,
+    Case,
+    count_gathered,
+    equal_to_eager,
+)
 from tests.unit.engine.captured.test_step_bursts import CASES as BURSTS
 
 pytest.importorskip("triton")
@@ -37,158 +53,179 @@ def test_equal_to_indexing(case: str) -> None:
     equal_to_indexing(case)
 
 
-@pytest.mark.parametrize("check", RESTS)
-def test_the_rest(check: Callable[[], None]) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+def test_checks(check: Callable[[], None]) -> None:
     check()
 
 
-def made() -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-    columns = {"x": noise((40, 1, 28, 28), torch.uint8, 1), "y": noise((40,), torch.int64, 2)}
-    return columns, *tables()
+def make_columns() -> dict[str, Tensor]:
+    return {
+        "x": random_bits((40, 1, 28, 28), torch.uint8, 1),
+        "y": random_bits((40,), torch.int64, 2),
+    }
 
 
 def test_captured_and_replayed() -> None:
     """A replay finds the row at which the counter stands then, in a column as it is then."""
-    columns, numbers, passes, at = made()
-    assert gather(columns, numbers, at, SIZE, (passes,)) is not None
+    columns = make_columns()
+    numbers, passes, row = make_tables()
+    assert gather_samples(columns, numbers, row, SIZE, (passes,)) is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gather(columns, numbers, at, SIZE, (passes,))
-    assert found is not None
-    for place in (0, 4, 2):
-        at.fill_(place)
+        result = gather_samples(columns, numbers, row, SIZE, (passes,))
+    assert result is not None
+    batch, copies = result
+    for row_number in (0, 4, 2):
+        row.fill_(row_number)
         columns["y"].add_(1)
         graph.replay()
         for name, column in columns.items():
-            assert torch.equal(found[0][name], column[numbers[place]])
-        assert torch.equal(found[1][0], passes[place])
+            assert torch.equal(batch[name], column[numbers[row_number]])
+        assert torch.equal(copies[0], passes[row_number])
 
 
 def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns, numbers, _, at = made()
-    monkeypatch.setattr(room, "_WORKS", {})
+    columns = make_columns()
+    numbers, _, row = make_tables()
+    monkeypatch.setattr(gather_module, "_kernel_works", {})
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert gather(columns, numbers, at, SIZE) is None
-        assert (
-            columns["y"].index_select(0, numbers[3]) is not None
-        )  # a graph of nothing is an error of its own
-    assert not room._WORKS
-    assert gather(columns, numbers, at, SIZE) is not None
+        assert gather_samples(columns, numbers, row, SIZE) is None
+        # A graph of nothing is an error of its own.
+        assert columns["y"].index_select(0, numbers[3]) is not None
+    assert not gather_module._kernel_works
+    assert gather_samples(columns, numbers, row, SIZE) is not None
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert gather(columns, numbers, at, 5) is not None  # any n, once compiled
-    assert list(room._WORKS.values()) == [True]
+        assert gather_samples(columns, numbers, row, 5) is not None  # any n, once compiled
+    assert list(gather_module._kernel_works.values()) == [True]
+
+
+def cuda_event_names(profiler: profile) -> list[str]:
+    on_cuda = torch.autograd.DeviceType.CUDA
+    return [event.name for event in profiler.events() if event.device_type == on_cuda]
 
 
 def test_one_launch_and_no_wait() -> None:
-    columns, numbers, passes, at = made()
-    gather(columns, numbers, at, SIZE, (numbers, passes))
+    columns = make_columns()
+    numbers, passes, row = make_tables()
+    gather_samples(columns, numbers, row, SIZE, (numbers, passes))
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         with no_sync():
-            gather(columns, numbers, at, SIZE, (numbers, passes))
+            gather_samples(columns, numbers, row, SIZE, (numbers, passes))
         torch.cuda.synchronize()
-    names = [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert names == ["_gather"]
+    assert cuda_event_names(profiler) == ["_gather"]
 
 
 def test_columns_beyond_int32() -> None:
     """2.7 · 10^9 words of one byte: the last row begins beyond 2^31."""
-    numbers, _, at = tables()
+    numbers, _, row = make_tables()
     column = torch.zeros(40, 2**26 + 1, dtype=torch.uint8, device=CUDA)
     column[39] = 1
     column[39, -1] = 2
-    found = gather({"x": column}, numbers, at, 2)  # samples 0 and 39
-    assert found is not None
-    assert torch.equal(found[0]["x"], column[[0, 39]])
+    result = gather_samples({"x": column}, numbers, row, 2)  # samples 0 and 39
+    assert result is not None
+    assert torch.equal(result[0]["x"], column[[0, 39]])
 
 
 def test_a_polished_run_gathers_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs of many steps, a short batch included: the same state and records, and the kernel ran."""
-    monkeypatch.setattr(room, "_WORKS", {})
-    one, two = (step(CUDA, "fp32", deterministic=True) for _ in range(2))
+    """Graphs of many steps, a short batch included: the same records, and the kernel ran."""
+    monkeypatch.setattr(gather_module, "_kernel_works", {})
+    eager = make_step(CUDA, "fp32", deterministic=True)
+    captured = make_step(CUDA, "fp32", deterministic=True)
     torch.manual_seed(7)
-    expected = by_hand(one, data(CUDA, samples=420), 3)
+    expected = run_by_hand(eager, make_data(CUDA, samples=420), 3)
     torch.manual_seed(7)
-    got, _ = sunk(two, data(CUDA, samples=420), 3, every=50, direct=False, polished=True)
-    assert got["loss"] == expected["loss"]
-    assert list(room._WORKS.values()) == [True]
+    columns, _ = run_captured(
+        captured, make_data(CUDA, samples=420), 3, every=50, direct=False, polished=True
+    )
+    assert columns["loss"] == expected["loss"]
+    assert list(gather_module._kernel_works.values()) == [True]
 
 
 @pytest.mark.parametrize("case", BURSTS)
 def test_a_burst_is_equal_to_eager(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All batches of a graph of many steps by one call, where they can be: the bits of steps by hand."""
-    asked = noted(monkeypatch, gather)
+    """All batches of a graph by one call, where they can be: the bits of steps by hand."""
+    counts = count_gathered(monkeypatch, gather_samples)
     equal_to_eager(BURSTS[case], CUDA, hs.sink, deterministic=True)
-    assert max(asked) == BURSTS[case].batch * (16 if BURSTS[case].ahead else 1)
+    batches_at_once = 16 if BURSTS[case].at_once else 1
+    assert max(counts) == BURSTS[case].batch * batches_at_once
 
 
 def test_a_compiled_burst_is_equal_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that was compiled for a batch by itself takes one among others, and is not compiled again."""
-    asked = noted(monkeypatch, gather)
-    equal_to_eager(BURSTS["drawn, a tail"], CUDA, hs.sink, deterministic=True, compile=True)
-    assert max(asked) == 16 * BATCH
+    """A program compiled for a batch by itself takes one among others; no second compilation."""
+    counts = count_gathered(monkeypatch, gather_samples)
+    equal_to_eager(BURSTS["random, a tail"], CUDA, hs.sink, deterministic=True, compile=True)
+    assert max(counts) == 16 * BATCH
 
 
-def kernels(burst: Case) -> list[str]:
-    """What one pass of 20 steps launches, once everything is captured: 16 are one graph, 4 are single."""
+def launched_kernels(burst: Case) -> list[str]:
+    """What one pass of 20 steps launches, once captured: 16 are one graph, 4 are single."""
     sink = hs.sink(burst.step(CUDA), burst.data(CUDA), every=100)
     assert isinstance(sink.runner.program, StepProgram)
     sink.runner.program.polish()
-    sink.runner.pace = Hasty(CUDA)
-    rows(sink, 3)
+    sink.runner.throttle = ShortSteps(CUDA)
+    collect_columns(sink, 3)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        rows(sink, 1)
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        collect_columns(sink, 1)
         torch.cuda.synchronize()
-    return [e.name for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return cuda_event_names(profiler)
 
 
-@pytest.mark.parametrize("case", ["bytes", "drawn", "odd"])
+@pytest.mark.parametrize("case", ["bytes", "random", "odd"])
 def test_one_launch_in_a_burst(case: str) -> None:
-    """So many kernels gather, and one to a step where they must."""
+    """One kernel gathers for all of them; one for each step where it must be so."""
     burst = BURSTS[case]
-    assert kernels(burst).count("_gather") == (5 if burst.ahead else STEPS)
+    expected = 5 if burst.at_once else STEPS
+    assert launched_kernels(burst).count("_gather") == expected
 
 
 def test_the_deciding_kernel_writes_the_record() -> None:
     """Of a cycle of one batch; in a longer one every step has its own."""
-    names = kernels(BURSTS["bytes"])
+    names = launched_kernels(BURSTS["bytes"])
     assert (names.count("decide"), names.count("record")) == (STEPS, 0)
-    names = kernels(BURSTS["cycles"])
+    names = launched_kernels(BURSTS["cycles"])
     assert (names.count("decide"), names.count("record")) == (STEPS // 4, STEPS)
 
 
 def test_batches_of_a_burst_begin_where_their_own_memory_would() -> None:
-    data = Case(maps=BURSTS["drawn"].maps).data(CUDA)
-    expected, ring, feed = list(data.fresh()), RecordBuffer(64, CUDA), Feed(data)
+    dataset = BURSTS["random"].data(CUDA)
+    expected_batches = list(dataset.fresh())
+    records = RecordBuffer(64, CUDA)
+    feed = Feed(dataset)
     assert isinstance(feed.data, hs.data.Dataset)
-    found = Resident(feed, ring, feed.data)
-    ring.use_kernels = True
-    found.start()
-    found.next()
-    kept = found._gathered(4)
-    assert kept is not None
-    tensors = [t for columns, *told in kept for t in (*columns.values(), *told)]
+    resident = ResidentInputs(feed, records, feed.data)
+    records.use_kernels = True
+    resident.start()
+    resident.next()
+    gathered = resident._gather_by_kernel(4)
+    assert gathered is not None
+    tensors = []
+    for batch in gathered:
+        tensors += [*batch.columns.values(), batch.samples, batch.epochs]
     assert len(tensors) == 16
-    assert [t.data_ptr() % BEGINS for t in tensors] == [0] * 16
-    for batch, other in zip(found.batches(4), expected, strict=False):
-        assert all(torch.equal(a, b) for a, b in zip(batch, other, strict=True))
+    assert [t.data_ptr() % ALLOCATION_BYTES for t in tensors] == [0] * 16
+    for args, expected in zip(resident.batches(4), expected_batches, strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(args, expected, strict=True))
 
 
 def test_bursts_captured_and_replayed() -> None:
-    """The rows from the counter's place on, as it stands at a replay."""
-    columns, numbers, passes, at = made()
-    gather(columns, numbers, at, SIZE, (passes,))
+    """The rows from `row` on, as it stands at a replay."""
+    columns = make_columns()
+    numbers, passes, row = make_tables()
+    gather_samples(columns, numbers, row, SIZE, (passes,))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = gather(columns, numbers, at, 2 * SIZE, (passes,))
-        assert found is not None
-        parts = [room.parted(t, 2) for t in (*found[0].values(), *found[1])]
-    del found  # memory lives as long as one of its parts
-    for place in (0, 3, 1):
-        at.fill_(place)
+        result = gather_samples(columns, numbers, row, 2 * SIZE, (passes,))
+        assert result is not None
+        x_parts = split_storage(result[0]["x"], 2)
+        y_parts = split_storage(result[0]["y"], 2)
+        pass_parts = split_storage(result[1][0], 2)
+    del result  # memory lives as long as one of its parts
+    for row_number in (0, 3, 1):
+        row.fill_(row_number)
         graph.replay()
         for i in range(2):
-            assert torch.equal(parts[0][i], columns["x"][numbers[place + i]])
-            assert torch.equal(parts[1][i], columns["y"][numbers[place + i]])
-            assert torch.equal(parts[2][i], passes[place + i])
+            assert torch.equal(x_parts[i], columns["x"][numbers[row_number + i]])
+            assert torch.equal(y_parts[i], columns["y"][numbers[row_number + i]])
+            assert torch.equal(pass_parts[i], passes[row_number + i])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import pack
 from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
-from halfstep.step.fast.update_graph import capturable_optimizer
+from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (
     CASES,
@@ -88,7 +88,7 @@ def capture_update(step: Any, grad_indices: list[int]) -> tuple[torch.cuda.CUDAG
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with (
-        capturable_optimizer(step.update),
+        capturable_optimizer(step.optimizer, step.optimizer_kind),
         torch.cuda.graph(graph, stream=side_stream, capture_error_mode="thread_local"),
     ):
         result = step.update.on_device(step.state, grad_indices)

@@ -1,4 +1,4 @@
-"""A GAN as people write it: two networks, two optimizers, one loop; what it is to imitate lies on a circle."""
+"""A usual GAN: two networks, two optimizers, one loop. It learns points around a circle."""
 
 import math
 import sys
@@ -13,22 +13,26 @@ STEPS = 100
 SCALER = amp.GradScaler()
 
 
-def points(count: int) -> Tensor:
-    """Around eight places on the unit circle."""
+def sample_points(count: int) -> Tensor:
+    """Points around eight centers on the unit circle."""
     angle = torch.randint(8, (count,)) * (math.pi / 4)
-    return torch.stack([angle.cos(), angle.sin()], dim=1) + 0.05 * torch.randn(count, 2)
+    centers = torch.stack([angle.cos(), angle.sin()], dim=1)
+    return centers + 0.05 * torch.randn(count, 2)
 
 
 @amp.autocast(low_prec_dtype="float32")
-def judge_loss(judge: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    yes, no = judge(real), judge(fake)
-    return bce(yes, torch.ones_like(yes)) + bce(no, torch.zeros_like(no))
+def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    real_logits = critic(real)
+    fake_logits = critic(fake)
+    real_loss = bce(real_logits, torch.ones_like(real_logits))
+    fake_loss = bce(fake_logits, torch.zeros_like(fake_logits))
+    return real_loss + fake_loss
 
 
 @amp.autocast(low_prec_dtype="float32")
-def maker_loss(judge: nn.Module, maker: nn.Module, noise: Tensor) -> Tensor:
-    yes = judge(maker(noise))
-    return bce(yes, torch.ones_like(yes))
+def generator_loss(critic: nn.Module, generator: nn.Module, noise: Tensor) -> Tensor:
+    fake_logits = critic(generator(noise))
+    return bce(fake_logits, torch.ones_like(fake_logits))
 
 
 def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -37,30 +41,37 @@ def update(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
     SCALER.step(optimizer)
 
 
-def main(out: str) -> None:
+def main(result_path: str) -> None:
     torch.manual_seed(0)
-    maker = nn.Sequential(
-        nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2)
+    generator = nn.Sequential(
+        nn.Linear(8, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 2),
     )
-    judge = nn.Sequential(
-        nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)
+    critic = nn.Sequential(
+        nn.Linear(2, 64),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, 64),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, 1),
     )
-    opt_maker = torch.optim.Adam(maker.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    opt_judge = torch.optim.Adam(judge.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.999))
     losses = []
     for step in range(STEPS):
         noise = torch.randn(128, 8)
-        loss_judge = judge_loss(judge, points(128), maker(noise).detach())
-        update(opt_judge, loss_judge)
-        loss_maker = maker_loss(judge, maker, noise)
-        update(opt_maker, loss_maker)
+        loss_c = critic_loss(critic, sample_points(128), generator(noise).detach())
+        update(critic_optimizer, loss_c)
+        loss_g = generator_loss(critic, generator, noise)
+        update(generator_optimizer, loss_g)
         SCALER.update()
-        losses.append((loss_judge.item(), loss_maker.item()))
+        losses.append((loss_c.item(), loss_g.item()))
         if step % 25 == 0:
-            print(f"step {step}: judge {losses[-1][0]:.4f}, maker {losses[-1][1]:.4f}")
-    torch.save(
-        {"net": {**maker.state_dict(), **judge.state_dict(prefix="judge.")}, "losses": losses}, out
-    )
+            print(f"step {step}: critic {loss_c.item():.4f}, generator {loss_g.item():.4f}")
+    weights = generator.state_dict() | critic.state_dict(prefix="critic.")
+    torch.save({"net": weights, "losses": losses}, result_path)
 
 
 if __name__ == "__main__":

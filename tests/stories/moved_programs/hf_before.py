@@ -1,4 +1,4 @@
-"""Fine-tuning a Hugging Face model as people write it: a tiny BERT tells which of two words is the more frequent."""
+"""A usual Hugging Face script: a tiny BERT learns which of two words is more frequent."""
 
 import sys
 
@@ -7,21 +7,20 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 
-def sentences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Of uneven length; the label says whether there are more threes than fours."""
-    generator, found = torch.Generator().manual_seed(seed), []
+def make_sentences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """Sentences of uneven length; the label says whether it has more threes than fours."""
+    generator = torch.Generator().manual_seed(seed)
+    sentences = []
     for _ in range(count):
         length = int(torch.randint(8, 17, (), generator=generator))
-        ids = torch.randint(2, 6, (16,), generator=generator) * (torch.arange(16) < length)
-        mask, label = (
-            (torch.arange(16) < length).long(),
-            ((ids == 3).sum() > (ids == 4).sum()).long(),
-        )
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": label})
-    return found
+        mask = (torch.arange(16) < length).long()
+        ids = torch.randint(2, 6, (16,), generator=generator) * mask
+        label = ((ids == 3).sum() > (ids == 4).sum()).long()
+        sentences.append({"input_ids": ids, "attention_mask": mask, "labels": label})
+    return sentences
 
 
-def main(out: str) -> None:
+def main(result_path: str) -> None:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=6,
@@ -31,7 +30,7 @@ def main(out: str) -> None:
         intermediate_size=64,
     )
     model = BertForSequenceClassification(config)
-    loader = DataLoader(sentences(768, 1), batch_size=32, shuffle=True)
+    loader = DataLoader(make_sentences(768, seed=1), batch_size=32, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     scheduler = get_linear_schedule_with_warmup(
         optimizer, num_warmup_steps=10, num_training_steps=2 * len(loader)
@@ -49,13 +48,14 @@ def main(out: str) -> None:
             losses.append(loss.item())
         model.eval()
         with torch.no_grad():
-            rows = [
-                (model(**batch).logits.argmax(1), batch["labels"])
-                for batch in DataLoader(sentences(256, 2), 64)
-            ]
-        accuracy = sum((guess == label).sum().item() for guess, label in rows) / 256
+            correct = 0
+            for batch in DataLoader(make_sentences(256, seed=2), batch_size=64):
+                predictions = model(**batch).logits.argmax(1)
+                correct += (predictions == batch["labels"]).sum().item()
+        accuracy = correct / 256
         print(f"loss {losses[-1]:.4f}, accuracy {accuracy:.2%}")
-    torch.save({"net": model.state_dict(), "losses": losses, "accuracy": accuracy}, out)
+    results = {"net": model.state_dict(), "losses": losses, "accuracy": accuracy}
+    torch.save(results, result_path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A training script as people write it: a small network on Fashion-MNIST's shipped sample, one loop, one evaluation."""
+"""A usual training script: a small network on a sample of Fashion-MNIST, and its accuracy."""
 
 import sys
 
@@ -11,11 +11,12 @@ from halfstep.data import sample
 
 
 def load(train: bool) -> TensorDataset:
+    """The first 1,500 images, from 0 to 1, and their labels."""
     images, labels = sample(train)
     return TensorDataset(images[:1500, None].float() / 255, labels[:1500])
 
 
-def main(out: str) -> None:
+def main(result_path: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(1, 8, 5, stride=2),
@@ -39,12 +40,11 @@ def main(out: str) -> None:
             losses.append(loss.item())
         net.eval()
         with torch.no_grad():
-            right = sum(
-                (net(x).argmax(1) == y).sum().item()
-                for x, y in DataLoader(load(train=False), batch_size=500)
-            )
-        print(f"loss {losses[-1]:.4f}, accuracy {right / 1500:.2%}")
-    torch.save({"net": net.state_dict(), "losses": losses}, out)
+            correct = 0
+            for images, labels in DataLoader(load(train=False), batch_size=500):
+                correct += (net(images).argmax(1) == labels).sum().item()
+        print(f"loss {losses[-1]:.4f}, accuracy {correct / 1500:.2%}")
+    torch.save({"net": net.state_dict(), "losses": losses}, result_path)
 
 
 if __name__ == "__main__":

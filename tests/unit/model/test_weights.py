@@ -1,4 +1,7 @@
-"""A checkpoint and a network that do not belong together: what differs is named, and nothing has been touched."""
+"""Weights of a checkpoint or a file in another network.
+
+What differs is named and nothing is changed; averages are loaded in place of the weights.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,52 +11,74 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.model import Model
+from tests.support.equal_tensors import assert_equal_tensors, copy_tensors
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
 DATA = hs.data.Dataset((X, X[:, :3].argmax(1))).batch(6)
 
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
-def layers(*widths: int) -> nn.Module:
+
+def make_layers(*widths: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    return nn.Sequential(*(nn.Linear(fan_in, fan_out) for fan_in, fan_out in pairwise(widths)))
 
 
-def model(
-    net: nn.Module | None = None, optimizer: Any = None, precision: str = "O2", **options: Any
+def make_named_layers(first: str, second: str) -> nn.Sequential:
+    """The layers of `make_layers(4, 8, 3)` under these names instead of 0 and 1."""
+    layers = make_layers(4, 8, 3)
+    return nn.Sequential(OrderedDict([(first, layers[0]), (second, layers[1])]))
+
+
+def make_sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def make_sgd_with_two_groups(net: nn.Module) -> torch.optim.Optimizer:
+    first, *others = net.parameters()
+    groups = [{"params": [first]}, {"params": others}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
+def make_model(
+    net: nn.Module | None = None,
+    loss: Any = None,
+    make_optimizer: MakeOptimizer = make_sgd,
 ) -> Model:
-    net = net or layers(4, 8, 3)
-    optimizer = (
-        optimizer(net) if optimizer else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    )
-    return Model(net, options.pop("loss", nn.CrossEntropyLoss()), optimizer, precision, **options)
+    if net is None:
+        net = make_layers(4, 8, 3)
+    if loss is None:
+        loss = nn.CrossEntropyLoss()
+    return Model(net, loss, make_optimizer(net), "O2")
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    model().fit(1, DATA, callbacks=hs.Checkpoint(tmp_path / "run"))
-    return tmp_path / "run"
+def checkpoints(tmp_path: Path) -> Path:
+    """A folder with the checkpoint of one epoch, at step 4."""
+    folder = tmp_path / "run"
+    make_model().fit(1, DATA, callbacks=hs.Checkpoint(folder))
+    return folder
 
 
-def everything(of: Model) -> dict[str, Tensor]:
-    """Weights, optimizer state, averages, scale and counters, by the objects that hold them."""
-    state = of.step.state
-    found = dict(of.net.state_dict(keep_vars=True))
-    found |= {f"state.{k}": v for k, v in vars(state).items() if isinstance(v, Tensor)}
-    for i, p in enumerate(of.net.parameters()):
-        found |= {f"{i}.{k}": v for k, v in of.optimizer.state[p].items()} if of.optimizer else {}
-    return found
+def all_tensors(model: Model) -> dict[str, Tensor]:
+    """Weights, optimizer state, averages, loss scale and counters, by name; not copies."""
+    tensors = dict(model.net.state_dict(keep_vars=True))
+    for name, value in vars(model.step.state).items():
+        if isinstance(value, Tensor):
+            tensors[f"state.{name}"] = value
+    assert model.optimizer is not None
+    for index, p in enumerate(model.net.parameters()):
+        for name, value in model.optimizer.state[p].items():
+            tensors[f"{index}.{name}"] = value
+    return tensors
 
 
-def two_groups(net: nn.Module) -> torch.optim.Optimizer:
-    first, *rest = net.parameters()
-    return torch.optim.SGD([{"params": [first]}, {"params": rest}], lr=0.1, momentum=0.9)
-
-
-class Scaled(nn.Module):
+class LossWithBuffer(nn.Module):
     """A loss with a buffer of its own."""
 
     factor: Tensor
@@ -63,100 +88,180 @@ class Scaled(nn.Module):
         self.register_buffer("factor", torch.ones(2))
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(out, y) * self.factor[0]
+        return F.cross_entropy(out, y) * self.factor[0]
 
 
-OTHERS: dict[str, tuple[Callable[[], Model], str]] = {
+# --- Resuming ---
+
+# The model that resumes, and what the error says.
+OTHER_MODELS: dict[str, tuple[Callable[[], Model], str]] = {
     "wider": (
-        lambda: model(layers(4, 9, 3)),
-        "of another shape: 0.weight ([8, 4] there, [9, 4] here), 0.bias ([8] there, [9] here), 1.weight ([3, 8] there, "
-        "[3, 9] here). Build the network as it was",
+        lambda: make_model(make_layers(4, 9, 3)),
+        "of another shape: 0.weight ([8, 4] there, [9, 4] here), 0.bias ([8] there, [9] here), "
+        "1.weight ([3, 8] there, [3, 9] here). Build the network as it was",
     ),
     "deeper": (
-        lambda: model(layers(4, 8, 3, 3)),
+        lambda: make_model(make_layers(4, 8, 3, 3)),
         "from another network: missing there: 2.weight, 2.bias. Build",
     ),
     "shallower": (
-        lambda: model(layers(4, 8)),
+        lambda: make_model(make_layers(4, 8)),
         "from another network: unknown to this network: 1.weight, 1.bias. ",
     ),
     "many": (
-        lambda: model(layers(4, 8, 3, 3, 3, 3, 3)),
+        lambda: make_model(make_layers(4, 8, 3, 3, 3, 3, 3)),
         "missing there: 2.weight, 2.bias, 3.weight, 3.bias and 4 more. Build",
     ),
     "renamed": (
-        lambda: model(nn.Sequential(OrderedDict(zip(("a", "b"), layers(4, 8, 3), strict=True)))),
-        "missing there: a.weight, a.bias, b.weight, b.bias; unknown to this network: 0.weight, 0.bias, 1.weight, 1.",
+        lambda: make_model(make_named_layers("a", "b")),
+        "missing there: a.weight, a.bias, b.weight, b.bias; "
+        "unknown to this network: 0.weight, 0.bias, 1.weight, 1.",
     ),
-    "another loss": (lambda: model(loss=Scaled()), "missing there: loss.factor. Build"),
+    "another loss": (
+        lambda: make_model(loss=LossWithBuffer()),
+        "missing there: loss.factor. Build",
+    ),
     "groups": (
-        lambda: model(optimizer=two_groups),
+        lambda: make_model(make_optimizer=make_sgd_with_two_groups),
         "an optimizer with 4 parameters in its groups, this one has 1 + 3.",
     ),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_resuming_into_another_network(name: str, saved: Path) -> None:
-    make, says = OTHERS[name]
-    ours = make()
-    ours.fit(1, DATA)
-    before = {name: (tensor, tensor.detach().clone()) for name, tensor in everything(ours).items()}
-    scale = [ours.step.precision, torch.get_rng_state()]
-    with pytest.raises(ValueError, match=f"resume: {saved}/step-000000004 ") as caught:
-        ours.fit(2, DATA, callbacks=hs.Checkpoint(saved), resume="auto")
-    assert says in str(caught.value)
-    for key, tensor in everything(ours).items():
-        assert tensor is before[key][0]
-        assert torch.equal(tensor, before[key][1])
-    assert ours.step.precision is scale[0]
-    assert torch.equal(torch.get_rng_state(), scale[1])
-    assert sorted(path.name for path in saved.iterdir()) == ["step-000000004"]
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_resuming_into_another_network_is_refused_and_changes_nothing(
+    name: str, checkpoints: Path
+) -> None:
+    make_other, differences = OTHER_MODELS[name]
+    model = make_other()
+    model.fit(1, DATA)
+    tensors_before = all_tensors(model)
+    values_before = copy_tensors(tensors_before.values())
+    precision_before = model.step.precision
+    rng_state_before = torch.get_rng_state()
+
+    message = f"resume: {checkpoints}/step-000000004 "
+    with pytest.raises(ValueError, match=message) as caught:
+        model.fit(2, DATA, callbacks=hs.Checkpoint(checkpoints), resume="auto")
+    assert differences in str(caught.value)
+
+    for key, tensor in all_tensors(model).items():
+        assert tensor is tensors_before[key]
+    assert_equal_tensors(tensors_before.values(), values_before)
+    assert model.step.precision is precision_before
+    assert torch.equal(torch.get_rng_state(), rng_state_before)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000000004"]
 
 
-def test_the_advice_works(saved: Path) -> None:
-    ours = model(layers(4, 8, 3, 3))
-    account = ours.load(saved / "step-000000004", strict=False)
-    assert account.matched == ("0.weight", "0.bias", "1.weight", "1.bias")
-    assert ours.fit(1, DATA, callbacks=hs.Checkpoint(saved.parent / "other")).epoch == 1
-    assert model().fit(2, DATA, callbacks=hs.Checkpoint(saved), resume="auto").epoch == 2
+def test_the_advice_for_another_network_works(checkpoints: Path) -> None:
+    deeper = make_model(make_layers(4, 8, 3, 3))
+    result = deeper.load(checkpoints / "step-000000004", strict=False)
+    assert result.matched == ("0.weight", "0.bias", "1.weight", "1.bias")
+    other_folder = checkpoints.parent / "other"
+    assert deeper.fit(1, DATA, callbacks=hs.Checkpoint(other_folder)).epoch == 1
+
+    same = make_model()
+    assert same.fit(2, DATA, callbacks=hs.Checkpoint(checkpoints), resume="auto").epoch == 2
 
 
-def test_a_network_that_renames_what_it_loads_is_left_to_do_so(saved: Path) -> None:
-    """torch's hook for checkpoints of older code: names differ, and everything is there."""
+def test_a_network_that_renames_what_it_loads_is_resumed(checkpoints: Path) -> None:
+    """torch has a hook for checkpoints of older code: the names differ, and all weights exist."""
 
     def rename(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
         for old, new in (("0.", "first."), ("1.", "second.")):
-            for name in [name for name in state if name.startswith(old)]:
-                state[new + name.removeprefix(old)] = state.pop(name)
+            for name in list(state):
+                if name.startswith(old):
+                    state[new + name.removeprefix(old)] = state.pop(name)
 
-    net = nn.Sequential(OrderedDict(zip(("first", "second"), layers(4, 8, 3), strict=True)))
+    net = make_named_layers("first", "second")
     net.register_load_state_dict_pre_hook(rename)
-    ours, expected = model(net), model()
-    for each in (ours, expected):
-        each.fit(2, DATA, resume=saved)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(ours.net.parameters(), expected.net.parameters(), strict=True)
-    )
-
-
-def test_loading_weights_of_another_network(saved: Path) -> None:
-    ours = model(layers(4, 9, 3, 3))
-    before = {name: tensor.clone() for name, tensor in ours.net.state_dict().items()}
-    for source, name in ((saved, str(saved)), (layers(4, 8, 3).state_dict(), "load")):
-        with pytest.raises(
-            ValueError, match=f"^{name}: the weights do not fit the network: missing there: 2"
-        ) as caught:
-            ours.load(source)
-        assert "0.weight ([8, 4] there, [9, 4] here)" in str(caught.value)
-        assert "Nothing was loaded; load(..., strict=False) takes what fits." in str(caught.value)
-        assert all(
-            torch.equal(tensor, before[name]) for name, tensor in ours.net.state_dict().items()
-        )
+    renamed = make_model(net)
+    plain = make_model()
+    for model in (renamed, plain):
+        model.fit(2, DATA, resume=checkpoints)
+    assert_equal_tensors(renamed.net.parameters(), plain.net.parameters())
 
 
 def test_a_checkpoint_that_is_no_run_is_refused(tmp_path: Path) -> None:
     hs.checkpoint.save(tmp_path / "one", [1, 2])
     with pytest.raises(ValueError, match=r"one: expected a run of version 1, got 'list'"):
-        model().fit(1, DATA, resume=tmp_path / "one")
+        make_model().fit(1, DATA, resume=tmp_path / "one")
+
+
+# --- Loading weights alone ---
+
+
+def test_loading_weights_of_another_network_is_refused_and_changes_nothing(
+    checkpoints: Path,
+) -> None:
+    model = make_model(make_layers(4, 9, 3, 3))
+    before = copy_tensors(model.net.state_dict().values())
+    state_dict = make_layers(4, 8, 3).state_dict()
+    for source, name in ((checkpoints, str(checkpoints)), (state_dict, "load")):
+        message = f"^{name}: the weights do not fit the network: missing there: 2"
+        with pytest.raises(ValueError, match=message) as caught:
+            model.load(source)
+        assert "0.weight ([8, 4] there, [9, 4] here)" in str(caught.value)
+        assert "Nothing was loaded; load(..., strict=False) takes what fits." in str(caught.value)
+        assert_equal_tensors(model.net.state_dict().values(), before)
+
+
+# --- Loading averages ---
+
+
+def make_net_with_batch_norm() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
+
+
+class TiedWeights(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+        self.out = nn.Linear(6, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.out(self.b(self.a(x)))
+        return out
+
+
+def make_fp32_model(net: nn.Module, ema: float | None = None) -> Model:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return Model(net, nn.CrossEntropyLoss(), optimizer, ema=ema)
+
+
+def make_data() -> hs.data.Dataset:
+    x = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
+    return hs.data.Dataset((x, torch.arange(64) % 3), seed=1).shuffle().batch(8)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch-coupled")
+def test_a_run_with_averages_is_loaded_as_it_was_evaluated(tmp_path: Path) -> None:
+    trained = make_fp32_model(make_net_with_batch_norm(), ema=0.9)
+    checkpoint = hs.Checkpoint(tmp_path, every_epochs=1)
+    run = trained.fit(2, make_data(), valid=make_data(), callbacks=[checkpoint])
+
+    loaded = make_fp32_model(make_net_with_batch_norm())
+    result = loaded.load(tmp_path)
+    assert len(result.averaged) == 6
+    assert "averages" in str(result)
+    assert loaded.evaluate(make_data())["loss"] == run.history[-1]["valid_loss"]
+    for p, average in zip(trained.net.parameters(), loaded.net.parameters(), strict=True):
+        assert not torch.equal(p, average)
+
+
+def test_a_tied_weight_is_its_average_under_every_name(tmp_path: Path) -> None:
+    trained = make_fp32_model(TiedWeights(), ema=0.9)
+    loaded = make_fp32_model(TiedWeights())
+    trained.fit(1, make_data(), callbacks=[hs.Checkpoint(tmp_path, every_epochs=1)])
+    loaded.load(tmp_path)
+    with trained.step.averaged():
+        averages = trained.net.state_dict().values()
+        assert_equal_tensors(loaded.net.state_dict().values(), averages)

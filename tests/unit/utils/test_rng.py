@@ -26,8 +26,8 @@ def test_loaded_states_give_the_same_numbers() -> None:
 
 
 BLOCKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "all states": lambda: rng.kept(),
-    "the host's": lambda: rng.kept(cuda=False),
+    "all states": lambda: rng.preserved_states(),
+    "the host's": lambda: rng.preserved_states(cuda=False),
 }
 
 
@@ -47,7 +47,7 @@ def test_states_are_restored_after_an_error() -> None:
     rng.load(saved)
 
     def fail_in_block() -> None:
-        with rng.kept():
+        with rng.preserved_states():
             draw()
             raise RuntimeError("inside")
 

@@ -215,7 +215,7 @@ def test_saved_at_any_item_it_goes_on_elsewhere_with_the_same_stream(
 def test_sample_indices_name_the_pass_of_each_sample(case: tuple[int, Chain]) -> None:
     size, chain = case
     plan = build_dataset(size, chain).plan
-    indices = plan.tokens(1, 0, plan.size)
+    indices = plan.sample_indices(1, 0, plan.size)
     pairs = []
     for i in range(len(indices)):
         samples, epochs = indices[i]

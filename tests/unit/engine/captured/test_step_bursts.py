@@ -1,9 +1,11 @@
-"""A graph of many steps gathers all of its batches at once: the same batches, whatever a network does to one of them.
+"""A graph of many steps gathers all of its batches at once.
 
-Without Triton a function of torch's stands in for the kernel; tests/gpu/engine/test_inputs.py runs the same cases with it.
+They are the same batches, whatever a network does to one of them. Without Triton a function of
+torch's stands in for the kernel; tests/gpu/engine/test_inputs.py runs the same cases with it.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,44 +14,58 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured import inputs
-from halfstep.engine.captured.inputs import Resident, Staged
-from halfstep.engine.captured.inputs__gather import parted
-from halfstep.engine.captured.programs import StepProgram
-from halfstep.engine.captured.record_buffer__ring import RecordBuffer
+from halfstep.engine.captured.gather import split_storage
+from halfstep.engine.captured.inputs import ResidentInputs, StagedInputs
+from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.sink import Sink
+from halfstep.engine.captured.step_program import BurstKind, StepProgram
 from halfstep.engine.feed import Feed
-from tests.support.captured_runs import Hasty, by_hand, rows, same_rows, same_state
-from tests.support.emulated_graphs import CPU, sinking
+from tests.support.captured_runs import (
+    ShortSteps,
+    collect_columns,
+    differing_columns,
+    differing_tensors,
+    run_by_hand,
+)
+from tests.support.emulated_graphs import CPU, sink_with_emulated_graphs
 
-PASSES, STEPS, BATCH = 2, 20, 64
-DRAWING = (hs.data.Rescale(1 / 255), hs.data.PadCrop(8, 2), hs.data.Flip())
+PASSES = 2
+STEPS = 20
+BATCH = 64
+RANDOM = (hs.data.Rescale(1 / 255), hs.data.PadCrop(8, 2), hs.data.Flip())
 Gather = Callable[..., tuple[dict[str, Tensor], list[Tensor]] | None]
 
 
-def plain(
-    columns: dict[str, Tensor], table: Tensor, at: Tensor, n: int, told: tuple[Tensor, ...] = ()
+def gather_by_torch(
+    columns: dict[str, Tensor],
+    table: Tensor,
+    row: Tensor,
+    count: int,
+    copied: tuple[Tensor, ...] = (),
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """What `gather` promises, by torch's indexing: n numbers from row `at` on."""
-    places = at * table.shape[1] + torch.arange(n, device=table.device)
-    numbers = table.view(-1).index_select(0, places)
-    found = {name: column.index_select(0, numbers) for name, column in columns.items()}
-    return found, [t.view(-1).index_select(0, places) for t in told]
+    """What `gather_samples` promises, by torch's indexing: `count` numbers from a row on."""
+    positions = row * table.shape[1] + torch.arange(count, device=table.device)
+    numbers = table.view(-1).index_select(0, positions)
+    batch = {name: column.index_select(0, numbers) for name, column in columns.items()}
+    return batch, [t.view(-1).index_select(0, positions) for t in copied]
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, gather: Gather) -> list[int]:
-    """Batches are gathered by `gather`; how many samples each call asked for."""
-    asked: list[int] = []
+def count_gathered(monkeypatch: pytest.MonkeyPatch, gather: Gather) -> list[int]:
+    """Lets `gather` make the batches. The list gets the number of samples of each call."""
+    counts: list[int] = []
 
-    def noting(columns: Any, table: Tensor, at: Tensor, n: int, told: Any = ()) -> Any:
-        asked.append(n)
-        return gather(columns, table, at, n, told)
+    def counting_gather(
+        columns: Any, table: Tensor, row: Tensor, count: int, copied: Any = ()
+    ) -> Any:
+        counts.append(count)
+        return gather(columns, table, row, count, copied)
 
-    monkeypatch.setattr(inputs, "gather", noting)
-    return asked
+    monkeypatch.setattr(inputs, "gather_samples", counting_gather)
+    return counts
 
 
-class Small(nn.Module):
+class SmallNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
@@ -61,39 +77,43 @@ class Small(nn.Module):
         return out
 
 
-class Writes(Small):
+class WritesToBatch(SmallNet):
     """Changes its batch in place."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(
-            x.bitwise_not_() if x.dtype == torch.uint8 else x.mul_(-2).clamp_(min=-200)
-        )
+        if x.dtype == torch.uint8:
+            x.bitwise_not_()
+        else:
+            x.mul_(-2).clamp_(min=-200)
+        return super().forward(x)
 
 
-class Strides(Small):
-    """Counts from the beginning of its batch's memory."""
+class ReadsFromStorage(SmallNet):
+    """Reads from the beginning of its batch's memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.as_strided(x.shape, x.stride(), 0))
 
 
 class Case(NamedTuple):
-    net: type[nn.Module] = Small
+    net: type[nn.Module] = SmallNet
     dtype: torch.dtype = torch.uint8
     maps: tuple[Any, ...] = ()
     batch: int = BATCH
     tail: int = 0
     accumulate: int = 1
-    ahead: bool = True  # whether batches can be gathered at once
+    at_once: bool = True  # whether batches can be gathered at once
 
     def data(self, device: torch.device) -> hs.data.Dataset:
         """Images as bytes or floats, and labels: 512 bytes of them in a batch of 64."""
-        samples, g = STEPS * self.batch + self.tail, torch.Generator().manual_seed(1)
-        x = torch.randint(0, 256, (samples, 1, 8, 8), generator=g).to(self.dtype)
-        made = hs.data.Dataset(
-            {"x": x.to(device), "y": torch.arange(samples, device=device) % 3}, seed=3
-        ).shuffle()
-        return (made.map(list(self.maps), "x") if self.maps else made).batch(self.batch)
+        samples = STEPS * self.batch + self.tail
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randint(0, 256, (samples, 1, 8, 8), generator=generator).to(self.dtype)
+        y = torch.arange(samples, device=device) % 3
+        dataset = hs.data.Dataset({"x": x.to(device), "y": y}, seed=3).shuffle()
+        if self.maps:
+            dataset = dataset.map(list(self.maps), "x")
+        return dataset.batch(self.batch)
 
     def step(self, device: torch.device, **options: Any) -> hs.TrainStep:
         torch.manual_seed(0)
@@ -111,105 +131,111 @@ class Case(NamedTuple):
 CASES = {
     "bytes": Case(),
     "floats": Case(dtype=torch.float32),
-    "drawn": Case(maps=DRAWING),
-    "drawn, a tail": Case(maps=DRAWING, tail=13),
+    "random": Case(maps=RANDOM),
+    "random, a tail": Case(maps=RANDOM, tail=13),
     "a tail": Case(tail=37),
-    "cycles": Case(maps=DRAWING, accumulate=4),
-    "written bytes": Case(net=Writes),
-    "written floats": Case(net=Writes, dtype=torch.float32),
-    "strides": Case(net=Strides, dtype=torch.float32),
-    "odd": Case(batch=24, ahead=False),  # labels of 192 bytes
-    "odd, drawn": Case(maps=DRAWING, batch=24, tail=5, ahead=False),
+    "cycles": Case(maps=RANDOM, accumulate=4),
+    "written bytes": Case(net=WritesToBatch),
+    "written floats": Case(net=WritesToBatch, dtype=torch.float32),
+    "strides": Case(net=ReadsFromStorage, dtype=torch.float32),
+    "odd": Case(batch=24, at_once=False),  # labels of 192 bytes
+    "odd, random": Case(maps=RANDOM, batch=24, tail=5, at_once=False),
 }
 
 
 def equal_to_eager(
-    case: Case, device: torch.device, sink_of: Callable[..., Sink], **options: Any
+    case: Case, device: torch.device, make_sink: Callable[..., Sink], **options: Any
 ) -> Sink:
     """Records and the whole state after passes in graphs of many steps, against steps by hand."""
-    one, two = (case.step(device, **options) for _ in range(2))
+    eager = case.step(device, **options)
+    captured = case.step(device, **options)
     torch.manual_seed(7)
-    expected = by_hand(one, case.data(device), PASSES)
+    expected = run_by_hand(eager, case.data(device), PASSES)
     torch.manual_seed(7)
-    sink = sink_of(two, case.data(device), every=100)
+    sink = make_sink(captured, case.data(device), every=100)
     program = sink.runner.program
     assert isinstance(program, StepProgram)
     program.polish()
-    sink.runner.pace = Hasty(device)
-    assert same_rows(rows(sink, PASSES), expected) == []
-    assert same_state(one, two) == []
-    assert not program.why
-    assert any(key == (case.batch, 16) for key in program.graphs._graphs)
+    sink.runner.throttle = ShortSteps(device)
+    assert differing_columns(collect_columns(sink, PASSES), expected) == []
+    assert differing_tensors(eager, captured) == []
+    assert not program.refusal_reason
+    assert BurstKind(case.batch, 16) in program.graphs._graphs
     return sink
 
 
-def direct(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
+def direct_sink(step: hs.TrainStep, batches: Any, *, every: int) -> Sink:
     sink = hs.sink(step, batches, every=every)
-    sink.runner = CapturedRunner.of(step, Feed(batches), direct=True)
+    sink.runner = CapturedRunner.for_step(step, Feed(batches), direct=True)
     return sink
 
 
-@pytest.mark.parametrize("sink_of", [direct, sinking])
+@pytest.mark.parametrize("make_sink", [direct_sink, sink_with_emulated_graphs])
 @pytest.mark.parametrize("case", CASES)
 def test_equal_to_eager(
-    case: str, sink_of: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
+    case: str, make_sink: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = noted(monkeypatch, plain)
-    equal_to_eager(CASES[case], CPU, sink_of)
+    counts = count_gathered(monkeypatch, gather_by_torch)
+    equal_to_eager(CASES[case], CPU, make_sink)
     samples = STEPS * CASES[case].batch + CASES[case].tail
-    assert (
-        sink_of is sinking or sum(asked) == PASSES * samples
-    )  # no Python runs in its replays; otherwise each once
-    assert max(asked) == CASES[case].batch * (16 if CASES[case].ahead else 1)
+    if make_sink is not sink_with_emulated_graphs:  # no Python runs in its replays
+        assert sum(counts) == PASSES * samples  # each once
+    batches_at_once = 16 if CASES[case].at_once else 1
+    assert max(counts) == CASES[case].batch * batches_at_once
 
 
-@pytest.mark.parametrize("sink_of", [direct, sinking])
-def test_without_a_kernel_torch_does_it(sink_of: Callable[..., Sink]) -> None:
-    equal_to_eager(CASES["drawn, a tail"], CPU, sink_of)
+@pytest.mark.parametrize("make_sink", [direct_sink, sink_with_emulated_graphs])
+def test_without_a_kernel_torch_does_it(make_sink: Callable[..., Sink]) -> None:
+    equal_to_eager(CASES["random, a tail"], CPU, make_sink)
 
 
-def started(data: hs.data.Dataset, *, quick: bool = True, at: int = 0) -> Resident:
-    """At batch number `at` of a pass."""
-    ring, feed = RecordBuffer(64, CPU), Feed(data)
+def start_resident(
+    data: hs.data.Dataset, *, use_kernels: bool = True, at_batch: int = 0
+) -> ResidentInputs:
+    """Inputs in the middle of a pass."""
+    records = RecordBuffer(64, CPU)
+    feed = Feed(data)
     assert isinstance(feed.data, hs.data.Dataset)
-    found = Resident(feed, ring, feed.data)
-    ring.use_kernels = quick
-    found.start()
-    for _ in range(at + 1):
-        found.next()
-    ring.next_row.fill_(at)
-    return found
+    resident = ResidentInputs(feed, records, feed.data)
+    records.use_kernels = use_kernels
+    resident.start()
+    for _ in range(at_batch + 1):
+        resident.next()
+    records.next_row.fill_(at_batch)
+    return resident
 
 
-def steps(found: Resident, count: int) -> Iterator[tuple[Any, ...]]:
-    """Its batches, with a counter that moves after each as a step's record moves it."""
-    for batch in found.batches(count):
+def next_batches(resident: ResidentInputs, count: int) -> Iterator[tuple[Any, ...]]:
+    """Its batches. After each the next row is counted, as a step's record does it."""
+    for batch in resident.batches(count):
         yield batch
-        found.ring.next_row.add_(1)
+        resident.records.next_row.add_(1)
 
 
-def same(got: Any, expected: Any) -> bool:
-    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(got, expected, strict=True))
+def same(batch: Any, expected: Any) -> bool:
+    pairs = zip(batch, expected, strict=True)
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in pairs)
 
 
-@pytest.mark.parametrize("case", ["bytes", "floats", "drawn"])
-def test_all_at_once_when_the_first_is_asked_for(
+@pytest.mark.parametrize("case", ["bytes", "floats", "random"])
+def test_all_at_once_when_the_first_is_requested(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, data = noted(monkeypatch, plain), CASES[case].data(CPU)
-    expected = list(data.fresh())[3:8]
-    given = steps(started(data, at=3), 5)
-    assert asked == []
-    for batch, other in zip(given, expected, strict=True):
-        assert same(batch, other)
-        assert asked == [5 * BATCH]
+    counts = count_gathered(monkeypatch, gather_by_torch)
+    data = CASES[case].data(CPU)
+    expected_batches = list(data.fresh())[3:8]
+    batches = next_batches(start_resident(data, at_batch=3), 5)
+    assert counts == []
+    for batch, expected in zip(batches, expected_batches, strict=True):
+        assert same(batch, expected)
+        assert counts == [5 * BATCH]
         batch[0].zero_()  # reaches no other batch
         batch[1].fill_(9)
 
 
 def test_each_batch_is_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted(monkeypatch, plain)
-    images, labels = zip(*started(CASES["bytes"].data(CPU)).batches(4), strict=True)
+    count_gathered(monkeypatch, gather_by_torch)
+    images, labels = zip(*start_resident(CASES["bytes"].data(CPU)).batches(4), strict=True)
     for column, size in ((images, BATCH * 64), (labels, BATCH * 8)):
         versions = [t._version for t in column]
         column[1].add_(1)
@@ -217,12 +243,8 @@ def test_each_batch_is_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert not any(t._is_view() for t in column)
         assert [t.storage_offset() for t in column] == [0] * 4
         assert [t.untyped_storage().nbytes() for t in column] == [size] * 4
-        assert [t.data_ptr() - column[0].data_ptr() for t in column] == [
-            0,
-            size,
-            2 * size,
-            3 * size,
-        ]
+        offsets = [t.data_ptr() - column[0].data_ptr() for t in column]
+        assert offsets == [0, size, 2 * size, 3 * size]
 
 
 @pytest.mark.parametrize(
@@ -230,88 +252,114 @@ def test_each_batch_is_a_tensor_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 )
 @pytest.mark.parametrize("shape", [(6,), (6, 3), (6, 1, 2)])
 def test_parts_lie_where_they_were(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    whole = torch.randint(0, 2, shape).to(dtype)
-    copy = whole.clone()
+    tensor = torch.randint(0, 2, shape).to(dtype)
+    copy = tensor.clone()
     for count in (1, 2, 3):
-        parts = parted(whole, count)
-        assert torch.equal(torch.cat([p.to(torch.cfloat) for p in parts]), copy.to(torch.cfloat))
-        assert all(p.dtype == dtype and p.stride() == whole.stride() for p in parts)
-    parted(whole, 3)[1].zero_()
+        parts = split_storage(tensor, count)
+        joined = torch.cat([part.to(torch.cfloat) for part in parts])
+        assert torch.equal(joined, copy.to(torch.cfloat))
+        assert all(part.dtype == dtype for part in parts)
+        assert all(part.stride() == tensor.stride() for part in parts)
+    split_storage(tensor, 3)[1].zero_()
     copy[2:4] = 0
-    assert torch.equal(whole.to(torch.cfloat), copy.to(torch.cfloat))
+    assert torch.equal(tensor.to(torch.cfloat), copy.to(torch.cfloat))
 
 
 def test_memory_lives_as_long_as_one_of_its_parts() -> None:
-    last = parted(torch.arange(1 << 20), 4)[3]
+    last = split_storage(torch.arange(1 << 20), 4)[3]
     for _ in range(4):
         torch.zeros(1 << 20)
     assert torch.equal(last, torch.arange(3 << 18, 1 << 20))
 
 
-def wide(batch: int, *, drawn: bool) -> hs.data.Dataset:
-    """512 bytes of each column in a batch of 8, and of the numbers that are drawn by in one of 64."""
-    made = hs.data.Dataset(
-        {"x": torch.randint(0, 256, (640, 8, 8, 1)).byte(), "y": torch.randn(640, 16)}, seed=2
-    )
-    return (made.map(hs.data.Flip(), "x") if drawn else made).shuffle().batch(batch)
+def make_dataset(batch: int, *, random: bool) -> hs.data.Dataset:
+    """Columns of 512 bytes in a batch of 8; seeds of random transforms have 512 in one of 64."""
+    x = torch.randint(0, 256, (640, 8, 8, 1)).byte()
+    y = torch.randn(640, 16)
+    dataset = hs.data.Dataset({"x": x, "y": y}, seed=2)
+    if random:
+        dataset = dataset.map(hs.data.Flip(), "x")
+    return dataset.shuffle().batch(batch)
 
 
-def tails() -> hs.data.Dataset:
+def short_batches() -> hs.data.Dataset:
     """The short batch of a pass, again and again."""
-    return wide(192, drawn=False).skip(3).repeat(4)
+    return make_dataset(192, random=False).skip(3).repeat(4)
 
 
-FITS: dict[str, tuple[Callable[[], hs.data.Dataset], bool, int, bool]] = {
-    "whole": (lambda: wide(8, drawn=False), True, 4, True),
-    "drawn": (lambda: wide(64, drawn=True), True, 4, True),
-    "one": (lambda: wide(8, drawn=False), True, 1, False),
-    "not quick": (lambda: wide(8, drawn=False), False, 4, False),
-    "odd columns": (lambda: wide(12, drawn=False), True, 4, False),
-    "odd numbers": (lambda: wide(8, drawn=True), True, 4, False),
-    "tails": (tails, True, 4, False),
+class GatherCase(NamedTuple):
+    make_dataset: Callable[[], hs.data.Dataset]
+    use_kernels: bool = True
+    count: int = 4
+    at_once: bool = False
+
+
+GATHER_CASES = {
+    "full": GatherCase(lambda: make_dataset(8, random=False), at_once=True),
+    "random": GatherCase(lambda: make_dataset(64, random=True), at_once=True),
+    "one": GatherCase(lambda: make_dataset(8, random=False), count=1),
+    "without kernels": GatherCase(lambda: make_dataset(8, random=False), use_kernels=False),
+    "odd columns": GatherCase(lambda: make_dataset(12, random=False)),
+    "odd seeds": GatherCase(lambda: make_dataset(8, random=True)),
+    "short batches": GatherCase(short_batches),
 }
 
 
-@pytest.mark.parametrize("case", FITS)
-def test_when_they_are_gathered_at_once(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", GATHER_CASES)
+def test_when_they_are_gathered_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or one by one, each when its step begins: the same batches."""
-    make, quick, count, once = FITS[case]
-    asked, data = noted(monkeypatch, plain), make()
-    found = started(data, quick=quick)
-    assert found.alike(count) == count
-    expected = [batch for batch, _ in zip(data.fresh(), range(count), strict=False)]
-    size = len(expected[0][0])
-    for i, (batch, other) in enumerate(zip(steps(found, count), expected, strict=True)):
-        assert same(batch, other)
-        assert asked == ([count * size] if once else [size] * (i + 1) if quick else [])
+    case = GATHER_CASES[name]
+    counts = count_gathered(monkeypatch, gather_by_torch)
+    dataset = case.make_dataset()
+    resident = start_resident(dataset, use_kernels=case.use_kernels)
+    assert resident.count_same_shape(case.count) == case.count
+    expected_batches = list(islice(dataset.fresh(), case.count))
+    size = len(expected_batches[0][0])
+    expected_counts: list[int] = []
+    if case.at_once:
+        expected_counts = [case.count * size]
+    batches = next_batches(resident, case.count)
+    for batch, expected in zip(batches, expected_batches, strict=True):
+        if case.use_kernels and not case.at_once:
+            expected_counts.append(size)
+        assert same(batch, expected)
+        assert counts == expected_counts
 
 
 @pytest.mark.parametrize(
-    ("case", "of_a_batch"), [("whole", 2 * 512), ("drawn", 64 * (64 + 64 + 2 * 8))]
+    ("name", "batch_bytes"), [("full", 2 * 512), ("random", 64 * (64 + 64 + 2 * 8))]
 )
 def test_not_more_than_a_cache_holds(
-    case: str, of_a_batch: int, monkeypatch: pytest.MonkeyPatch
+    name: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit, calls in ((4 * of_a_batch, 1), (4 * of_a_batch - 1, 4)):
-        asked, data = noted(monkeypatch, plain), FITS[case][0]()
-        monkeypatch.setattr(inputs, "AHEAD", limit)
-        for batch, other in zip(steps(started(data), 4), data.fresh(), strict=False):
-            assert same(batch, other)
-        assert len(asked) == calls
+    for limit, calls in ((4 * batch_bytes, 1), (4 * batch_bytes - 1, 4)):
+        counts = count_gathered(monkeypatch, gather_by_torch)
+        dataset = GATHER_CASES[name].make_dataset()
+        monkeypatch.setattr(inputs, "MAX_GATHER_BYTES", limit)
+        batches = next_batches(start_resident(dataset), 4)
+        for batch, expected in zip(batches, dataset.fresh(), strict=False):
+            assert same(batch, expected)
+        assert len(counts) == calls
 
 
 def test_refused_at_once_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = wide(64, drawn=True)
-    asked = noted(monkeypatch, lambda *given: plain(*given) if given[3] == 64 else None)
-    for batch, other in zip(steps(started(data), 4), data.fresh(), strict=False):
-        assert same(batch, other)
-    assert asked == [256, 64, 64, 64, 64]
+    def gather_one_batch(columns: Any, table: Tensor, row: Tensor, count: int, copied: Any) -> Any:
+        if count != 64:
+            return None
+        return gather_by_torch(columns, table, row, count, copied)
+
+    dataset = make_dataset(64, random=True)
+    counts = count_gathered(monkeypatch, gather_one_batch)
+    batches = next_batches(start_resident(dataset), 4)
+    for batch, expected in zip(batches, dataset.fresh(), strict=False):
+        assert same(batch, expected)
+    assert counts == [256, 64, 64, 64, 64]
 
 
 def test_staged_batches_come_one_by_one() -> None:
     feed = Feed([(torch.ones(2), torch.zeros(2))])
-    found = Staged(feed, RecordBuffer(8, CPU))
-    found.start()
-    found.next()
-    [batch] = found.batches(1)
+    staged = StagedInputs(feed, RecordBuffer(8, CPU))
+    staged.start()
+    staged.next()
+    [batch] = staged.batches(1)
     assert same(batch, (torch.ones(2), torch.zeros(2)))

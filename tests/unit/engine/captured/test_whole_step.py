@@ -21,7 +21,14 @@ from halfstep.compiler.trace import written_down
 from halfstep.cuda_graphs import capture
 from halfstep.engine.captured import whole_step
 from halfstep.step.fast import compiled_forward
-from tests.support.captured_runs import by_hand, data, rows, same_rows, same_state, step
+from tests.support.captured_runs import (
+    collect_columns,
+    differing_columns,
+    differing_tensors,
+    make_data,
+    make_step,
+    run_by_hand,
+)
 
 CPU = torch.device("cpu")
 
@@ -34,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*batch-coupled")
 @pytest.fixture
 def early_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program from the third batch of a kind on, checked on two batches before it is compiled."""
-    monkeypatch.setattr("halfstep.engine.captured.programs.OFTEN", 2)
+    monkeypatch.setattr("halfstep.engine.captured.step_program.BATCHES_BEFORE_COMPILE", 2)
     monkeypatch.setattr(whole_step, "CHECKED_BATCHES", 2)
 
 
@@ -71,35 +78,35 @@ def test_the_recorded_operations_repeat_the_step_bit_for_bit(
     if precision in ("bf16", "fp16") and optimizer != "sgd-foreach":
         pytest.skip("torch's fused kernels leave half parameters on a CPU alone")
     options = {"accumulate": accumulate, "fingerprint_every": 5, "ema": 0.9, "clip_norm": 1.0}
-    eager = step(CPU, precision, optimizer, compile=False, **options)
-    compiled = step(CPU, precision, optimizer, compile=True, **options)
+    eager = make_step(CPU, precision, optimizer, compile=False, **options)
+    compiled = make_step(CPU, precision, optimizer, compile=True, **options)
     torch.manual_seed(7)
-    expected = by_hand(eager, data(CPU, poison=(3, 40)), passes=2)
-    sink = compiled_sink(compiled, data(CPU, poison=(3, 40)))
+    expected = run_by_hand(eager, make_data(CPU, poison=(3, 40)), passes=2)
+    sink = compiled_sink(compiled, make_data(CPU, poison=(3, 40)))
     torch.manual_seed(7)
-    assert same_rows(rows(sink, 2), expected) == []
+    assert differing_columns(collect_columns(sink, 2), expected) == []
     assert sink.captures >= min(2, accumulate)
     assert sink.runner.program.replays >= 10
-    assert same_state(compiled, eager) == []
+    assert differing_tensors(compiled, eager) == []
 
 
 @pytest.mark.usefixtures("uncompiled_program")
 @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
 def test_the_recorded_operations_repeat_other_roundings(rounding: Any) -> None:
     precision: Any = hs.Precision("bf16", rounding=rounding)
-    eager = step(CPU, precision, "sgd-foreach", compile=False)
-    compiled = step(CPU, precision, "sgd-foreach", compile=True)
+    eager = make_step(CPU, precision, "sgd-foreach", compile=False)
+    compiled = make_step(CPU, precision, "sgd-foreach", compile=True)
     torch.manual_seed(7)
-    expected = by_hand(eager, data(CPU), passes=2)
-    sink = compiled_sink(compiled, data(CPU))
+    expected = run_by_hand(eager, make_data(CPU), passes=2)
+    sink = compiled_sink(compiled, make_data(CPU))
     torch.manual_seed(7)
-    assert same_rows(rows(sink, 2), expected) == []
+    assert differing_columns(collect_columns(sink, 2), expected) == []
     assert sink.captures == 1
 
 
 def test_recording_a_step_changes_nothing() -> None:
-    train_step = step(CPU, "fp32", "adamw", compile=True)
-    batches = list(data(CPU, samples=80))
+    train_step = make_step(CPU, "fp32", "adamw", compile=True)
+    batches = list(make_data(CPU, samples=80))
     for batch in batches[:3]:
         train_step(*batch)
 
@@ -163,9 +170,9 @@ def small_model(net: Small | None = None, **options: Any) -> hs.Model:
 def test_a_real_program_trains_as_the_step_does() -> None:
     eager = small_step(compile=False, nonfinite="skip")
     compiled = small_step(nonfinite="skip")
-    expected = by_hand(eager, data(CPU, samples=96, poison=(50,)), passes=4)
-    sink = compiled_sink(compiled, data(CPU, samples=96, poison=(50,)))
-    got = rows(sink, 4)
+    expected = run_by_hand(eager, make_data(CPU, samples=96, poison=(50,)), passes=4)
+    sink = compiled_sink(compiled, make_data(CPU, samples=96, poison=(50,)))
+    got = collect_columns(sink, 4)
     assert sink.captures == 1
     assert sink.runner.program.replays == 4 * 12 - 3
     assert got["skipped"] == expected["skipped"]
@@ -194,11 +201,11 @@ def test_a_real_program_with_cycles_half_precision_and_a_fused_optimizer() -> No
     }
     eager = small_step(compile=False, **options)
     compiled = small_step(**options)
-    expected = by_hand(eager, data(CPU, samples=96), passes=4)
-    sink = compiled_sink(compiled, data(CPU, samples=96))
-    got = rows(sink, 4)
+    expected = run_by_hand(eager, make_data(CPU, samples=96), passes=4)
+    sink = compiled_sink(compiled, make_data(CPU, samples=96))
+    got = collect_columns(sink, 4)
     assert sink.captures == 2
-    assert sink.runner.program.why == ""
+    assert sink.runner.program.refusal_reason == ""
 
     # float16's eps is 1e-3, and 24 updates of Adam carry it on.
     for name in ("loss", "grad_norm"):
@@ -240,12 +247,12 @@ def test_what_cannot_be_recorded_is_refused_by_name(name: str) -> None:
     operation, message = UNRECORDABLE[name]
     eager = small_step(operation, compile=False)
     compiled = small_step(operation)
-    expected = by_hand(eager, data(CPU), passes=1)
-    sink = compiled_sink(compiled, data(CPU))
+    expected = run_by_hand(eager, make_data(CPU), passes=1)
+    sink = compiled_sink(compiled, make_data(CPU))
     location = r"test_whole_step.py:\d+" if name != "mask" else ""
     pattern = rf"cannot be one compiled program(.|\n)*{message}(.|\n)*{location}"
     with pytest.warns(hs.Notice, match=pattern):
-        assert same_rows(rows(sink, 1), expected) == []
+        assert differing_columns(collect_columns(sink, 1), expected) == []
     assert sink.captures == 0
 
 
@@ -258,12 +265,12 @@ def test_a_refused_step_leaves_nothing_of_itself_behind() -> None:
         activations.append(weakref.ref(y))
         return y * y.detach().abs().max().item()
 
-    sink = compiled_sink(small_step(read_on_host), data(CPU))
+    sink = compiled_sink(small_step(read_on_host), make_data(CPU))
     # A reference cycle would hold the step's graph and its memory until the next collection.
     gc.disable()
     try:
         with pytest.warns(hs.Notice, match="cannot be one compiled program"):
-            rows(sink, 1)
+            collect_columns(sink, 1)
         assert len(activations) > 3
         assert [activation for activation in activations if activation() is not None] == []
     finally:
@@ -329,13 +336,13 @@ def test_what_the_recording_does_not_see_is_found_on_the_next_batches(name: str)
 
     eager = small_step(UNSEEN[name](), compile=False)
     seed_all()
-    expected = by_hand(eager, data(CPU, samples=96), passes=1)
+    expected = run_by_hand(eager, make_data(CPU, samples=96), passes=1)
 
     compiled = small_step(UNSEEN[name](), compile=True)
     seed_all()
     with pytest.warns(hs.Notice, match="gives other values than when it runs|counts in Python"):
-        got = rows(compiled_sink(compiled, data(CPU, samples=96)), 1)
-    assert same_rows(expected, got) == []
+        got = collect_columns(compiled_sink(compiled, make_data(CPU, samples=96)), 1)
+    assert differing_columns(expected, got) == []
 
 
 class Shifted(nn.Module):
@@ -369,7 +376,7 @@ def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_th
     eager_shift = Shifted(container)
     eager = small_step(eager_shift, compile=False)
     expected_losses = []
-    for i, batch in enumerate(data(CPU, samples=96)):
+    for i, batch in enumerate(make_data(CPU, samples=96)):
         if i == 8:
             eager_shift.replace()
         expected_losses.append(float(eager(*batch).loss))
@@ -377,7 +384,7 @@ def test_a_tensor_of_the_networks_own_that_is_replaced_between_visits_acts_on_th
     compiled_shift = Shifted(container)
     compiled = small_step(compiled_shift, compile=True)
     losses: list[float] = []
-    for records in compiled_sink(compiled, data(CPU, samples=96), every=8):
+    for records in compiled_sink(compiled, make_data(CPU, samples=96), every=8):
         losses += records.loss.tolist()
         compiled_shift.replace()
     assert losses == expected_losses
@@ -405,9 +412,12 @@ def test_a_program_that_torch_compiled_wrongly_is_given_up_and_the_steps_result_
     compiled = small_step(compile=True)
     for train_step in (eager, compiled):
         train_step.net.body.weight.data.mul_(weight_factor)  # type: ignore[union-attr, operator]
-    expected = by_hand(eager, data(CPU), passes=1)
+    expected = run_by_hand(eager, make_data(CPU), passes=1)
     with pytest.warns(hs.Notice, match="torch's compiler makes other values"):
-        assert same_rows(rows(compiled_sink(compiled, data(CPU)), 1), expected) == []
+        assert (
+            differing_columns(collect_columns(compiled_sink(compiled, make_data(CPU)), 1), expected)
+            == []
+        )
 
 
 @pytest.mark.usefixtures("uncompiled_program", "uncompiled_forward")
@@ -424,16 +434,19 @@ def test_a_program_that_fails_is_given_up_and_the_step_goes_on(
     monkeypatch.setattr(whole_step, "generate", compile_to_failing)
     eager = small_step(compile=False)
     compiled = small_step()
-    expected = by_hand(eager, data(CPU), passes=1)
+    expected = run_by_hand(eager, make_data(CPU), passes=1)
     with pytest.warns(hs.Notice, match="as a program it fails: no such kernel"):
-        assert same_rows(rows(compiled_sink(compiled, data(CPU)), 1), expected) == []
+        assert (
+            differing_columns(collect_columns(compiled_sink(compiled, make_data(CPU)), 1), expected)
+            == []
+        )
 
 
 @pytest.mark.usefixtures("uncompiled_program", "uncompiled_forward")
 def test_rates_moved_by_hand_are_seen_and_end_it_when_they_move_often() -> None:
     eager = small_step(compile=False)
     expected_losses = []
-    for i, batch in enumerate(data(CPU, samples=96)):
+    for i, batch in enumerate(make_data(CPU, samples=96)):
         expected_losses.append(float(eager(*batch).loss))
         if i % 4 == 3:
             eager.optimizer.param_groups[0]["lr"] *= 0.5
@@ -442,7 +455,7 @@ def test_rates_moved_by_hand_are_seen_and_end_it_when_they_move_often() -> None:
     losses: list[float] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for records in compiled_sink(compiled, data(CPU, samples=96), every=4):
+        for records in compiled_sink(compiled, make_data(CPU, samples=96), every=4):
             losses += records.loss.tolist()
             compiled.optimizer.param_groups[0]["lr"] *= 0.5
     assert losses == expected_losses
@@ -452,8 +465,8 @@ def test_rates_moved_by_hand_are_seen_and_end_it_when_they_move_often() -> None:
 
 @pytest.mark.usefixtures("uncompiled_program")
 def test_rare_shapes_get_no_program() -> None:
-    sink = compiled_sink(small_step(), data(CPU, samples=8 * 8 + 3))
-    rows(sink, 2)
+    sink = compiled_sink(small_step(), make_data(CPU, samples=8 * 8 + 3))
+    collect_columns(sink, 2)
     assert sink.captures == 1  # the last batch, of 3 samples, has come twice
 
 
@@ -466,9 +479,9 @@ def test_programs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(size, 6, generator=generator)
         y = torch.randint(0, 3, (size,), generator=generator)
         batches.append((x, y))
-    expected = by_hand(small_step(compile=False), batches, passes=1)
+    expected = run_by_hand(small_step(compile=False), batches, passes=1)
     sink = compiled_sink(small_step(), batches)
-    assert same_rows(rows(sink, 1), expected) == []
+    assert differing_columns(collect_columns(sink, 1), expected) == []
     assert sink.captures == 2
 
 
@@ -478,7 +491,7 @@ def test_a_gradient_that_is_not_finite_stops_the_fit_as_it_would_eagerly() -> No
     for compile in (False, True):
         model = small_model(compile=compile)
         with pytest.raises(hs.NonFiniteError):
-            model.fit(1, data(CPU, samples=160, poison=(5,)))
+            model.fit(1, make_data(CPU, samples=160, poison=(5,)))
         weights.append(model.net.state_dict())
     eager_weights, compiled_weights = weights
     for name, value in eager_weights.items():
@@ -490,10 +503,10 @@ def test_fit_says_how_it_runs_and_capture_false_compiles_forward_and_loss_only()
     net = Small()
     net.unused = torch.eye(3).to_sparse()  # type: ignore[assignment]
     model = small_model(net, compile=True)
-    model.fit(1, data(CPU))
+    model.fit(1, make_data(CPU))
     assert "programs of the whole step: 1 held" in str(model.report())
     with pytest.raises(ValueError, match="verify: expected a step that is not compiled"):
-        hs.sink(model.step, data(CPU), verify=2)
+        hs.sink(model.step, make_data(CPU), verify=2)
     uncaptured = small_model(net, compile=True, capture=False)
     assert "capture=False" in str(uncaptured.report())
 
@@ -506,7 +519,7 @@ def test_an_optimizer_that_reads_on_the_host_is_fused_where_that_was_left_open(
     net = Small()
     optimizer = make_optimizer(net.parameters())
     model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, compile=True)
-    model.fit(1, data(CPU))
+    model.fit(1, make_data(CPU))
     assert "programs of the whole step: 1 held" in str(model.report())
     assert "fused" in str(model.report())
 
@@ -518,7 +531,7 @@ def test_an_optimizer_that_reads_on_the_host_is_fused_where_that_was_left_open(
 @pytest.mark.usefixtures("uncompiled_program")
 def test_a_schedule_costs_no_program() -> None:
     model = small_model(schedule=hs.schedules.cosine(0.1, 26), compile=True)
-    model.fit(2, data(CPU))
+    model.fit(2, make_data(CPU))
     assert "programs of the whole step: 1 held, 1 made" in str(model.report())
 
 
@@ -529,9 +542,9 @@ def test_auto_compiles_from_the_next_pass_on(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("halfstep.engine.auto_compile.TIMING_ENDS_AT", 4)
     monkeypatch.setattr("halfstep.step.compiled.pays", lambda *_: (True, "asked for"))
     auto = small_model(compile="auto")
-    auto.fit(3, data(CPU))
+    auto.fit(3, make_data(CPU))
     never = small_model(compile=False)
-    never.fit(3, data(CPU))
+    never.fit(3, make_data(CPU))
     assert "programs of the whole step: 1 held" in str(auto.report())
-    assert same_state(auto.step, never.step) == []
+    assert differing_tensors(auto.step, never.step) == []
     assert not auto.step.compiled.inside_whole_step

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.record_buffer import pack
+from halfstep.engine.captured.record_buffer import write_row
 from halfstep.step.gradients import clip_norm_
 from halfstep.step.state import UpdateResult
 from tests.support.triton_interpreter import INTERPRETED, inside, interpret, outside
@@ -218,7 +218,7 @@ class RecordTable:
 
 
 def run_event_with_record(step: Any, event: str, index: int) -> UpdateResult:
-    """Runs the event twice and asserts that the kernels write the record as `pack` does.
+    """Runs the event twice and asserts that the kernels write the record as `write_row` does.
 
     They do so for a cycle of one batch. The second record has no row and must change nothing.
     """
@@ -230,19 +230,23 @@ def run_event_with_record(step: Any, event: str, index: int) -> UpdateResult:
     result = run_event(step, event, index, written)
     assert result.record_written is (step.options.accumulate == 1)
     if result.record_written:
-        pack(
+        record = hs.Record(
+            loss=result.loss,
+            cycle_loss=result.loss,
+            lr=result.lr,
+            scale=result.scale,
+            skipped=result.skipped,
+            grad_norm=result.norm,
+            updated=result.updated,
+            fingerprint=expected.next_row,
+        )
+        write_row(
             expected.table,
             expected.next_row,
-            result.loss,
-            result.loss,
-            result.lr,
-            result.scale,
-            result.skipped,
-            result.norm,
-            result.updated,
+            record,
             keep_loss=False,
-            move=True,
-            compiled=False,
+            advance=True,
+            use_kernel=False,
         )
     assert_same(f"{label}: row", written.table, expected.table)
     assert_same(f"{label}: next row", written.next_row, expected.next_row)
@@ -379,21 +383,21 @@ def records_are_packed() -> None:
         rates = lr.reshape(-1).tolist()
         table = torch.full((4, 6 + lr.numel()), -1.0, dtype=torch.float64, device=DEVICE)
         next_row = torch.tensor([1], device=DEVICE)
-        record = (loss, cycle_loss, lr, scale, true, half, false)
+        record = hs.Record(loss, cycle_loss, lr, scale, true, half, false, fingerprint=next_row)
         blank = [-1.0] * (6 + lr.numel())
 
-        pack(table, next_row, *record, keep_loss=False, move=True)
+        write_row(table, next_row, record, keep_loss=False, advance=True)
         row = [1.25, cycle_loss.item(), 65536.0, 2.5, 1.0, 0.0, *rates]
         assert table.tolist() == [blank, row, blank, blank]
         assert next_row.tolist() == [2]
 
-        half_record = (half, half, lr, half, false, half, true)
-        pack(table, next_row, *half_record, keep_loss=True, move=False)
+        half_record = hs.Record(half, half, lr, half, false, half, true, fingerprint=next_row)
+        write_row(table, next_row, half_record, keep_loss=True, advance=False)
         amended_row = [1.25, 2.5, 2.5, 2.5, 0.0, 1.0, *rates]
         assert table.tolist() == [blank, amended_row, blank, blank]
         assert next_row.tolist() == [2]
 
-        pack(table, next_row, *record, keep_loss=False, move=False)
+        write_row(table, next_row, record, keep_loss=False, advance=False)
         assert table.tolist() == [blank, amended_row, row, blank]
         assert next_row.tolist() == [2]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
-from halfstep.engine.captured.record_buffer import pack
+from halfstep.engine.captured.record_buffer import write_row
 from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
 from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.state import UpdateResult
@@ -230,15 +230,23 @@ def test_each_replay_writes_the_next_row() -> None:
     value = torch.zeros((), device="cuda")
     false = torch.tensor(False).cuda()
 
-    def write_row() -> None:
-        lr = value.double()
-        record = (value, value, lr, value, false, value, false)
-        pack(table, next_row, *record, keep_loss=False, move=True)
+    def write_record() -> None:
+        record = hs.Record(
+            loss=value,
+            cycle_loss=value,
+            lr=value.double(),
+            scale=value,
+            skipped=false,
+            grad_norm=value,
+            updated=false,
+            fingerprint=next_row,
+        )
+        write_row(table, next_row, record, keep_loss=False, advance=True)
 
-    write_row()
+    write_record()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        write_row()
+        write_record()
     for i in range(1, 4):
         value.fill_(i)
         graph.replay()

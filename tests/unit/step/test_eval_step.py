@@ -1,4 +1,7 @@
-"""EvalStep: the same network in the same precision, in eval mode, without gradients; means that are exact."""
+"""EvalStep: the same network in the same precision, in eval mode, without gradients.
+
+Means over batches are exact.
+"""
 
 import copy
 import types
@@ -11,7 +14,9 @@ from torch import Tensor, nn
 
 import halfstep as hs
 
-F16, F32, F64 = torch.float16, torch.float32, torch.float64
+F16 = torch.float16
+F32 = torch.float32
+F64 = torch.float64
 
 
 def network(device: torch.device) -> nn.Sequential:
@@ -27,31 +32,41 @@ def batches(device: torch.device, *sizes: int) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def mean(records: list[Any]) -> Tensor:
-    """Σ loss · count / Σ count, as the record's contract says."""
-    total = sum(
-        (r.loss.double() * r.count for r in records),
-        torch.zeros(()).double().to(records[0].loss.device),
-    )
-    return total / sum(r.count for r in records)
+def mean_loss(records: list[Any]) -> Tensor:
+    """Returns Σ loss · count / Σ count, as the record's contract says."""
+    loss_sum = torch.zeros((), dtype=F64, device=records[0].loss.device)
+    for record in records:
+        loss_sum += record.loss.double() * record.count
+    return loss_sum / sum(record.count for record in records)
+
+
+def full_batch_loss(net: nn.Module, loss: Any, data: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the loss of all batches as one, in plain torch."""
+    net.eval()
+    x = torch.cat([x for x, _ in data])
+    y = torch.cat([y for _, y in data])
+    return loss(net(x), y)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "O1", "O2", "O3"])
 def test_it_runs_in_eval_mode_and_puts_every_flag_back(
     precision: str, device: torch.device
 ) -> None:
-    net, modes = network(device), []
+    net = network(device)
     net.train()
-    net[1].eval()  # a user who freezes his BatchNorm
-    before, state = [m.training for m in net.modules()], copy.deepcopy(net.state_dict())
-    net[2].register_forward_hook(lambda m, args, out: modes.append(m.training))
+    net[1].eval()  # a user who freezes BatchNorm
+    flags_before = [module.training for module in net.modules()]
+    state_before = copy.deepcopy(net.state_dict())
+    flags_inside = []
+    net[2].register_forward_hook(lambda module, *_: flags_inside.append(module.training))
     [(x, y)] = batches(device, 5)
     hs.EvalStep(net, nn.CrossEntropyLoss(), precision=precision)(x, y)
-    assert modes == [False]
-    assert [m.training for m in net.modules()] == before == [True, True, False, True, True]
-    assert all(
-        torch.equal(v, state[k]) for k, v in net.state_dict().items()
-    )  # statistics did not move
+    assert flags_inside == [False]
+    flags_after = [module.training for module in net.modules()]
+    assert flags_after == flags_before == [True, True, False, True, True]
+    # BatchNorm's statistics did not move.
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, state_before[name])
 
 
 def test_flags_come_back_after_an_exception(device: torch.device) -> None:
@@ -67,7 +82,7 @@ def test_flags_come_back_after_an_exception(device: torch.device) -> None:
     assert evaluate(x, y).loss.isfinite()
 
 
-def test_no_gradient_is_made_and_none_is_lost(device: torch.device) -> None:
+def test_evaluation_neither_computes_nor_changes_gradients(device: torch.device) -> None:
     net = network(device)
     net[0].weight.grad = torch.ones_like(net[0].weight)
     [(x, y)] = batches(device, 5)
@@ -89,27 +104,28 @@ def test_the_mean_over_uneven_batches_is_the_mean_over_the_data_set(
     data = [(x.double(), y) for x, y in batches(device, 7, 7, 2, 1)]
     evaluate = hs.EvalStep(net, loss, precision="fp64")
     records = [evaluate(x, y) for x, y in data]
-    net.eval()
-    whole = loss(net(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data]))
+    expected = full_batch_loss(net, loss, data)
     # float64 sums of 17 terms in another order
-    assert torch.allclose(mean(records), whole, rtol=1e-14, atol=0)
+    assert torch.allclose(mean_loss(records), expected, rtol=1e-14, atol=0)
 
 
 def test_class_weights_count_as_weights(device: torch.device) -> None:
     weight = torch.tensor([0.1, 2.0, 5.0], dtype=F64, device=device)
-    net, loss = network(device).double(), nn.CrossEntropyLoss(weight=weight)
+    net = network(device).double()
+    loss = nn.CrossEntropyLoss(weight=weight)
     data = [(x.double(), y) for x, y in batches(device, 6, 3)]
     evaluate = hs.EvalStep(net, loss, precision="fp64")
     records = [evaluate(x, y) for x, y in data]
-    net.eval()
-    whole = loss(net(torch.cat([x for x, _ in data])), torch.cat([y for _, y in data]))
-    assert torch.allclose(mean(records), whole, rtol=1e-14, atol=0)  # float64 sums in another order
+    expected = full_batch_loss(net, loss, data)
+    # float64 sums in another order
+    assert torch.allclose(mean_loss(records), expected, rtol=1e-14, atol=0)
 
 
 def test_a_batch_without_terms_is_zero_of_zero(device: torch.device) -> None:
     evaluate = hs.EvalStep(network(device), nn.CrossEntropyLoss())
     record = evaluate(torch.randn(3, 4, device=device), torch.full((3,), -100, device=device))
-    assert (record.loss.item(), record.count.item()) == (0.0, 0)
+    assert record.loss.item() == 0.0
+    assert record.count.item() == 0
 
 
 def test_a_regression_counts_elements(device: torch.device) -> None:
@@ -121,27 +137,29 @@ def test_a_regression_counts_elements(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["O1", "O2", "O3"])
-def test_the_precision_is_the_one_asked_for_and_outputs_are_fp32(
+def test_the_network_runs_in_its_precision_and_outputs_are_fp32(
     name: str, device: torch.device
 ) -> None:
-    net, seen = network(device), []
-    net[3].register_forward_hook(lambda m, args, out: seen.append(out.dtype))
+    net = network(device)
+    dtypes_inside = []
+    net[3].register_forward_hook(lambda module, inputs, out: dtypes_inside.append(out.dtype))
     [(x, y)] = batches(device, 5)
     record = hs.EvalStep(net, nn.CrossEntropyLoss(), precision=name)(x, y)
-    assert seen == [F16]
-    assert (record.outputs.dtype, record.loss.dtype) == (F32, F32)
+    assert dtypes_inside == [F16]
+    assert record.outputs.dtype == F32
+    assert record.loss.dtype == F32
     assert torch.equal(record.loss, F.cross_entropy(record.outputs, y))
     net.eval()
     exact = net(x).detach()
     # four layers, each rounding its inputs and its output to 11 bits; logits are of order 1
-    assert (record.outputs - exact).abs().max().item() <= 8 * 2.0**-11 * max(
-        1.0, exact.abs().max().item()
-    )
+    largest_logit = max(1.0, exact.abs().max().item())
+    assert (record.outputs - exact).abs().max().item() <= 8 * 2.0**-11 * largest_logit
     assert not torch.equal(record.outputs, exact)
 
 
 def test_fp32_is_plain_torch_bit_for_bit(device: torch.device) -> None:
-    net, [(x, y)] = network(device), batches(device, 5)
+    net = network(device)
+    [(x, y)] = batches(device, 5)
     record = hs.EvalStep(net, nn.CrossEntropyLoss())(x, y)
     net.eval()
     with torch.no_grad():
@@ -150,7 +168,7 @@ def test_fp32_is_plain_torch_bit_for_bit(device: torch.device) -> None:
 
 
 def test_a_transformer_layer_evaluates_in_every_precision(device: torch.device) -> None:
-    """In eval mode torch takes a fused path that reads the weights of its children directly, norms included."""
+    """In eval mode torch takes a fused path that reads the weights of its children directly."""
     net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).to(device)
     x = torch.randn(2, 5, 8, device=device)
     exact = hs.EvalStep(net, nn.MSELoss())(x, x).outputs
@@ -167,21 +185,21 @@ class OwnLoss(nn.Module):
 
     def __init__(self, style: str) -> None:
         super().__init__()
-        self.linear, self.style = nn.Linear(4, 3), style
+        self.linear = nn.Linear(4, 3)
+        self.style = style
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         logits = self.linear(x)
         loss = F.cross_entropy(logits, labels)
-        as_object = types.SimpleNamespace(loss=loss, logits=logits)
-        return {
-            "dict": {"loss": loss, "logits": logits},
-            "tuple": (loss, logits),
-            "object": as_object,
-        }[self.style]
+        if self.style == "dict":
+            return {"loss": loss, "logits": logits}
+        if self.style == "tuple":
+            return loss, logits
+        return types.SimpleNamespace(loss=loss, logits=logits)
 
 
 @pytest.mark.parametrize("style", ["dict", "tuple", "object"])
-def test_a_network_that_returns_its_own_loss(style: str, device: torch.device) -> None:
+def test_a_network_may_return_its_own_loss(style: str, device: torch.device) -> None:
     net = OwnLoss(style).to(device)
     [(x, y)] = batches(device, 5)
     evaluate = hs.EvalStep(net, count=lambda batch: len(batch["labels"]))
@@ -189,12 +207,16 @@ def test_a_network_that_returns_its_own_loss(style: str, device: torch.device) -
     logits = F.linear(x, net.linear.weight, net.linear.bias)
     assert torch.equal(record.loss, F.cross_entropy(logits, y))
     assert record.count.item() == 5
-    out = record.outputs
-    given = out["logits"] if style == "dict" else out[1] if style == "tuple" else out.logits
-    assert torch.equal(given, logits)
+    if style == "dict":
+        recorded_logits = record.outputs["logits"]
+    elif style == "tuple":
+        recorded_logits = record.outputs[1]
+    else:
+        recorded_logits = record.outputs.logits
+    assert torch.equal(recorded_logits, logits)
 
 
-def trained(
+def build_trained(
     device: torch.device, precision: str, **options: Any
 ) -> tuple[hs.TrainStep, Tensor, Tensor]:
     net = network(device)
@@ -215,29 +237,28 @@ def trained(
 def test_evaluator_is_an_eval_step_of_the_same_precision(
     precision: str, device: torch.device
 ) -> None:
-    step, x, y = trained(device, precision)
-    evaluate, own = (
-        step.evaluator(),
-        hs.EvalStep(step.net, nn.CrossEntropyLoss(), precision=precision),
-    )
-    assert torch.equal(evaluate(x, y).outputs, own(x, y).outputs)
+    step, x, y = build_trained(device, precision)
+    evaluate = step.evaluator()
+    eval_step = hs.EvalStep(step.net, nn.CrossEntropyLoss(), precision=precision)
+    assert torch.equal(evaluate(x, y).outputs, eval_step(x, y).outputs)
     step(x, y)  # it follows the weights as they go on
-    assert torch.equal(evaluate(x, y).outputs, own(x, y).outputs)
+    assert torch.equal(evaluate(x, y).outputs, eval_step(x, y).outputs)
 
 
 def test_evaluating_between_steps_changes_no_bit_of_training(device: torch.device) -> None:
-    plain, x, y = trained(device, "O2")
-    looked, *_ = trained(device, "O2")
-    looked.load_state_dict(plain.state_dict())
-    evaluate = looked.evaluator()
+    plain, x, y = build_trained(device, "O2")
+    evaluated, *_ = build_trained(device, "O2")
+    evaluated.load_state_dict(plain.state_dict())
+    evaluate = evaluated.evaluator()
     for i in range(3):
         torch.manual_seed(i)
         plain(x, y)
         torch.manual_seed(i)
         evaluate(x, y)
-        looked(x, y)
-    a, b = plain.net.state_dict(), looked.net.state_dict()
-    assert all(torch.equal(a[k], b[k]) for k in a)
+        evaluated(x, y)
+    expected = plain.net.state_dict()
+    actual = evaluated.net.state_dict()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_averaged_evaluates_the_moving_average_and_gives_the_weights_back(
@@ -254,23 +275,21 @@ def test_averaged_evaluates_the_moving_average_and_gives_the_weights_back(
         average = [
             a.lerp(p.detach(), 1 - 0.9) for a, p in zip(average, net.parameters(), strict=True)
         ]
-    weights, objects = (
-        [p.detach().clone() for p in net.parameters()],
-        [id(p) for p in net.parameters()],
-    )
+    weights = [p.detach().clone() for p in net.parameters()]
+    parameter_ids = [id(p) for p in net.parameters()]
     with step.averaged():
         assert all(torch.equal(p, a) for p, a in zip(net.parameters(), average, strict=True))
-        smooth = step.evaluator()(x, y)
-    rough = step.evaluator()(x, y)
-    assert not torch.equal(smooth.outputs, rough.outputs)
+        averaged_record = step.evaluator()(x, y)
+    record = step.evaluator()(x, y)
+    assert not torch.equal(averaged_record.outputs, record.outputs)
     assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
-    assert [id(p) for p in net.parameters()] == objects
+    assert [id(p) for p in net.parameters()] == parameter_ids
     with pytest.raises(KeyError), step.averaged():
         raise KeyError
     assert all(torch.equal(p, w) for p, w in zip(net.parameters(), weights, strict=True))
 
 
 def test_averaged_needs_an_average(device: torch.device) -> None:
-    step, *_ = trained(device, "fp32")
+    step, *_ = build_trained(device, "fp32")
     with pytest.raises(ValueError, match="ema="), step.averaged():
         pass

@@ -1,4 +1,7 @@
-"""Fingerprints: equal bits give equal numbers, any other bit or order another one, in every dtype and size."""
+"""Fingerprints: equal bits give equal numbers, any other bit or order gives another one.
+
+This holds in every dtype and size.
+"""
 
 import numpy as np
 import pytest
@@ -50,30 +53,35 @@ def mix(h: np.ndarray) -> np.ndarray:
 
 
 def reference(bits: np.ndarray) -> int:
-    """The documented formula, written again in unsigned numpy: splitmix64(bits xor counter), summed mod 2**64."""
-    counter = np.arange(1, bits.size + 1, dtype=np.uint64) * np.uint64(
-        0x9E3779B97F4A7C15
-    )  # splitmix64's own steps
+    """Returns the documented formula, written again in unsigned numpy.
+
+    It is splitmix64(bits xor counter), summed mod 2**64.
+    """
+    splitmix64_step = np.uint64(0x9E3779B97F4A7C15)
+    counter = np.arange(1, bits.size + 1, dtype=np.uint64) * splitmix64_step
     mixed = mix(bits.astype(np.int64).view(np.uint64) ^ counter)
-    return int(
-        mix(mixed.sum(dtype=np.uint64, keepdims=True) + np.uint64(bits.size)).view(np.int64)[0]
-    )
+    total = mixed.sum(dtype=np.uint64, keepdims=True)
+    return int(mix(total + np.uint64(bits.size)).view(np.int64)[0])
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_single_flipped_bit_changes_it(dtype: torch.dtype) -> None:
     size = dtype.itemsize * 3
-    raw = random_bytes(size) if dtype != torch.bool else bytearray([1, 0, 1])
-    seen = {int(fingerprint(from_bytes(bytes(raw), dtype)))}
-    for bit in range(size * 8 if dtype != torch.bool else size):
-        byte, mask = (bit // 8, 1 << bit % 8) if dtype != torch.bool else (bit, 1)
-        raw[byte] ^= mask
-        seen.add(int(fingerprint(from_bytes(bytes(raw), dtype))))
-        raw[byte] ^= mask
-    assert len(seen) == 1 + (size * 8 if dtype != torch.bool else size), (
-        "all of them differ from each other, too"
-    )
+    if dtype == torch.bool:
+        # A bool has one bit in each byte.
+        raw = bytearray([1, 0, 1])
+        bits_per_byte = 1
+    else:
+        raw = random_bytes(size)
+        bits_per_byte = 8
+    fingerprints = {int(fingerprint(from_bytes(bytes(raw), dtype)))}
+    for byte in range(size):
+        for bit in range(bits_per_byte):
+            raw[byte] ^= 1 << bit
+            fingerprints.add(int(fingerprint(from_bytes(bytes(raw), dtype))))
+            raw[byte] ^= 1 << bit
+    assert len(fingerprints) == 1 + size * bits_per_byte, "all differ from one another, too"
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
@@ -81,9 +89,8 @@ def test_every_single_flipped_bit_changes_it(dtype: torch.dtype) -> None:
 def test_it_is_an_int64_on_the_tensors_device_and_equal_bits_give_the_same(
     dtype: torch.dtype,
 ) -> None:
-    tensor = from_bytes(
-        bytes(random_bytes(dtype.itemsize * 5) if dtype != torch.bool else b"\1\0\0\1\1"), dtype
-    )
+    raw = b"\1\0\0\1\1" if dtype == torch.bool else bytes(random_bytes(dtype.itemsize * 5))
+    tensor = from_bytes(raw, dtype)
     first = fingerprint(tensor)
     assert (first.dtype, first.shape, first.device) == (torch.int64, (), tensor.device)
     assert torch.equal(first, fingerprint(tensor))
@@ -102,16 +109,15 @@ def test_it_is_the_documented_formula(values: list[int]) -> None:
 def test_large_tensors_are_hashed_as_one(n: int) -> None:
     bits = np.random.default_rng(n).integers(-(2**15), 2**15, n, dtype=np.int16)
     tensor = torch.from_numpy(bits).to(DEVICE)
-    whole = fingerprint(tensor)
-    assert int(whole) == reference(bits)
-    for place in {0, n // 2, CHUNK - 2, n - 1}:
-        tensor[place] ^= 1
-        assert not torch.equal(fingerprint(tensor), whole)
-        tensor[place] ^= 1
+    original = fingerprint(tensor)
+    assert int(original) == reference(bits)
+    for index in {0, n // 2, CHUNK - 2, n - 1}:
+        tensor[index] ^= 1
+        assert not torch.equal(fingerprint(tensor), original)
+        tensor[index] ^= 1
+    # Two elements of different chunks change places.
     tensor[[0, n - 1]] = tensor[[n - 1, 0]]
-    assert not torch.equal(fingerprint(tensor), whole), (
-        "two elements of different chunks changed places"
-    )
+    assert not torch.equal(fingerprint(tensor), original)
 
 
 @given(st.permutations(range(6)))
@@ -125,15 +131,10 @@ def test_a_permutation_changes_it(order: list[int]) -> None:
 def test_values_that_compare_equal_but_differ_in_bits_differ() -> None:
     zero = torch.zeros(3, device=DEVICE)
     assert not torch.equal(fingerprint(zero), fingerprint(-zero))
-    quiet, other = (
-        torch.tensor([bits], dtype=torch.int32, device=DEVICE) for bits in (0x7FC00000, 0x7FC00001)
-    )
-    assert not torch.equal(
-        fingerprint(quiet.view(torch.float32)), fingerprint(other.view(torch.float32))
-    ), "two NaNs"
-    assert torch.equal(
-        fingerprint(quiet.view(torch.float32)), fingerprint(quiet.view(torch.float32))
-    )
+    bits = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32, device=DEVICE)
+    nans = bits.view(torch.float32)
+    assert not torch.equal(fingerprint(nans[:1]), fingerprint(nans[1:])), "two NaNs"
+    assert torch.equal(fingerprint(nans[:1]), fingerprint(nans[:1]))
 
 
 def test_zeros_of_another_length_and_empty_tensors_differ() -> None:
@@ -160,14 +161,16 @@ def test_lazily_conjugated_and_negated_tensors_count_by_their_values() -> None:
     assert not torch.equal(fingerprint(z.conj()), fingerprint(z))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant"
-)  # torch 2.11 says so even when asked to check
+# torch 2.11 gives this warning even with check_invariants=True.
+@pytest.mark.filterwarnings("ignore:Sparse invariant")
 def test_sparse_tensors_count_by_indices_and_values() -> None:
-    def sparse(places: list[int], values: list[float]) -> Tensor:
-        where = torch.tensor([places], dtype=torch.int64)
+    def sparse(indices: list[int], values: list[float]) -> Tensor:
         return torch.sparse_coo_tensor(
-            where, torch.tensor(values), (9,), device=DEVICE, check_invariants=True
+            torch.tensor([indices], dtype=torch.int64),
+            torch.tensor(values),
+            (9,),
+            device=DEVICE,
+            check_invariants=True,
         )
 
     expected = fingerprint(sparse([1, 4], [2.0, 3.0]))
@@ -186,7 +189,8 @@ def test_sparse_tensors_count_by_indices_and_values() -> None:
 
 def test_combine_depends_on_every_print_and_on_their_order() -> None:
     a, b, c = (fingerprint(torch.tensor([float(i)], device=DEVICE)) for i in range(3))
-    assert len({int(combine(p)) for p in ([a, b, c], [a, c, b], [a, b], [a], [a, a], [b, a])}) == 6
+    sequences = ([a, b, c], [a, c, b], [a, b], [a], [a, a], [b, a])
+    assert len({int(combine(sequence)) for sequence in sequences}) == 6
     assert torch.equal(combine(iter([a, b])), combine([a, b]))
 
 
@@ -203,9 +207,9 @@ def test_a_step_records_it_every_n_steps_and_two_runs_part_at_the_first_differen
             if i == flip_at:
                 step.state.ema[1].view(torch.int32)[0] ^= 1  # the lowest bit of one average
             torch.manual_seed(i)
-            prints.append(
-                int(step(torch.randn(4, 3).to(DEVICE), torch.randn(4, 2).to(DEVICE)).fingerprint)
-            )
+            x = torch.randn(4, 3).to(DEVICE)
+            y = torch.randn(4, 2).to(DEVICE)
+            prints.append(int(step(x, y).fingerprint))
         return prints, step.fingerprints()
 
     prints, names = run(None)
@@ -213,9 +217,6 @@ def test_a_step_records_it_every_n_steps_and_two_runs_part_at_the_first_differen
     assert len({*prints}) == 4
     assert run(None)[0] == prints
     flipped, other = run(3)
-    assert [a == b for a, b in zip(prints, flipped, strict=True)] == [True] * 3 + [
-        False,
-        True,
-        False,
-    ]
+    is_equal = [a == b for a, b in zip(prints, flipped, strict=True)]
+    assert is_equal == [True, True, True, False, True, False]
     assert [name for name in names if not torch.equal(names[name], other[name])] == ["state.ema.1"]

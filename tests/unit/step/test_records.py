@@ -1,4 +1,7 @@
-"""What a step reports: device tensors with one meaning on updating, waiting, skipped, empty and flushed steps."""
+"""What a step reports: device tensors with one meaning on every kind of step.
+
+Steps update, wait inside a cycle, are skipped, are empty or are flushed.
+"""
 
 from typing import Any
 
@@ -9,28 +12,31 @@ from torch import Tensor, nn
 import halfstep as hs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = {
+DTYPES = {
     "skipped": torch.bool,
     "updated": torch.bool,
     "fingerprint": torch.int64,
     "lr": torch.float64,
 }
-PLACES = pytest.mark.parametrize("decide", ["host", "device"])
+ON_HOST_AND_DEVICE = pytest.mark.parametrize("decide", ["host", "device"])
 
 
-def batch(i: int, rows: int = 4, *, bad: bool = False) -> tuple[Tensor, Tensor]:
+def make_batch(i: int, rows: int = 4, *, overflow: bool = False) -> tuple[Tensor, Tensor]:
     torch.manual_seed(i)
-    x = torch.randn(rows, 3) * (float("nan") if bad else 1)
-    return x.to(DEVICE), torch.randn(rows, 2).to(DEVICE)
+    x = torch.randn(rows, 3)
+    if overflow:
+        x *= float("nan")
+    y = torch.randn(rows, 2)
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def build(*, groups: int = 1, precision: Any = None, **options: Any) -> hs.TrainStep:
     torch.manual_seed(0)
     net = nn.Linear(3, 2).to(DEVICE)
-    parts = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(net.parameters())]
-    optimizer = torch.optim.SGD(
-        net.parameters() if groups == 1 else parts, lr=0.1, fused=precision != "bf16"
-    )
+    params: Any = net.parameters()
+    if groups > 1:
+        params = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(params)]
+    optimizer = torch.optim.SGD(params, lr=0.1, fused=precision != "bf16")
     precision = precision or hs.Precision("fp32", scale=hs.DynamicScale(init=8.0, interval=1))
     return hs.TrainStep(net, nn.MSELoss(), optimizer, precision=precision, **options)
 
@@ -51,41 +57,39 @@ def assert_shape(record: hs.Record, groups: int = 1) -> None:
         assert value.device.type == DEVICE, name
         assert not value.requires_grad, name
         assert value.shape == ((groups,) if name == "lr" and groups > 1 else ()), name
-        assert value.dtype == KINDS.get(name, value.dtype), name
+        assert value.dtype == DTYPES.get(name, value.dtype), name
 
 
 def flags(record: hs.Record) -> tuple[bool, bool]:
     return bool(record.updated), bool(record.skipped)
 
 
-@PLACES
+@ON_HOST_AND_DEVICE
 def test_an_updating_step_reports_its_loss_rate_scale_and_norm(decide: str) -> None:
     step = build(decide=decide, clip_norm=0.01)
     for i in range(3):
-        grads, loss = (
-            gradients(step.net, [batch(i)]),
-            nn.functional.mse_loss(step.net(batch(i)[0]), batch(i)[1]),
-        )
-        record = step(*batch(i))
+        x, y = make_batch(i)
+        grads = gradients(step.net, [(x, y)])
+        loss = nn.functional.mse_loss(step.net(x), y)
+        record = step(x, y)
         assert_shape(record)
         assert flags(record) == (True, False)
         assert torch.equal(record.loss, loss.detach())
         assert torch.equal(record.cycle_loss, loss.detach())
         assert float(record.scale) == 8 * 2**i, "the scale this step used, not the next one"
-        assert torch.isclose(record.grad_norm, norm(grads), rtol=1e-6), (
-            "unscaled and before clipping"
-        )  # float32 sums
+        # The norm is unscaled and from before clipping; its sums are float32.
+        assert torch.isclose(record.grad_norm, norm(grads), rtol=1e-6)
         assert float(record.lr) == 0.1
         assert record.fingerprint == 0
 
 
-@PLACES
+@ON_HOST_AND_DEVICE
 def test_the_steps_of_a_cycle_report_the_loss_so_far_and_the_last_one_the_update(
     decide: str,
 ) -> None:
     step = build(decide=decide, accumulate=3)
     for cycle in range(2):
-        batches = [batch(10 * cycle + i, rows=i + 1) for i in range(3)]
+        batches = [make_batch(10 * cycle + i, rows=i + 1) for i in range(3)]
         rows = [
             nn.functional.mse_loss(step.net(x), y, reduction="none").detach().double().mean(1)
             for x, y in batches
@@ -104,43 +108,43 @@ def test_the_steps_of_a_cycle_report_the_loss_so_far_and_the_last_one_the_update
         assert torch.isclose(records[2].grad_norm, norm(grads), rtol=1e-6)
 
 
-@PLACES
-@pytest.mark.parametrize("warm", [0, 2])
-def test_a_skipped_step_reports_the_scale_it_failed_at(decide: str, warm: int) -> None:
+@ON_HOST_AND_DEVICE
+@pytest.mark.parametrize("updates_before", [0, 2])
+def test_a_skipped_step_reports_the_scale_it_failed_at(decide: str, updates_before: int) -> None:
     step = build(decide=decide)
-    for i in range(warm):
-        step(*batch(i))
-    record = step(*batch(5, bad=True))
+    for i in range(updates_before):
+        step(*make_batch(i))
+    record = step(*make_batch(5, overflow=True))
     assert_shape(record)
     assert flags(record) == (False, True)
     assert not record.loss.isfinite()
     assert not record.grad_norm.isfinite()
-    assert float(record.scale) == 8 * 2**warm
-    assert float(step(*batch(6)).scale) == 4 * 2**warm
+    assert float(record.scale) == 8 * 2**updates_before
+    assert float(step(*make_batch(6)).scale) == 4 * 2**updates_before
 
 
-@PLACES
+@ON_HOST_AND_DEVICE
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_empty_step_reports_zeros(decide: str, accumulate: int) -> None:
     step = build(decide=decide, accumulate=accumulate)
     for _ in range(2):
         for _ in range(accumulate):
-            record = step(*batch(0, rows=0))
+            record = step(*make_batch(0, rows=0))
             assert_shape(record)
             assert flags(record) == (False, False)
             assert record.loss == record.cycle_loss == record.grad_norm == 0
             assert float(record.scale) == 8
         for i in range(accumulate):
-            step(*batch(i))
+            step(*make_batch(i))
         step.state.scale.fill_(8.0)
 
 
 def test_flush_reports_the_cycle_it_ended_and_no_loss_of_its_own() -> None:
     step = build(accumulate=4)
     assert step.flush() is None
-    grads = gradients(step.net, [batch(0), batch(1, rows=2)])
-    step(*batch(0))
-    waiting = step(*batch(1, rows=2))
+    grads = gradients(step.net, [make_batch(0), make_batch(1, rows=2)])
+    step(*make_batch(0))
+    waiting = step(*make_batch(1, rows=2))
     record = step.flush()
     assert record is not None
     assert_shape(record)
@@ -150,37 +154,40 @@ def test_flush_reports_the_cycle_it_ended_and_no_loss_of_its_own() -> None:
     assert torch.isclose(record.grad_norm, norm(grads), rtol=1e-6)  # float32 sums
 
 
-@PLACES
+@ON_HOST_AND_DEVICE
 def test_a_table_of_rates_is_reported_as_used(decide: str) -> None:
-    """One row for all groups, or one per group; the last column holds; a skipped update does not advance it."""
+    """One row for all groups, or one per group; the last rate stays; a skip does not advance it."""
     rates = [0.5, 0.25, 0.125]
     step = build(decide=decide, lr=rates)
-    seen = [step(*batch(i, bad=i == 1)) for i in range(5)]
-    assert [r.lr.item() for r in seen if r.updated] == [0.5, 0.25, 0.125, 0.125]
-    assert_shape(seen[0])
+    records = [step(*make_batch(i, overflow=i == 1)) for i in range(5)]
+    assert [r.lr.item() for r in records if r.updated] == [0.5, 0.25, 0.125, 0.125]
+    assert_shape(records[0])
+
     step = build(decide=decide, lr=[rates, [1.0, 0.0, 2.0]], groups=2)
-    seen = [step(*batch(i)) for i in range(4)]
-    for record in seen:
+    records = [step(*make_batch(i)) for i in range(4)]
+    for record in records:
         assert_shape(record, groups=2)
-    assert [r.lr.tolist() for r in seen] == [[0.5, 1.0], [0.25, 0.0], [0.125, 2.0], [0.125, 2.0]]
+    rates_used = [record.lr.tolist() for record in records]
+    assert rates_used == [[0.5, 1.0], [0.25, 0.0], [0.125, 2.0], [0.125, 2.0]]
 
 
 def test_without_a_table_the_optimizers_own_rates_are_reported_and_followed() -> None:
     step = build(groups=2)
-    assert step(*batch(0)).lr.tolist() == [0.1, 0.2]
-    first = step(*batch(1))
+    assert step(*make_batch(0)).lr.tolist() == [0.1, 0.2]
+    first = step(*make_batch(1))
     step.optimizer.param_groups[1]["lr"] = 0.7
-    assert step(*batch(2)).lr.tolist() == [0.1, 0.7]
+    assert step(*make_batch(2)).lr.tolist() == [0.1, 0.7]
     assert first.lr.tolist() == [0.1, 0.2], "a record is not changed by later steps"
 
 
-@PLACES
+@ON_HOST_AND_DEVICE
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_records_stand_still_while_training_goes_on(decide: str, accumulate: int) -> None:
+def test_records_do_not_change_while_training_goes_on(decide: str, accumulate: int) -> None:
     step = build(decide=decide, accumulate=accumulate, lr=[0.4, 0.3, 0.2, 0.1], fingerprint_every=1)
-    records, copies = [], []
+    records = []
+    copies = []
     for i in range(8):
-        records.append(step(*batch(i, bad=i == 5)))
+        records.append(step(*make_batch(i, overflow=i == 5)))
         copies.append([value.clone() for value in records[-1]])
     for record, copy in zip(records, copies, strict=True):
         assert all(
@@ -197,7 +204,7 @@ def test_a_loss_in_half_precision_is_reported_in_float32_and_fp64_in_float64() -
     ):
         for accumulate in (1, 2):
             step = build(precision=name, accumulate=accumulate, nonfinite="skip")
-            x, y = batch(0)
+            x, y = make_batch(0)
             empty = step(x[:0], y[:0])
             full = step(x.double() if name == "fp64" else x, y.double() if name == "fp64" else y)
             step(x, y)

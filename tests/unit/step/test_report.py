@@ -1,4 +1,4 @@
-"""report(): the dtypes that were really used, module by module, and every choice made for the user."""
+"""report(): the dtypes that were really used, module by module, and every automatic choice."""
 
 import re
 
@@ -9,7 +9,8 @@ from torch.nn.utils import parametrizations
 
 import halfstep as hs
 
-LOW, HIGH = "float16", "float32"
+LOW = "float16"
+HIGH = "float32"
 
 
 class Net(nn.Module):
@@ -23,7 +24,7 @@ class Net(nn.Module):
         return out
 
 
-def ran(
+def build_and_run(
     net: nn.Module, device: torch.device, precision: str | hs.Precision, **options: object
 ) -> hs.TrainStep:
     net.to(device)
@@ -34,15 +35,12 @@ def ran(
 
 
 MODULES = ["body.0", "body.1", "body.2", "head"]
-SEEN = {  # precision → (input, weight, output) of Linear, LayerNorm, ReLU, Linear
+# By precision: the dtypes of (input, weight, output) of Linear, LayerNorm, ReLU and Linear.
+# Under O1 autocast casts inside the modules.
+EXPECTED_DTYPES = {
     "fp32": [(HIGH, HIGH, HIGH), (HIGH, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, HIGH)],
     "fp64": [("float64",) * 3, ("float64",) * 3, ("float64", "-", "float64"), ("float64",) * 3],
-    "O1": [
-        (HIGH, HIGH, LOW),
-        (LOW, HIGH, LOW),
-        (LOW, "-", LOW),
-        (LOW, HIGH, LOW),
-    ],  # autocast casts inside
+    "O1": [(HIGH, HIGH, LOW), (LOW, HIGH, LOW), (LOW, "-", LOW), (LOW, HIGH, LOW)],
     "O2": [(LOW, LOW, LOW), (HIGH, HIGH, HIGH), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "O3": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
     "fp16": [(LOW, LOW, LOW), (LOW, LOW, LOW), (LOW, "-", LOW), (LOW, LOW, LOW)],
@@ -55,51 +53,59 @@ SEEN = {  # precision → (input, weight, output) of Linear, LayerNorm, ReLU, Li
 }
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", EXPECTED_DTYPES)
 def test_each_module_is_listed_with_the_dtypes_it_really_used(
     name: str, device: torch.device
 ) -> None:
-    modules = ran(Net(), device, name).report().modules
-    seen = SEEN[name]
-    if (
-        name == "O1" and device.type == "cuda"
-    ):  # whose op list has layer_norm return float32; the CPU's does not
-        seen = [seen[0], (LOW, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, LOW)]
-    assert [(m.input, m.weight, m.output) for m in (modules[n] for n in MODULES)] == seen
-    assert [modules[n].kind for n in MODULES] == ["Linear", "LayerNorm", "ReLU", "Linear"]
+    modules = build_and_run(Net(), device, name).report().modules
+    expected = EXPECTED_DTYPES[name]
+    if name == "O1" and device.type == "cuda":
+        # CUDA's op list has layer_norm return float32; the CPU's does not.
+        expected = [expected[0], (LOW, HIGH, HIGH), (HIGH, "-", HIGH), (HIGH, HIGH, LOW)]
+    dtypes = []
+    kinds = []
+    for module_name in MODULES:
+        module = modules[module_name]
+        dtypes.append((module.input, module.weight, module.output))
+        kinds.append(module.kind)
+    assert dtypes == expected
+    assert kinds == ["Linear", "LayerNorm", "ReLU", "Linear"]
+
     network = modules[""]
-    assert (network.kind, network.input, network.output) == (
-        "Net",
-        HIGH,
-        "float64" if name == "fp64" else HIGH,
+    assert network.kind == "Net"
+    assert network.input == HIGH
+    assert network.output == ("float64" if name == "fp64" else HIGH)
+
+
+def test_a_module_of_keep_is_listed_in_its_own_dtype(device: torch.device) -> None:
+    modules = (
+        build_and_run(Net(), device, hs.Precision("O2", keep={"head": "fp32"})).report().modules
     )
-
-
-def test_a_kept_module_is_listed_in_the_dtype_it_was_kept_in(device: torch.device) -> None:
-    modules = ran(Net(), device, hs.Precision("O2", keep={"head": "fp32"})).report().modules
     assert modules["head"][1:] == (HIGH, HIGH, HIGH)
     assert modules["body.0"][1:] == (LOW, LOW, LOW)
-    modules = ran(Net(), device, hs.Precision("O1", keep={"body*": "fp32"})).report().modules
+    modules = (
+        build_and_run(Net(), device, hs.Precision("O1", keep={"body*": "fp32"})).report().modules
+    )
     assert modules["body.0"][1:] == (HIGH, HIGH, HIGH)
     assert modules["head"][1:] == (HIGH, HIGH, LOW)
 
 
 def test_the_report_agrees_with_a_hook_of_the_users_own(device: torch.device) -> None:
-    net, seen = Net(), {}
+    net = Net()
+    output_dtypes = {}
 
-    def look(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seen[module] = out.dtype
+    def record_dtype(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        output_dtypes[module] = str(out.dtype)
 
     for name in MODULES:
-        net.get_submodule(name).register_forward_hook(look)
-    modules = ran(net, device, "O3").report().modules
-    assert [f"torch.{modules[n].output}" for n in MODULES] == [
-        str(seen[net.get_submodule(n)]) for n in MODULES
-    ]
+        net.get_submodule(name).register_forward_hook(record_dtype)
+    modules = build_and_run(net, device, "O3").report().modules
+    for name in MODULES:
+        assert f"torch.{modules[name].output}" == output_dtypes[net.get_submodule(name)]
 
 
 class Attention(nn.Module):
-    """A weight of its own beside a child, a module that owns weights beside children, and a parametrized one."""
+    """A module that owns weights beside children, and a parametrized one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +121,7 @@ class Attention(nn.Module):
 def test_modules_that_own_weights_are_listed_even_when_they_have_children(
     device: torch.device,
 ) -> None:
-    modules = ran(Attention(), device, "O2").report().modules
+    modules = build_and_run(Attention(), device, "O2").report().modules
     assert {"attention", "normed"} <= set(modules)
     assert modules["attention"].weight == LOW
     assert modules["normed"].output == LOW
@@ -130,8 +136,8 @@ def test_before_any_step_it_says_so(device: torch.device) -> None:
     assert "O2" in str(report)
 
 
-def test_every_choice_made_for_the_user_is_there(device: torch.device) -> None:
-    choices = ran(Net(), device, "O2").report().choices
+def test_every_automatic_choice_is_there(device: torch.device) -> None:
+    choices = build_and_run(Net(), device, "O2").report().choices
     for word in ("O2", "parameters float32", "compute float16", "norms float32", "output float32"):
         assert word in choices["precision"]
     assert "DynamicScale" in choices["loss scale"]
@@ -143,7 +149,7 @@ def test_every_choice_made_for_the_user_is_there(device: torch.device) -> None:
     assert choices["half kernels"]
 
 
-def test_choices_follow_what_the_user_said(device: torch.device) -> None:
+def test_choices_follow_the_users_options(device: torch.device) -> None:
     net = Net().to(device)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     precision = hs.Precision("O2", dtype="bfloat16", scale=128, kernels="torch")
@@ -160,9 +166,9 @@ def test_choices_follow_what_the_user_said(device: torch.device) -> None:
 
 
 def test_a_conversion_in_place_is_reported(device: torch.device) -> None:
-    choices = ran(Net(), device, "fp16").report().choices
+    choices = build_and_run(Net(), device, "fp16").report().choices
     assert choices["converted"].startswith("6 parameters to float16")
-    assert "converted" not in ran(Net(), device, "O2").report().choices
+    assert "converted" not in build_and_run(Net(), device, "O2").report().choices
 
 
 def test_notices_are_repeated(device: torch.device) -> None:
@@ -174,12 +180,10 @@ def test_notices_are_repeated(device: torch.device) -> None:
 
 
 def test_printed_it_is_a_table_with_aligned_columns(device: torch.device) -> None:
-    lines = str(ran(Net(), device, "O2").report()).splitlines()
-    head = next(
-        i
-        for i, line in enumerate(lines)
-        if line.split() == ["module", "kind", "input", "weight", "output"]
-    )
+    report = build_and_run(Net(), device, "O2").report()
+    lines = str(report).splitlines()
+    columns = [line.split() for line in lines]
+    head = columns.index(["module", "kind", "input", "weight", "output"])
     rows = lines[head + 1 :]
     assert [row.split()[0] for row in rows] == [*MODULES, "(network)"]
     for word in ("kind", "input", "weight", "output"):
@@ -190,9 +194,11 @@ def test_printed_it_is_a_table_with_aligned_columns(device: torch.device) -> Non
 
 
 def test_the_report_costs_nothing_after_the_first_step(device: torch.device) -> None:
-    """Watching ends with the first step: a module whose dtype would change later is no longer wrapped for it."""
-    step = ran(Net(), device, "fp32")
-    seen: list[bool] = []
-    step.net.head.register_forward_pre_hook(lambda m, args: seen.append("forward" in vars(m)))
+    """Watching ends with the first step: after it no module has a wrapped forward."""
+    step = build_and_run(Net(), device, "fp32")
+    is_wrapped: list[bool] = []
+    step.net.head.register_forward_pre_hook(
+        lambda module, inputs: is_wrapped.append("forward" in vars(module))
+    )
     step(torch.randn(5, 4, device=device), torch.randint(3, (5,), device=device))
-    assert seen == [False]
+    assert is_wrapped == [False]

@@ -66,8 +66,8 @@ def auto_compile_callbacks(
 ) -> list[Callback]:
     """The choice as a callback, where it is open and the run is long enough.
 
-    A run with a Checkpoint continues bit for bit, which a compiled one does not: it is compiled only
-    when that is asked for.
+    A run with a Checkpoint continues bit for bit, which a compiled one does not: it is
+    compiled only when that is asked for.
     """
     if not isinstance(step, TrainStep):
         return []

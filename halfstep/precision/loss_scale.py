@@ -2,8 +2,8 @@
 
 A further rule is a further class in SCALE_CLASSES, with the same members: `is_active`,
 `runs_in_kernel`, `max_skips`, `on_skips`, `start`, `next`, `kernel_constants`. A rule that the
-kernel `decide` in kernels/update_triton.py does not know says `runs_in_kernel = False`; updates then
-take the plain form.
+kernel `decide` in kernels/update_triton.py does not know says `runs_in_kernel = False`; updates
+then take the plain form.
 """
 
 from dataclasses import dataclass

@@ -166,7 +166,7 @@ class Update:
         self._clip(grads)
         self.commit.step_unless(roll_back, state, self._optimizer_grads(grads))
 
-        # Count, and note which parameters overflowed. By norm, which costs no further pass, but also
+        # Count, and note which parameters overflowed: by norm, which costs no pass more, but also
         # names a gradient that is finite and so large that its norm is not.
         state.updates += updated
         state.skips += skipped

@@ -74,7 +74,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class Normalize:
-    """(x − mean) / std in float32 (float64 stays float64), with one value per channel or for all."""
+    """(x − mean) / std in float32 (float64 stays float64), one value per channel or for all."""
 
     mean: float | Sequence[float]  # numpy's numbers and arrays too
     std: float | Sequence[float]

@@ -187,7 +187,7 @@ def test_the_norm_repeats_bit_for_bit() -> None:
     norms = []
     for _ in range(20):
         fill_grads(step, 3)
-        norms.append(step.update.on_device(step.state, grad_indices).norm)
+        norms.append(step.update.on_device(step.state, grad_indices).grad_norm)
     assert len({norm.item() for norm in norms}) == 1
 
 

@@ -179,7 +179,7 @@ class GraphCache:
     """Graphs by key. They share one memory pool, as two of them never run at the same time.
 
     `direct`: a replay calls the function again, on any device, as a test of what a graph would do.
-    `compiles`: makes a program of a function; on a CPU, it takes the place of a graph.
+    `compile_body`: makes a program of a function; on a CPU, it takes the place of a graph.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class GraphCache:
     def has_capacity(self, kinds: int) -> bool:
         """Whether another kind of batch may be captured beside `kinds` of them. If not, warns once.
 
-        Give MOST for a batch that can never be captured.
+        Give MAX_GRAPHS for a batch that can never be captured.
         """
         if kinds < MAX_GRAPHS:
             return True

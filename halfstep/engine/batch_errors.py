@@ -136,7 +136,7 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
         return None
     if out.dim() == 0:
         return None
-    target_columns = [column for column in columns if column.value is target]
+    target_columns = [column for column in columns if _is_same_tensor(column.value, target)]
     column = (target_columns or columns[-1:])[0]
     explanation = _check_labels(out, target, ignore_index, column)
     if explanation is None:
@@ -145,6 +145,13 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
     if isinstance(context.loss, nn.Module):
         name = type(context.loss).__name__
     return f"{name}: {explanation}"
+
+
+def _is_same_tensor(value: Any, target: Tensor) -> bool:
+    """Whether a column is the target: the same memory, since the target was detached."""
+    if not isinstance(value, Tensor) or value.shape != target.shape:
+        return False
+    return value.dtype == target.dtype and value.data_ptr() == target.data_ptr()
 
 
 def _ignore_index(loss: Any) -> int | None:
@@ -259,13 +266,17 @@ def _explain_input(error: Exception, columns: list[Column], net: nn.Module) -> s
 
 def _layer_frame(error: Exception, names: dict[int, str]) -> FrameType | None:
     """The innermost frame of the traceback that runs in a module of the network."""
-    innermost = None
+    frames = []
     traceback = error.__traceback__
     while traceback is not None:
-        if id(traceback.tb_frame.f_locals.get("self")) in names:
-            innermost = traceback.tb_frame
+        frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
-    return innermost
+    # From the inside, and no further than needed: `f_locals` of the frame that handles the error
+    # would hold the error, and the batch with it, until Python's garbage collector runs.
+    for frame in reversed(frames):
+        if id(frame.f_locals.get("self")) in names:
+            return frame
+    return None
 
 
 def _find_column(columns: list[Column], x: Tensor) -> Column | None:

@@ -31,6 +31,7 @@ from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.state_dict import reset_averages
+from halfstep.utils.optional_folders import is_left_out
 
 
 class FitInProgress(NamedTuple):
@@ -45,7 +46,9 @@ def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> An
     """What a model keeps captured; without the folder engine/captured everything runs eagerly."""
     try:
         from halfstep.engine.captured.cache import ModelCaptures
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if not is_left_out(error):
+            raise
         return NoCaptures(capture, verify)
     return ModelCaptures(eval_step, capture, verify)
 
@@ -174,7 +177,6 @@ class Model:
         sink: int | None,
         steps_per_epoch: int | None,
     ) -> Loop:
-        # Check everything before anything is changed.
         if self.step is None:
             raise ValueError(
                 "fit: this model has no optimizer; build it with optimizer=…, or step=…"

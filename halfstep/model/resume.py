@@ -21,6 +21,7 @@ from halfstep.utils import rng
 
 VERSION = 1
 OPTIMIZER_ADVICE = "To change it, set it in run.optimizer.param_groups at a callback's begin"
+CUSTOM_STEP_KEY = "OwnStep"  # stands for the optimizer of a user's own step in saved runs
 COMPARED_OPTIONS = ("ema", "clip_norm", "clip_value")
 
 
@@ -58,7 +59,7 @@ def describe_run(step: Any, feed: Feed, updates_before: int) -> dict[str, Any]:
     if optimizer is not None:
         groups = [_group_settings(group, step) for group in optimizer.param_groups]
     return {
-        "optimizer": type(step if optimizer is None else optimizer).__name__,
+        "optimizer": CUSTOM_STEP_KEY if optimizer is None else type(optimizer).__name__,
         "groups": groups,
         "accumulate": getattr(options, "accumulate", 1),
         "options": {

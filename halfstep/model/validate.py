@@ -153,10 +153,11 @@ def choose_fused(
     """
     if not isinstance(optimizer, Optimizer):
         return False
+    parsed_precision = Precision.parse(precision)  # before anything is changed
     on_cpu = False
     if options.get("compile") is True:
         is_sparse = any(getattr(module, "sparse", False) is True for module in net.modules())
-        is_wide = Precision.parse(precision).params.itemsize >= 4
+        is_wide = parsed_precision.params.itemsize >= 4
         if is_wide and not is_sparse:
             has_table = schedule is not None or options.get("lr") is not None
             on_cpu = classify_optimizer(optimizer, tensor_lr=has_table) == "host"

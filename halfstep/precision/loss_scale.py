@@ -1,6 +1,6 @@
 """Loss scales: three frozen settings with the same methods, and pure transitions of their state.
 
-A further rule is a further class in SCALE_CLASSES, with the same members: `is_active`,
+A further rule is a further class in SCALE_CLASSES, with the members of DynamicScale: `is_active`,
 `runs_in_kernel`, `max_skips`, `on_skips`, `start`, `next`, `kernel_constants`. A rule that the
 kernel `decide` in kernels/update_triton.py does not know says `runs_in_kernel = False`; updates
 then take the plain form.
@@ -51,12 +51,12 @@ class DynamicScale:
     def __post_init__(self) -> None:
         init = self.init
         interval_expected = "at least 1 update (FixedScale(value=…) never grows)"
-        cap_is_valid = self.cap is None or self.cap >= init
         expect(0 < init < float("inf"), "init", "a positive finite number", init)
         expect(self.growth > 1, "growth", "a factor above 1", self.growth)
         expect(0 < self.backoff < 1, "backoff", "a factor between 0 and 1", self.backoff)
         expect(self.interval >= 1, "interval", interval_expected, self.interval)
         expect(0 <= self.floor <= init, "floor", f"between 0 and init={init}", self.floor)
+        cap_is_valid = self.cap is None or self.cap >= init
         expect(cap_is_valid, "cap", f"None or at least init={init}", self.cap)
         _check_skip_settings(self.max_skips, self.on_skips)
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 _ATTRIBUTE = "_halfstep_batch_context"
 
 
@@ -17,6 +19,10 @@ class BatchContext:
     batch: tuple[Any, ...] = ()
     loss: Any = None
     loss_arguments: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Empty in a copy or a pickle: an error must pass to another process as it always did."""
+        return (BatchContext, ())
 
 
 def batch_context(error: BaseException) -> BatchContext:
@@ -38,7 +44,8 @@ def attach_loss_arguments(error: BaseException, loss: Any, out: Any) -> None:
     context = batch_context(error)
     context.loss = loss
     if isinstance(out, tuple):
-        context.loss_arguments = out
+        # Detached: an error that somebody keeps must not keep the graph of its step alive.
+        context.loss_arguments = tuple(x.detach() if isinstance(x, Tensor) else x for x in out)
     _attach(error, context)
 
 

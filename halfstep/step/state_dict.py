@@ -72,14 +72,17 @@ def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
     # Another precision: its loss scale is this step's own.
     precision = step.precision.state_dict()
     if saved["precision"] != precision:
+        continues = "weights and optimizer continue"
         if saved["precision"]["scale"] != precision["scale"]:
             step.state.scale = scale_before
             step.state.growth = growth_before
-        name_before = saved["precision"]["name"]
-        message = f"the saved step ran in {name_before!r}, this one runs in {step.precision.name!r}"
-        if name_before == step.precision.name:
-            message = f"{message} with other settings (its own loss scale holds)"
-        warnings.warn(f"{message}: weights and optimizer continue", Notice, stacklevel=3)
+            continues = f"{continues}, the loss scale is this one's own"
+        warnings.warn(
+            f"the saved step ran in {saved['precision']['name']!r}, this one runs in "
+            f"{step.precision.name!r}: {continues}",
+            Notice,
+            stacklevel=3,
+        )
 
 
 def reset_averages(step: "TrainStep") -> None:

@@ -45,15 +45,19 @@ from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
 from halfstep.step.step_report import Report, report_step
 from halfstep.step.update import Update
 from halfstep.utils.device_values import AsyncHostRead
+from halfstep.utils.optional_folders import is_left_out
 
 MAX_REMEMBERED_CYCLES = 1 << 14  # how far back a device that stopped can say at which step it was
 
 
 def choose_paths() -> Paths:
-    """The fast form of each path where the folder step/fast is there, else the plain one."""
+    """The fast form of each path, or the plain one where the folders of speed are left out."""
     try:
         from halfstep.step.fast import FastPaths
-    except ImportError:
+    except ModuleNotFoundError as error:
+        # Any other error inside these folders is a fault, and not hidden behind slower steps.
+        if not is_left_out(error):
+            raise
         return PlainPaths()
     return FastPaths()
 
@@ -90,7 +94,7 @@ class TrainStep:
         self.host_reads = HostReads()
         self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
         self.buffers = Buffers(net, loss)
-        self._classify_optimizer(tensor_lr=self.options.lr is not None)
+        self._classify_optimizer(lr_table=self.options.lr)
         self._params_with_state: set[int] = set()  # moved by a committed update
         self._optimizer_guard = OptimizerGuard(optimizer)
         self._requested_nonfinite = self.options.nonfinite
@@ -196,8 +200,8 @@ class TrainStep:
 
     def set_learning_rates(self, table: Tensor) -> None:
         """Replaces the table of learning rates, or gives one; the position in it stays."""
+        self._classify_optimizer(lr_table=table)
         self.options = replace(self.options, lr=table)
-        self._classify_optimizer(tensor_lr=True)
         self._set_precision(self.precision)
 
     def report(self) -> Report:
@@ -226,14 +230,15 @@ class TrainStep:
 
     # What a new precision, table of rates or saved state changes in the parts of the step.
 
-    def _classify_optimizer(self, *, tensor_lr: bool) -> None:
+    def _classify_optimizer(self, *, lr_table: Any) -> None:
         """Decides how this optimizer can skip, where that is decided, and its learning rates."""
-        self.optimizer_kind = classify_optimizer(self.optimizer, tensor_lr=tensor_lr)
+        has_table = lr_table is not None
+        self.optimizer_kind = classify_optimizer(self.optimizer, tensor_lr=has_table)
         decider = where_to_decide(self.options.decide, self.optimizer_kind, self.device)
         self._decides_on_device = decider == "device"
         self.learning_rates = LearningRates(
             self.optimizer,
-            self.options.lr,
+            lr_table,
             self.device,
             self.host_reads,
             as_tensors=self.optimizer_kind != "host",

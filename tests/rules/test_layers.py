@@ -234,6 +234,28 @@ def test_without_the_fast_paths_a_model_still_trains() -> None:
     assert result.returncode == 0, result.stderr
 
 
+BROKEN = """
+import sys, types
+import torch
+broken = types.ModuleType("halfstep.compiler.backend")  # as after a change in torch
+sys.modules["halfstep.compiler.backend"] = broken
+import halfstep as hs
+net = torch.nn.Linear(2, 2)
+try:
+    hs.TrainStep(net, torch.nn.MSELoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+except ImportError as error:
+    assert "compile_graph" in str(error), error
+else:
+    raise AssertionError("a fault in a folder of speed was hidden")
+"""
+
+
+def test_a_fault_inside_the_fast_paths_is_not_hidden() -> None:
+    """Only a folder that is not there is left out. Any other failed import is an error."""
+    result = run_python("-c", BROKEN)
+    assert result.returncode == 0, result.stderr
+
+
 def test_without_the_fast_paths_the_eager_step_still_equals_torch() -> None:
     """Parity with plain torch, bit for bit, with a part of the cases; `slow` runs all of them."""
     result = run_pytest_without_fast_paths("tests/parity/test_scale.py")

@@ -22,6 +22,7 @@ from halfstep.data.transforms.values import (
     apply_affine,
     count_affine,
 )
+from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.text import dtype_name
 
 __all__ = [
@@ -93,7 +94,9 @@ def _apply_by_one_kernel(
     try:
         from halfstep.data.transforms.fused_augment import crop_flip_cutout
         from halfstep.data.transforms.fused_resize import resize_and_convert
-    except ImportError:  # the folder halfstep/kernels holds only speed, and may be left out
+    except ModuleNotFoundError as error:
+        if not is_left_out(error):
+            raise
         return None
     fused = crop_flip_cutout(transforms, batch, words, first)
     if fused is None:

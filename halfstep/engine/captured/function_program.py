@@ -34,7 +34,7 @@ class FunctionProgram:
     Batches of one shape are
 
     - **run eagerly** the first three times, the third time watched for operations that make the
-      host wait; and always once a capture was refused (`why` says the reason),
+      host wait; and always once a capture was refused (`refusal_reason` says why),
     - **captured** the fourth time: its kernels are recorded, none of them runs,
     - **replayed** then, and every time after that.
 
@@ -124,11 +124,12 @@ class FunctionProgram:
         try:
             with self._container_tensors.during_capture():
                 graph = self.graphs.capture(shape_key, lambda: self._call(make_batches))
+            # Inside the try: a tensor without an address, a sparse one, cannot be guarded.
+            self._guards = self._state_guards()
         except Exception as error:
             restore_attributes(attributes_before)
             self._refuse(str(locate_error(error, None)), error)
             return None
-        self._guards = self._state_guards()
         return graph
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:

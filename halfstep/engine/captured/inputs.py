@@ -1,7 +1,8 @@
 """Where a captured step finds its batches: at the same addresses every time.
 
-`Resident` serves a data set that lies on the device: the step itself gathers its samples, by
-numbers in a table. `Staged` serves batches from anywhere: each is copied into tensors that stay.
+`ResidentInputs` serves a data set that lies on the device: the step itself gathers its samples, by
+numbers in a table. `StagedInputs` serves batches from anywhere: each is copied into tensors that
+stay.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -86,7 +86,7 @@ class StepProgram:
     - **run eagerly** while its kind is new. Optimizer state must exist, and the kind must have run
       once (more often where parts are compiled). The last eager run is watched: an operation that
       makes the host wait cannot be captured. Everything runs eagerly while the optimizer has step
-      hooks, and from the moment on that a capture was refused (`why` says the reason).
+      hooks, and from the moment on that a capture was refused (`refusal_reason` says why).
     - **captured** the next time: its kernels are recorded, none of them runs.
     - **replayed** then, and every time after that.
 

@@ -1,7 +1,8 @@
 """Speed for a step: optional, and apart from the transaction.
 
 Each file says what it buys and how to switch it off. Without this folder a TrainStep takes the
-plain forms in step/plain_paths.py and computes the same. Only step/train_step.py imports it.
+plain forms in step/plain_paths.py and computes the same. Only step/train_step.py imports it, and
+step/compiled.py, which re-exports two functions for users.
 """
 
 from typing import Any

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.compiler.backend import compile_graph
 from halfstep.errors import Notice
 from halfstep.precision import Applied
+from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import Batch, Objective
 from halfstep.step.options import AutoFlag
@@ -180,7 +181,11 @@ class CompiledForward:
         with applied:  # weights are swapped outside the traced code
             out = self._program(objective, applied, batch, weighted)
         if not objective.is_known_loss:
-            out = objective.loss_and_count(out, applied.precision.output, weighted=weighted)
+            try:
+                out = objective.loss_and_count(out, applied.precision.output, weighted=weighted)
+            except Exception as error:
+                attach_loss_arguments(error, objective.loss, out)
+                raise
         loss, count = out
         return loss, objective.count_from_batch(batch, count, weighted=weighted)
 

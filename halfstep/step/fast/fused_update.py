@@ -11,6 +11,7 @@ optimizer runs; `shrink` clips, where clip_norm is set. Each program of `measure
 on a share of one gradient: a LaunchPlan says which.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -100,7 +101,9 @@ class FusedUpdate:
     """Runs an Update's device form through Triton, where it fits."""
 
     def __init__(self, update: Update) -> None:
-        self.update = update
+        # Weak: the update holds this object. A cycle would keep weights and optimizer state in
+        # memory until Python's garbage collector runs.
+        self.update: Update = weakref.proxy(update)
         self._signatures: set[UpdateSignature] = set()  # met so far
         self._plans: dict[UpdateSignature, LaunchPlan | None] = {}  # None: Triton failed
 
@@ -138,8 +141,9 @@ class FusedUpdate:
         if is_new and self._is_supported(signature) and triton_runs_on(update.device):
             if is_capturing():
                 return False
+            trial_launches = self._trial_launches(signature)
             try:
-                launch(update.device, self._trial_launches(signature))
+                launch(update.device, trial_launches)
                 self._plans[signature] = make_launch_plan(update.params, signature.grad_indices)
             except Exception as error:  # whatever Triton, the C compiler or the disk may raise
                 self._plans[signature] = None

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
+from halfstep.cuda_graphs.capture import GraphCache
+from halfstep.engine import Feed
+from halfstep.engine.captured.function_program import FunctionProgram
+from halfstep.engine.captured.record_buffer import RecordBuffer
+from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.verify import VerifyError
 from tests.support.captured_runs import Net, differing_tensors, make_data, make_step
 
@@ -232,3 +237,29 @@ def test_sparse_gradients_add_up_over_a_cycle(accumulate: int, every: int) -> No
         # The sums are formed in another order: some roundings (6e-8 of 1) of weights around 1,
         # over six updates.
         torch.testing.assert_close(a, b, rtol=0, atol=3e-7)
+
+
+def test_state_that_cannot_be_guarded_is_a_refusal(device: torch.device) -> None:
+    """A sparse buffer has no address: the function runs eagerly, and a notice says so."""
+    net = nn.Linear(4, 2).to(device)
+    net.register_buffer("adjacency", torch.eye(3).to_sparse().to(device))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    calls = []
+
+    def train(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    graphs = GraphCache(device, direct=True)
+    records = RecordBuffer(64, device)
+    program = FunctionProgram(train, records, graphs, "eager", (net, optimizer))
+    runner = CapturedRunner(program, Feed([(torch.randn(5, 4, device=device),)] * 8))
+    with pytest.warns(hs.Notice, match="cannot be captured"):
+        runner.run(8, lambda: False)
+    assert len(calls) == 8
+    assert len(graphs) == 0
+    assert "data pointer" in program.refusal_reason

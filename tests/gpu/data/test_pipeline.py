@@ -1,5 +1,6 @@
 """The data path on CUDA: host and device agree bit for bit, and nothing waits."""
 
+import gc
 import threading
 import warnings
 
@@ -197,6 +198,10 @@ def test_rows_that_were_streamed_are_resident_once_loaded() -> None:
 def test_memory_stays_flat_over_many_streamed_batches() -> None:
     with pytest.warns(Notice, match="not resident"):
         streamed = augmented_data(2000).to_device(CUDA, budget=0)
+    # From the same state whatever ran before: blocks that other tests left behind, of other sizes
+    # and streams, decide what the allocator has to reserve anew.
+    gc.collect()
+    torch.cuda.empty_cache()
     list(streamed)
     before = torch.cuda.memory_reserved()
     for _ in range(5):

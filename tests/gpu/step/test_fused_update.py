@@ -136,8 +136,9 @@ def test_a_replayed_capture_equals_the_eager_update(
             fill_grads(step, index, nan_index)
         expected_result = plain.update.on_device(plain.state, grad_indices)
         graph.replay()
-        for field, actual, expected in zip(result._fields, result, expected_result, strict=True):
-            if field != "norm":
+        tensors = zip(result.tensors(), expected_result.tensors(), strict=True)
+        for field, (actual, expected) in zip(result._fields, tensors, strict=False):
+            if field != "grad_norm":
                 assert_same(f"{index}: {field}", actual, expected)
                 continue
             # 4 + 12 + 10 + 8 additions in a row; the root halves their roundings.

@@ -9,7 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.step import Record
-from halfstep.step.state import ROW_FIELDS
+from halfstep.step.state import ROW_FIELDS, row_columns
+
+# Where each field stands in a row of numbers.
+LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
+    ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
+)
 
 
 @dataclass
@@ -147,7 +152,6 @@ def make_rows(
     """Rows from numbers: for each step those of ROW_FIELDS, then the learning rates."""
     rows = []
     for position, step_numbers, fingerprint in zip(positions, numbers, fingerprints, strict=True):
-        values = dict(zip(ROW_FIELDS, step_numbers, strict=False))
         rates = step_numbers[len(ROW_FIELDS) :]
         rows.append(
             Row(
@@ -155,13 +159,13 @@ def make_rows(
                 step=position.step,
                 global_step=position.global_step,
                 samples=position.samples,
-                loss=values["loss"],
-                cycle_loss=values["cycle_loss"],
+                loss=step_numbers[LOSS],
+                cycle_loss=step_numbers[CYCLE_LOSS],
                 lr=rates[0] if len(rates) == 1 else tuple(rates),
-                scale=values["scale"],
-                skipped=values["skipped"] != 0,
-                grad_norm=values["grad_norm"],
-                updated=values["updated"] != 0,
+                scale=step_numbers[SCALE],
+                skipped=step_numbers[SKIPPED] != 0,
+                grad_norm=step_numbers[GRAD_NORM],
+                updated=step_numbers[UPDATED] != 0,
                 fingerprint=fingerprint,
             )
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import halfstep as hs
 from halfstep.engine.captured.record_buffer import write_row
-from halfstep.step.fast.fused_update import GRADS_PER_LAUNCH, LARGE_ELEMENTS
+from halfstep.step.fast.launch_plan import GRADS_PER_LAUNCH, LARGE_ELEMENTS
 from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.state import UpdateResult
 from tests.unit.step.fast.test_fused_update import (

@@ -100,7 +100,7 @@ class Loop:
                 if self.pending:
                     self._evaluate_and_visit()
                 while not run.stopped and not self._is_finished():
-                    self._begin_visit()
+                    self._begin_steps()
                     if self.captured_runner is not None:
                         self._run_captured(self.captured_runner)
                     else:
@@ -132,7 +132,7 @@ class Loop:
         run = self.run
         return (run.epoch, run.epoch_over) >= (run.epochs, True)
 
-    def _begin_visit(self) -> None:
+    def _begin_steps(self) -> None:
         run = self.run
         if run.epoch_over:
             run.epoch += 1

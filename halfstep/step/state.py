@@ -138,7 +138,8 @@ class Record(NamedTuple):
 
 # A record as one row of float64 numbers: these fields in this order, then the learning rates, one
 # for each parameter group. The fingerprint, 64 bits of integer, does not fit and goes beside it.
-# Whoever writes a row takes its columns from here.
+# Whoever reads or writes a row takes its columns from here, by `row_columns`: engine/run.py, and
+# the kernels, whose list of fields is RECORD_FIELDS in kernels/update_triton.py.
 ROW_FIELDS = ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
 
 

@@ -65,14 +65,14 @@ class FunctionProgram:
         self._container_tensors = ContainerTensors(*self.state)
         self._host_syncs = ""  # where the last eager call waited for the device
 
-    def begin_visit(self) -> None:
+    def begin_steps(self) -> None:
         """Drops graphs that are stale after whatever happened since the last visit."""
         if not len(self.graphs):
             return
         if self._state_guards() != self._guards or self._container_tensors.were_replaced:
             self.graphs.clear()
 
-    def end_visit(self) -> None:
+    def end_steps(self) -> None:
         """Nothing to do: the function's state is the user's own."""
 
     def run(self, shape_key: Hashable, make_batches: MakeBatches, same_shape: int = 1) -> int:

@@ -38,10 +38,10 @@ class Program(Protocol):
 
     @property
     def writes_fingerprints(self) -> bool: ...
-    def begin_visit(self) -> None: ...
+    def begin_steps(self) -> None: ...
     def run(self, shape_key: Hashable, make_batches: MakeBatches, same_shape: int) -> int: ...
     def flush(self, *, into_last_row: bool) -> bool: ...
-    def end_visit(self) -> None: ...
+    def end_steps(self) -> None: ...
 
 
 class CapturedRunner:
@@ -89,13 +89,13 @@ class CapturedRunner:
         `max_seconds`.
         """
         self.step_samples = []
-        self.program.begin_visit()
+        self.program.begin_steps()
         if self.pass_over:
             self._start_pass()
         try:
             self._run_steps(max_steps, should_stop, max_seconds)
         finally:
-            self.program.end_visit()
+            self.program.end_steps()
         return self.step_samples
 
     def flush(self) -> bool:
@@ -104,7 +104,7 @@ class CapturedRunner:
         Returns whether there was one. Its record joins the last row.
         """
         flushed = self.program.flush(into_last_row=self._rows_written > 0)
-        self.program.end_visit()
+        self.program.end_steps()
         return flushed
 
     def rows(self) -> tuple[list[list[float]], list[int]]:

@@ -88,10 +88,11 @@ class StepProgram:
       makes the host wait cannot be captured. Everything runs eagerly while the optimizer has step
       hooks, and from the moment on that a capture was refused (`refusal_reason` says why).
     - **captured** the next time: its kernels are recorded, none of them runs.
-    - **replayed** then, and every time after that.
+    - **replayed** at once for the same batch, and every time after that.
 
-    All graphs are **dropped** when a visit begins (`begin_visit`) and something that they have read
-    in Python has changed: an address, a setting, a mode. The next batches are captured again.
+    All graphs are **dropped** after a visit, before the next steps (`begin_steps`), if something
+    that they have read in Python has changed: an address, a setting, a mode. The next batches are
+    captured again. `polish` and a refusal drop them too.
 
     On a CPU a "graph" is the step as one compiled program; the rules are the same.
     """
@@ -127,7 +128,7 @@ class StepProgram:
         self._has_step_hooks = False
         self._host_syncs = ""  # where the last eager step waited for the device
 
-    def begin_visit(self) -> None:
+    def begin_steps(self) -> None:
         """Drops graphs that are stale after whatever happened since the last visit."""
         step = self.step
         self._in_eager_step = False
@@ -213,7 +214,7 @@ class StepProgram:
             self._write_fingerprint()
         return True
 
-    def end_visit(self) -> None:
+    def end_steps(self) -> None:
         """Makes the step's state what it would be without graphs."""
         self.step.compiled.inside_whole_step = False
         # After an error inside an eager step the state is the step's own already.

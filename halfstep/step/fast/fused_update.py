@@ -154,6 +154,9 @@ class FusedUpdate:
         assert plan is not None
         assert cycle.loss is not None
 
+        # A cycle of one batch: its record is known here, and a kernel writes it.
+        writes_record = record_target is not None and not update.accumulates
+
         # Unscale, average, check, decide, count, next scale, clip: three kernels.
         outputs = self._make_outputs(state)
         lr = update.commit.learning_rates.current() if outputs.lr is None else outputs.lr
@@ -168,7 +171,7 @@ class FusedUpdate:
             lr_tensors=self._lr_tensors(),
             cycles_ended=update.cycles_ended,
             record_lr=lr,
-            record_target=record_target,
+            record_target=record_target if writes_record else None,
         )
         launch(update.device, launches)
 
@@ -178,7 +181,6 @@ class FusedUpdate:
         optimizer_grads = self._optimizer_grads(grad_indices, grads)
         update.commit.step_unless(roll_back, state, optimizer_grads, found_inf)
 
-        writes_record = record_target is not None and not update.accumulates
         return UpdateResult(
             lr=lr,
             cycle_loss=cycle.loss if outputs.loss is None else outputs.loss,

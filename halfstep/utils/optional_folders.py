@@ -1,5 +1,7 @@
 """Folders that hold only speed, and may be left out of an installation."""
 
+import importlib
+
 SPEED_FOLDERS = (
     "halfstep.compiler",
     "halfstep.cuda_graphs",
@@ -10,9 +12,21 @@ SPEED_FOLDERS = (
 
 
 def is_left_out(error: ModuleNotFoundError) -> bool:
-    """Whether an import failed because such a folder is not there.
+    """Whether an import failed because such a folder, as a whole, is not there.
 
-    Any other failed import is a fault, and must not be hidden behind slower steps.
+    Any other failed import, of one file in it too, is a fault: it must not be hidden behind slower
+    steps.
     """
     name = error.name or ""
-    return any(name == folder or name.startswith(f"{folder}.") for folder in SPEED_FOLDERS)
+    for folder in SPEED_FOLDERS:
+        if name == folder or name.startswith(f"{folder}."):
+            return not _is_there(folder)
+    return False
+
+
+def _is_there(folder: str) -> bool:
+    try:
+        importlib.import_module(folder)
+    except ModuleNotFoundError as error:
+        return error.name != folder
+    return True

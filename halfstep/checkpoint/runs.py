@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from halfstep.checkpoint.disk import remove_folder
-from halfstep.checkpoint.store import read_manifest, verify
+from halfstep.checkpoint.store import verify
+from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
 
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})")
-
-# A folder that changed this recently may be changing still. File systems keep times in ticks of up
-# to 10 ms.
-RECENT_CHANGE_S = 0.05
 
 
 def name_of(step: int) -> str:
@@ -78,11 +75,18 @@ def latest(root: str | Path) -> Path | None:
     return search.newest
 
 
-def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
+def prune(
+    root: str | Path,
+    keep: int,
+    protect: Collection[Path] = (),
+    *,
+    verified: VerifiedCheckpoints | None = None,
+) -> list[Path]:
     """Removes all checkpoints but the newest `keep`, the oldest first. Returns the removed.
 
-    Those in `protect` stay. Broken ones are not counted, so the newest complete one always stays;
-    complete means that every file has its size.
+    Those in `protect` stay. Nothing is removed unless the `keep` that stay are whole, checksums
+    included; damaged ones are not counted. `verified` remembers between calls which ones are whole.
+    The newest that stays is read in any case.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -90,13 +94,17 @@ def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[P
         )
     paths = listing(root)
     protected = {os.path.realpath(path) for path in protect}
+    if all(os.path.realpath(path) in protected for path in paths[:-keep]):
+        return []  # nothing is too many, so nothing need be read
+    if verified is None:
+        verified = VerifiedCheckpoints()
 
     # From the newest back to the one that completes the number to keep; older ones are too many.
-    complete_count = 0
+    whole_count = 0
     for index in reversed(range(len(paths))):
-        if _is_complete(paths[index]):
-            complete_count += 1
-        if complete_count == keep:
+        if verified.is_whole(paths[index], read_again=whole_count == 0):
+            whole_count += 1
+        if whole_count == keep:
             older = paths[:index]
             removed = [path for path in older if os.path.realpath(path) not in protected]
             for path in removed:
@@ -144,11 +152,3 @@ def _changed_recently(root: str | Path) -> bool:
 def _is_checkpoint_name(name: str) -> bool:
     match = CHECKPOINT_NAME.fullmatch(name)
     return match is not None and name_of(int(match[1])) == name
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True

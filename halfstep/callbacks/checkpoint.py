@@ -11,8 +11,9 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import TRASH_PREFIX, remove_folder
+from halfstep.checkpoint.disk import TRASH_PREFIX
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
+from halfstep.checkpoint.runs import finish_replacements, replace
 from halfstep.checkpoint.verified import VerifiedCheckpoints
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
@@ -193,7 +194,7 @@ class Checkpoint(Callback):
         if run.position != self._saved_step:
             tree = run.model.snapshot()
             if path.exists():
-                _replace_checkpoint(path, tree)
+                replace(path, tree)
             else:
                 checkpoint.save(path, tree)
             self._saved_step = run.position
@@ -227,20 +228,8 @@ def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
         for callback in callbacks:
             if isinstance(callback, Checkpoint):
                 stack.enter_context(hold_lock(callback.folder))
+                finish_replacements(callback.folder)
         yield
-
-
-def _replace_checkpoint(path: Path, tree: Any) -> None:
-    """Saves in place of a broken checkpoint, or of one whose evaluation was still to come.
-
-    The new one is written first, in a folder that the next save removes if this process is killed.
-    """
-    trash = path.parent / f"{TRASH_PREFIX}{path.name}"
-    remove_folder(trash)
-    checkpoint.save(trash / path.name, tree)
-    remove_folder(path)
-    os.rename(trash / path.name, path)
-    trash.rmdir()
 
 
 def _warn_not_saved(run: Run, text: str) -> None:

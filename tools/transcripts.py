@@ -329,7 +329,6 @@ def write_page(folder: Path, *, run_corrections: bool = False) -> str:
         contextlib.chdir(folder),
         mock.patch.dict(os.environ, environment),
         mock.patch.object(find, "DEBIAN", folder / "debian"),
-        mock.patch.object(sys, "path", [str(folder), *sys.path]),
     ):
         os.environ.pop("HALFSTEP_DATA", None)
         sys.modules.pop("mine", None)

@@ -175,6 +175,13 @@ RunNetOption = Annotated[
 RunPrecisionOption = Annotated[
     str | None, typer.Option("--precision", help="another precision than the run's")
 ]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="import, open and fetch what a run.json from elsewhere names (docs/security.md)",
+    ),
+]
 RunDeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
 
 # What is printed.

@@ -18,7 +18,7 @@ from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
-from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
+from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
 from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -57,11 +57,11 @@ class Model:
     """Training, evaluation and prediction around one step.
 
     `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
-    says where a batch keeps its labels when that is not its last item; `step` and `eval_step`
-    replace the built-in cells. `capture`: on CUDA the step is replayed from graphs where it can be
-    ("auto"), must be (True) or is not (False); `verify=K` proves K replays bit for bit before the
-    first fit. Every other option is TrainStep's: accumulate, clip_norm, ema, compile, count,
-    forward, nonfinite, deterministic, …
+    says where a batch keeps the labels for metrics, when they are neither the target of the loss
+    nor the last item; `step` and `eval_step` replace the built-in cells. `capture`: on CUDA the
+    step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
+    `verify=K` proves K replays bit for bit before the first fit. Every other option is TrainStep's:
+    accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Model:
         self.optimizer = optimizer
         self.schedule = schedule
         self.metrics = Metrics(metrics)
-        self.labels = labels or find_labels
+        self.labels = labels
 
         # The training step: the user's own, or ours.
         self._chose_fused = False
@@ -251,6 +251,8 @@ class Model:
         uses_built_in = self._eval_step is self._built_in_eval
         validate.check_can_evaluate(self.net, uses_built_in, self.step)
         feed = self._make_feed(valid)
+        if feed.size == 0:
+            raise ValueError(f"valid: expected at least one batch, got none; {EMPTY_DATA_ADVICE}")
         return lambda stop: self._evaluate_feed(feed, stop)
 
     def _make_feed(self, data: Any) -> Feed:
@@ -333,6 +335,8 @@ class Model:
         self, data: Any, batch: int, has_targets: bool, stream: bool
     ) -> Iterator[Any]:
         feed = self._make_feed(split_batches(data, batch))
+        if feed.size == 0:
+            raise ValueError(_nothing_to_predict())
         runner = self.captures.predict_runner()
         # Not from graphs where somebody may train between two batches of a stream.
         if runner is not None and not self._has_averages() and not stream:
@@ -340,6 +344,7 @@ class Model:
             yield from runner(feed, predict_one, self._built_in_eval.applied, has_targets)
             return
         feed.go_to_pass(0)
+        batch_number = 0
         for batch_number, args in enumerate(feed.start(), 1):
             try:
                 with self._averaged_weights():
@@ -349,12 +354,21 @@ class Model:
                 explain_batch_error(error, where, args, feed.names, self.net)
                 raise
             yield to_host(out)
+        if batch_number == 0:
+            raise ValueError(_nothing_to_predict())
 
     def _predict_batch(self, args: tuple[Any, ...], has_targets: bool) -> Any:
         # A forward of the user's own takes the batch as it is.
         is_dict_with_target = has_targets and not isinstance(args[0], Tensor)
         if self._has_own_forward and (len(args) > 1 or is_dict_with_target):
-            return logits_of(self._built_in_eval(*args).outputs)
+            outputs = self._built_in_eval(*args).outputs
+            if outputs is None:
+                raise ValueError(
+                    "predict: forward= returned the loss and no outputs; let it return "
+                    "(loss, outputs) or {'loss': loss, 'logits': outputs}, or predict from inputs "
+                    "alone, without the target"
+                )
+            return logits_of(outputs)
         inputs = without_target(args, targets=has_targets)
         return logits_of(self._built_in_eval.predict(*inputs))
 
@@ -383,6 +397,10 @@ class Model:
         if isinstance(self.step, TrainStep):
             reset_averages(self.step)
         return account
+
+
+def _nothing_to_predict() -> str:
+    return f"predict: expected at least one batch, got none; {EMPTY_DATA_ADVICE}"
 
 
 def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Path | None:

@@ -19,6 +19,7 @@ from halfstep.step.objective import (
     batch_size,
     find_loss,
     loss_arguments,
+    outputs_beside_loss,
     to_device,
 )
 
@@ -28,12 +29,15 @@ class EvalRecord:
     """One evaluated batch, on the device.
 
     `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the
-    mean over a whole data set, a last short batch included. `outputs` are in float32 or wider.
+    mean over a whole data set, a last short batch included. `outputs` are in float32 or wider, and
+    None where only the loss was returned. `target` is the second argument of the loss; None where
+    the network or the forward computes the loss itself.
     """
 
     loss: Tensor
     count: Tensor
     outputs: Any
+    target: Any = None
 
 
 class EvalStep:
@@ -106,9 +110,11 @@ class EvalStep:
         with applied:
             out = applied.unrounded_outputs(objective.forward(self.net, *batch))
 
+        target = None
         if objective.loss is None:
-            outputs = at_least_fp32(out, min_dtype)
-            loss = find_loss(outputs)
+            wide_out = at_least_fp32(out, min_dtype)
+            loss = find_loss(wide_out)
+            outputs = outputs_beside_loss(wide_out)
             count = objective.count_terms(batch, ())
         else:
             try:
@@ -119,6 +125,7 @@ class EvalStep:
                 raise
             count = objective.count_terms(batch, arguments)
             outputs = arguments[0]
+            target = arguments[1] if len(arguments) > 1 else None
 
         # A sum counts once. A loss that is not known is taken to average over the batch.
         if count is None:
@@ -126,7 +133,7 @@ class EvalStep:
         if not isinstance(count, Tensor):
             count = torch.full((), count, device=loss.device)
         mean_loss = torch.where(count > 0, loss.sum(), 0)
-        return EvalRecord(loss=mean_loss, count=count, outputs=outputs)
+        return EvalRecord(loss=mean_loss, count=count, outputs=outputs, target=target)
 
 
 @contextmanager

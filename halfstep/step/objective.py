@@ -169,6 +169,24 @@ def find_loss(out: Any) -> Tensor:
     return loss
 
 
+def outputs_beside_loss(out: Any) -> Any:
+    """What a network that returns its loss returned beside it; None where that is nothing.
+
+    Of a tuple (loss, outputs, …) the second item; of a dict its "outputs", or the dict as it is
+    where it has anything but the loss; an object as it is where it has `.logits`.
+    """
+    if isinstance(out, dict):
+        if out.get("outputs") is not None:
+            return out["outputs"]
+        has_outputs = any(name != "loss" and value is not None for name, value in out.items())
+        return out if has_outputs else None
+    if isinstance(getattr(out, "loss", None), Tensor):
+        return None if getattr(out, "logits", None) is None else out
+    if isinstance(out, (tuple, list)) and len(out) > 1:
+        return out[1]
+    return None
+
+
 def _check_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
         detail = " with the loss first" if isinstance(loss, (tuple, list)) else ""

@@ -26,7 +26,11 @@ COMPARED_OPTIONS = ("ema", "clip_norm", "clip_value")
 
 
 def take_snapshot(
-    step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_inside_update(step, loop):
@@ -36,6 +40,8 @@ def take_snapshot(
         )
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
+    # Each evaluation draws from them: its order, augmentations of the validation data.
+    valid_generators = {} if valid_feed is None else valid_feed.save_generators()
     return {
         "halfstep_run": VERSION,
         "config": {**loop.config, "rates": _next_rates(step)},
@@ -45,6 +51,7 @@ def take_snapshot(
         "writers": {name: state for name, state in states.items() if name in writers},
         "step": step.state_dict(),
         "rng": rng.save(),
+        **({"valid_generators": valid_generators} if valid_generators else {}),
     }
 
 
@@ -120,7 +127,12 @@ def _group_sizes(groups: list[dict[str, Any]]) -> str:
 
 
 def restore_snapshot(
-    saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    saved: dict[str, Any],
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> None:
     """Continues from a snapshot. A notice says what is not as it was, and what is done about it."""
     before = saved["config"]
@@ -138,6 +150,8 @@ def restore_snapshot(
         feed.load_state_dict(saved["feed"])
     else:
         _start_new_pass(saved, now["data"], feed)
+    if valid_feed is not None:
+        valid_feed.load_generators(saved.get("valid_generators", {}))
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}

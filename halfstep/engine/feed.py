@@ -3,6 +3,7 @@
 The position of a feed is that of the steps done, not of the batches fetched.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
+from halfstep.errors import Notice
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
@@ -86,7 +88,10 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as the data saves it."""
-        saved = self._pass_start if isinstance(self.data, Dataset) else self.data.state_dict()
+        if isinstance(self.data, Dataset):
+            saved = self._pass_start
+        else:
+            saved = self.data.state_dict(self.step)
         return {**saved, "epoch": self.pass_number, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -96,6 +101,20 @@ class Feed:
         # After a change of shards these are other numbers than the saved ones.
         self.pass_number = self._pass_start["epoch"]
         self.step = self._pass_start["step"]
+
+    def save_generators(self) -> dict[str, Any]:
+        """The states of random generators that the data keeps and its position does not decide."""
+        return self.data.save_generators() if isinstance(self.data, Loader) else {}
+
+    def load_generators(self, states: dict[str, Any]) -> None:
+        """Sets what `save_generators` returned."""
+        if isinstance(self.data, Loader):
+            self.data.load_generators(states)
+
+    def announce_resume_limits(self) -> None:
+        """Warns of what a run that is stopped and resumed cannot repeat with this data."""
+        for limit in self.data.resume_limits():
+            warnings.warn(f"fit: {limit}", Notice, stacklevel=5)
 
     def describe(self) -> list[str]:
         """What it is, in lines that can be compared with those of a saved run."""

@@ -40,6 +40,7 @@ class FitInProgress(NamedTuple):
     loop: Loop
     feed: Feed
     callbacks: dict[str, Callback]  # by names that stay over a resume
+    valid_feed: Feed | None = None
 
 
 def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> Any:
@@ -211,6 +212,11 @@ class Model:
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
         self._set_learning_rates(timing, feed)
+        valid_feed = None if valid is None else self._make_feed(valid)
+        if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
+            feed.announce_resume_limits()
+            if valid_feed is not None:
+                valid_feed.announce_resume_limits()
 
         run = Run(
             model=self,
@@ -224,11 +230,11 @@ class Model:
             feed,
             list(named_callbacks.values()),
             timing,
-            evaluate=None if valid is None else self._make_validation(valid),
+            evaluate=None if valid_feed is None else self._make_validation(valid_feed),
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
-        self._fit = FitInProgress(loop, feed, named_callbacks)
+        self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
         return loop
 
     def _updates_made(self) -> int:
@@ -247,13 +253,23 @@ class Model:
         if table is not None:
             self.step.set_learning_rates(table)
 
-    def _make_validation(self, valid: Any) -> Evaluate:
+    def _make_validation(self, feed: Feed) -> Evaluate:
         uses_built_in = self._eval_step is self._built_in_eval
         validate.check_can_evaluate(self.net, uses_built_in, self.step)
-        feed = self._make_feed(valid)
         if feed.size == 0:
             raise ValueError(f"valid: expected at least one batch, got none; {EMPTY_DATA_ADVICE}")
-        return lambda stop: self._evaluate_feed(feed, stop)
+
+        def evaluate_or_rewind(stop: Callable[[], bool]) -> dict[str, float] | None:
+            generators = feed.save_generators()
+            scores = None
+            try:
+                scores = self._evaluate_feed(feed, stop)
+            finally:
+                if scores is None:  # cut short: the run that goes on evaluates from the start
+                    feed.load_generators(generators)
+            return scores
+
+        return evaluate_or_rewind
 
     def _make_feed(self, data: Any) -> Feed:
         feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
@@ -278,7 +294,9 @@ class Model:
         check_fits(saved, self.step, path)
         self._set_learning_rates(loop.timing, self._fit.feed, saved)
         loop.config["began"] = saved["config"].get("began", 0)
-        restore_snapshot(saved, self.step, loop, self._fit.feed, self._fit.callbacks)
+        restore_snapshot(
+            saved, self.step, loop, self._fit.feed, self._fit.callbacks, self._fit.valid_feed
+        )
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
@@ -287,7 +305,8 @@ class Model:
             raise RuntimeError(
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
             )
-        return take_snapshot(self.step, self._fit.loop, self._fit.feed, self._fit.callbacks)
+        fit = self._fit
+        return take_snapshot(self.step, fit.loop, fit.feed, fit.callbacks, fit.valid_feed)
 
     # Evaluation and prediction.
 

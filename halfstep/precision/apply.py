@@ -27,7 +27,9 @@ from halfstep.precision.casting import (
     without_autocast,
 )
 from halfstep.precision.cpu_half import FastHalf, has_native
+from halfstep.precision.layout import NetworkLayout, is_scripted
 from halfstep.precision.low_params import LowCopies
+from halfstep.precision.module_support import check_modules
 from halfstep.precision.policy import BF16, F16, Cast, Precision
 
 _ABSENT = object()  # in place of a value, for a key that a dictionary did not have
@@ -87,10 +89,14 @@ class Applied:
         if precision.cast == "whole" and not convert:
             self.cast = "copies"
         self.module_dtypes = plan_dtypes(net, precision)
+        check_modules(net, precision)
         _check_parameters(net, precision, any_dtype=precision.cast == "whole")
         self.converted_names: list[str] = []
         if self.cast == "whole":
             self.converted_names = _convert(net, self.module_dtypes)
+
+        # What all of this was planned for. A change of the network needs another Applied.
+        self.layout = NetworkLayout(net)
 
         # Whether products run as round(fp32 product), on a CPU without half units.
         low = precision.compute
@@ -203,6 +209,8 @@ class Applied:
         """The forwards that are not a module's own: with casts, and with observation if asked."""
         wrapped = []
         for name, module in self.net.named_modules():
+            if is_scripted(module):
+                continue
             is_network = not name
             own_forward = module.forward
             forward = own_forward

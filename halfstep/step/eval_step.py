@@ -70,7 +70,15 @@ class EvalStep:
 
     def _apply_precision(self, precision: Precision) -> Callable[[], Applied]:
         applied = Applied(self.net, precision, self.device, convert=False)
-        return lambda: applied
+
+        def current() -> Applied:
+            """Planned anew where modules or parameters of the network were exchanged."""
+            nonlocal applied
+            if not applied.layout.is_current():
+                applied = Applied(self.net, precision, self.device, convert=False)
+            return applied
+
+        return current
 
     @torch.no_grad()
     def __call__(self, *batch: Any) -> EvalRecord:

@@ -167,6 +167,10 @@ class Accumulate:
         for p in trainable:
             p.grad = None
 
+        # All frozen, and the loss depends on parameters of another optimizer: nothing to compute.
+        if not trainable:
+            return [None] * len(self.params)
+
         # Activation checkpointing repeats parts of forward here, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
         with self.applied.for_recompute():

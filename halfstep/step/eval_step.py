@@ -17,6 +17,7 @@ from halfstep.step.objective import (
     Objective,
     at_least_fp32,
     batch_size,
+    check_loss,
     find_loss,
     loss_arguments,
     to_device,
@@ -116,12 +117,12 @@ class EvalStep:
 
         if objective.loss is None:
             outputs = at_least_fp32(out, min_dtype)
-            loss = find_loss(outputs)
+            loss = check_loss(find_loss(outputs))
             count = objective.count_terms(batch, ())
         else:
             try:
                 arguments = loss_arguments(out, min_dtype)
-                loss = at_least_fp32(objective.loss(*arguments), min_dtype)
+                loss = at_least_fp32(check_loss(objective.loss(*arguments)), min_dtype)
             except Exception as error:
                 attach_loss_arguments(error, objective.loss, out)
                 raise

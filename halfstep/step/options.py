@@ -167,6 +167,20 @@ def _warn_stale_optimizer(net: nn.Module, named: list[tuple[str, Tensor]]) -> No
         )
 
 
+def unreached_message(names: list[str], params: list[Tensor], step: int) -> str:
+    """What is wrong with a loss that gives no parameter of the optimizer a gradient."""
+    advice = (
+        "is an output detached, a forward under no_grad, or is this the optimizer of another "
+        "network?"
+    )
+    if not any(p.requires_grad for p in params):
+        advice = "all of them are frozen (requires_grad is False)"
+    return (
+        f"step {step}: the loss depends on none of the optimizer's {len(params)} parameters "
+        f"({list_some(names, 3)}): {advice}"
+    )
+
+
 def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
     """The one device of all parameters and buffers."""
     for name, tensor in (*net.named_parameters(), *net.named_buffers()):

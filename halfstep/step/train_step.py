@@ -5,6 +5,7 @@ stand in files of their own and read like the formula: accumulate.py (one micro-
 (the end of a cycle). This file wires them together.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import Notice
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
@@ -37,6 +39,7 @@ from halfstep.step.options import (
     check_switch,
     find_device,
     find_parameters,
+    unreached_message,
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
@@ -101,6 +104,7 @@ class TrainStep:
         self._optimizer_guard = OptimizerGuard(optimizer)
         self.requested_nonfinite = self.options.nonfinite
         self._holds_averages = False
+        self._unreached_is_known = False  # a loss that reached no parameter was announced
         self._ema_buffers: list[Tensor] = []
 
         # Paths: compiled or not, channels-last or not.
@@ -409,6 +413,8 @@ class TrainStep:
         """The update that ends a cycle, decided by the device where it can, and its record."""
         state = self.state
         grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
+        if not grad_indices:
+            self._check_reach()
         can_decide = self.decides_on_device
         if can_decide and self.has_optimizer_state(state.cycle.grads, grad_indices):
             result = self._update_on_device(state, grad_indices)
@@ -420,6 +426,22 @@ class TrainStep:
         state.cycle.close()
         overflow.check_after_update(self, result)
         return self.record_update(loss, result)
+
+    def _check_reach(self) -> None:
+        """Of a loss that gave no parameter a gradient: an error at first, later a Notice, once."""
+        weight = self.state.cycle.weight
+        has_terms = weight is None or self.host_reads.read(weight) > 0
+        if not has_terms or self._unreached_is_known:
+            return
+        self._unreached_is_known = True
+        message = unreached_message(self.names, self.params, self.state.steps)
+        is_frozen = not any(p.requires_grad for p in self.params)
+        if is_frozen or self.host_reads.read(self.state.updates) > 0:
+            warnings.warn(f"{message}; nothing is updated", Notice, stacklevel=4)
+            return
+        self._unreached_is_known = False
+        self.state.cycle.close()
+        raise ValueError(message)
 
     def count_cycle(self) -> None:
         """Notes that one more cycle has ended, and at which step."""

@@ -192,7 +192,7 @@ def scripted() -> nn.Module:
 
 
 def with_quantized_layer() -> nn.Module:
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+    with warnings.catch_warnings(action="ignore"):
         quantized = torch.ao.quantization.quantize_dynamic(
             nn.Sequential(nn.Linear(3, 3)), {nn.Linear}
         )
@@ -242,6 +242,16 @@ def run_changed_optimizer(*, new_step: bool = False) -> None:
 
 def optimizer_of_first(net: Any, _: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([net[0].weight], lr=lr)
+
+
+def run_beside(*, reached: bool) -> None:
+    """One layer in the optimizer, the other one in the loss."""
+    net = nn.Sequential(linear(), linear())
+    index = 0 if reached else 1
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    loss = nn.MSELoss()
+    step = hs.TrainStep(net, loss, optimizer, forward=lambda net, x, y: (net[index](x), y))
+    assert_updates(step)
 
 
 def copy_with_forward(make_forward: Callable[[nn.Module], Any]) -> None:
@@ -574,6 +584,16 @@ STEPS = {
         lambda: run_changed_optimizer(),
         ("others in their place", "build a new step"),
         lambda: run_changed_optimizer(new_step=True),
+    ),
+    "complex loss": Case(
+        lambda: build(loss=lambda out, y: torch.fft.fft(out - y).sum())(X, Y),
+        ("real numbers", "complex64", "loss.abs()"),
+        lambda: assert_updates(build(loss=lambda out, y: torch.fft.fft(out - y).sum().abs())),
+    ),
+    "unreached": Case(
+        lambda: run_beside(reached=False),
+        ("none of the optimizer's 2 parameters", "0.weight", "detached"),
+        lambda: run_beside(reached=True),
     ),
     "copy": Case(
         lambda: copy.copy(build()),

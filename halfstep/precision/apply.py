@@ -21,6 +21,7 @@ from halfstep.precision.casting import (
     UnroundedOutputs,
     cast_inputs,
     cast_inputs_and_outputs,
+    complex_dtype,
     observe,
     plan_dtypes,
     takes_mixed_dtypes,
@@ -326,11 +327,12 @@ def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) 
                 f"parameter {name!r} has no shape yet: "
                 "run one forward of the network before building the step"
             )
-        if any_dtype or not param.is_floating_point():
+        if any_dtype or not (param.is_floating_point() or param.is_complex()):
             continue
-        if param.dtype != precision.params:
+        expected = complex_dtype(precision.params) if param.is_complex() else precision.params
+        if param.dtype != expected:
             raise ValueError(
-                f"precision {precision.name!r} keeps parameters in {precision.params}, "
+                f"precision {precision.name!r} keeps parameters in {expected}, "
                 f"but {name!r} is {param.dtype}; "
                 "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to "
                 "train low parameters, 'fp64' for float64 ones"
@@ -346,11 +348,21 @@ def _convert(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]
     for name, module in net.named_modules():
         dtype = module_dtypes[name].inside
         for param_name, param in module.named_parameters(prefix=name, recurse=False):
-            if param.is_floating_point() and param.dtype != dtype:
-                param.data = param.data.to(dtype)
+            stored_dtype = _stored_dtype(param, dtype)
+            if param.dtype != stored_dtype:
+                param.data = param.data.to(stored_dtype)
                 param.grad = None
                 converted.append(param_name)
         for key, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[key] = buffer.to(dtype)
+            module._buffers[key] = buffer.to(_stored_dtype(buffer, dtype))
     return converted
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter or buffer in a module of this dtype: whole numbers stay as they are.
+
+    A complex tensor is complex128 in float64, complex64 in all others: there is no complex half.
+    """
+    if tensor.is_complex():
+        return complex_dtype(dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype

@@ -27,7 +27,7 @@ class UnscaledGrads(NamedTuple):
 
     indices: list[int]  # the parameter that each gradient belongs to
     tensors: list[Tensor]
-    values: list[Tensor]  # the memory of `tensors`: other tensors where these are sparse
+    values: list[Tensor]  # their memory: other tensors where these are sparse or complex
     overflow: Tensor  # 1.0 if an element is inf or NaN, else 0.0
     norms: Tensor  # of each gradient
     total_norm: Tensor

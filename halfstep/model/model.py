@@ -1,10 +1,11 @@
 """`Model`: network, loss and optimizer in one precision, with fit, evaluate and predict."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.state_dict import reset_averages
+from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.optional_folders import is_left_out
 
 
@@ -390,6 +392,45 @@ class Model:
             return logits_of(outputs)
         inputs = without_target(args, targets=has_targets)
         return logits_of(self._built_in_eval.predict(*inputs))
+
+    # Copying.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Model":
+        """A model over copies of network, loss, optimizer and step, which trains on by itself."""
+        if self._fit is not None:
+            refuse_copy("a Model", "copied inside fit", "copy it when fit is over")
+        if not isinstance(self.step, TrainStep) or self._eval_step is not self._built_in_eval:
+            refuse_copy(
+                "a Model with a step of your own, or without optimizer",
+                "copied",
+                "build another Model around copy.deepcopy(net)",
+            )
+        copied = object.__new__(type(self))
+        copied.__dict__.update(vars(self))
+        copied.step = copy.deepcopy(self.step, memo)
+        copied.net = copied.step.net
+        copied.loss = copied.step.objective.loss
+        copied.optimizer = copied.step.optimizer
+        for name in ("schedule", "metrics", "labels", "_schedule_tables"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied._built_in_eval = copied.step.evaluator()
+        copied._eval_step = copied._built_in_eval
+        captures = self.captures
+        copied.captures = choose_captures(copied._built_in_eval, captures.mode, captures.verify)
+        return copied
+
+    def __copy__(self) -> NoReturn:
+        """Two models over one step would undo each other's work."""
+        refuse_copy("a Model", "copied without its network", "copy.deepcopy(model) copies both")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A model holds functions and entries of its network, which no pickle holds."""
+        refuse_copy(
+            "a Model",
+            "pickled",
+            "model.save(file) writes the weights, hs.Checkpoint a run to resume; "
+            "or save model.step.state_dict()",
+        )
 
     # Looking, saving.
 

@@ -17,6 +17,7 @@ from halfstep.step.objective import (
     Objective,
     at_least_fp32,
     batch_size,
+    check_loss,
     find_loss,
     loss_arguments,
     outputs_beside_loss,
@@ -74,7 +75,15 @@ class EvalStep:
 
     def _apply_precision(self, precision: Precision) -> Callable[[], Applied]:
         applied = Applied(self.net, precision, self.device, convert=False)
-        return lambda: applied
+
+        def current() -> Applied:
+            """Planned anew where modules or parameters of the network were exchanged."""
+            nonlocal applied
+            if not applied.layout.is_current():
+                applied = Applied(self.net, precision, self.device, convert=False)
+            return applied
+
+        return current
 
     @torch.no_grad()
     def __call__(self, *batch: Any) -> EvalRecord:
@@ -113,13 +122,13 @@ class EvalStep:
         target = None
         if objective.loss is None:
             wide_out = at_least_fp32(out, min_dtype)
-            loss = find_loss(wide_out)
+            loss = check_loss(find_loss(wide_out))
             outputs = outputs_beside_loss(wide_out)
             count = objective.count_terms(batch, ())
         else:
             try:
                 arguments = loss_arguments(out, min_dtype)
-                loss = at_least_fp32(objective.loss(*arguments), min_dtype)
+                loss = at_least_fp32(check_loss(objective.loss(*arguments)), min_dtype)
             except Exception as error:
                 attach_loss_arguments(error, objective.loss, out)
                 raise

@@ -40,8 +40,13 @@ def coalesce(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient."""
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient.
+
+    Of a complex gradient both of its parts, as real numbers: torch's kernels that check, clip and
+    unscale know no others.
+    """
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    return [torch.view_as_real(value) if value.is_complex() else value for value in values]
 
 
 def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:

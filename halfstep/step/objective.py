@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
+from halfstep.utils.text import dtype_name
 
 Batch = tuple[Any, ...]
 
@@ -93,11 +94,8 @@ class Objective:
             if isinstance(count, Tensor):
                 divisor = torch.where(count > 0, count, 1)
             return at_least_fp32(self.terms.sum_loss(*arguments), min_dtype) / divisor, count
-        if self.loss is None:
-            loss = find_loss(out)
-        else:
-            loss = _check_loss(self.loss(*arguments))
-        return at_least_fp32(loss, min_dtype), count
+        loss = find_loss(out) if self.loss is None else self.loss(*arguments)
+        return at_least_fp32(check_loss(loss), min_dtype), count
 
     def count_from_batch(
         self, batch: Batch, count: Count | None, *, weighted: bool
@@ -187,13 +185,19 @@ def outputs_beside_loss(out: Any) -> Any:
     return None
 
 
-def _check_loss(loss: Any) -> Tensor:
+def check_loss(loss: Any) -> Tensor:
+    """The loss, if it is a tensor of real numbers."""
     if not isinstance(loss, Tensor):
         detail = " with the loss first" if isinstance(loss, (tuple, list)) else ""
         raise TypeError(
             "loss: expected it to return a tensor, the loss, "
             f"received {type(loss).__name__}{detail}; return the tensor alone, not .item(): "
             "what else is worth knowing goes into metrics="
+        )
+    if loss.is_complex():
+        raise TypeError(
+            f"loss: expected a tensor of real numbers, received {dtype_name(loss.dtype)}, which "
+            "nothing can minimize; return a real number of it, for instance loss.abs() or loss.real"
         )
     return loss
 

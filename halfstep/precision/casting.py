@@ -134,9 +134,7 @@ class KeptInputs(NamedTuple):
         for i, arg in enumerate(args):
             name = self.positions[min(i, last)] if self.positions else ""
             cast_args.append(self._cast_argument(name, arg, dtype))
-        cast_kwargs = {
-            name: self._cast_argument(name, arg, dtype) for name, arg in kwargs.items()
-        }
+        cast_kwargs = {name: self._cast_argument(name, arg, dtype) for name, arg in kwargs.items()}
         return cast_args, cast_kwargs
 
     def _cast_argument(self, name: str, value: Any, dtype: torch.dtype) -> Any:

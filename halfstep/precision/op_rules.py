@@ -288,6 +288,8 @@ def _cast_mask(value: Any, dtype: torch.dtype) -> Any:
     if not is_float or value.dtype == dtype:
         return value
     limits = torch.finfo(dtype)
+    if limits.max >= torch.finfo(value.dtype).max:
+        return value.to(dtype)
     clamped = value.clamp(limits.min, limits.max)
     return torch.where(value.isinf(), value, clamped).to(dtype)
 
@@ -334,9 +336,7 @@ def _public_functions(namespace: Any, *, without: Iterable[str]) -> list[Any]:
 
 
 LOSS_NAMES = [
-    name
-    for name in dir(F)
-    if name.endswith(("_loss", "cross_entropy", "kl_div", "_with_logits"))
+    name for name in dir(F) if name.endswith(("_loss", "cross_entropy", "kl_div", "_with_logits"))
 ]
 LOSS_FUNCTIONS = [
     *_functions(LOSS_NAMES, F, torch, torch._C._nn),
@@ -386,11 +386,11 @@ _FP32_NAMES = (
     *("triangular_solve", "lobpcg", "matrix_rank"),
     # Distances and statistics.
     *("cdist", "pdist", "cosine_similarity", "cov", "corrcoef", "quantile", "nanquantile"),
-    *("histc", "histogram", "histogramdd", "logcumsumexp"),
+    *("histc", "histogram", "histogramdd", "logcumsumexp", "logaddexp", "logaddexp2"),
     # Fourier transforms and complex numbers.
     *("stft", "istft", "complex", "polar", "view_as_complex", "angle"),
     # Special functions.
-    *("igamma", "igammac", "polygamma", "mvlgamma", "sinc", "i0"),
+    *("erfc", "igamma", "igammac", "polygamma", "mvlgamma", "sinc", "i0"),
     # Coordinates between pixels.
     *("grid_sample", "grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     # In half, eps is 0, and a row of zeros becomes NaN.
@@ -399,7 +399,7 @@ _FP32_NAMES = (
 _SOUND_LINALG = ("cross", "diagonal", "matmul", "multi_dot", "vecdot", "vector_norm")
 _SOUND_FFT = ("fftfreq", "rfftfreq", "fftshift", "ifftshift", "torch")
 _SOUND_SPECIAL = (
-    *("entr", "erf", "erfc", "erfinv", "exp2", "expit", "expm1", "log1p", "logit", "round"),
+    *("entr", "erf", "erfinv", "exp2", "expit", "expm1", "log1p", "logit", "round"),
     *("log_softmax", "logsumexp", "softmax", "xlogy", "digamma", "psi", "gammaln", "torch"),
 )
 _FP32_IN_PLACE = _functions([f"{name}_" for name in _FP32_NAMES], torch, Tensor)

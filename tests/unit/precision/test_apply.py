@@ -298,9 +298,7 @@ class Buffered(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["fp32", "O1", "O2", "O3"])
-def test_buffers_stay_float32_and_keep_what_forward_wrote(
-    name: str, device: torch.device
-) -> None:
+def test_buffers_stay_float32_and_keep_what_forward_wrote(name: str, device: torch.device) -> None:
     net = Buffered().to(device)
     table = net.table
     step = make_step(net, name, scale=1)  # no skip, which would rightly take the buffers back

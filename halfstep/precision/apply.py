@@ -173,6 +173,19 @@ class Applied:
             self._swap.undo()
             self._forward_copies = ()
 
+    @property
+    def widened_modules(self) -> list[str]:
+        """Low modules whose outputs were seen to be float32, because of buffers or kept inputs."""
+        if self._op_rules is None:
+            return []
+        names = []
+        for name, dtypes in self.observed.items():
+            is_low = name and self.module_dtypes[name].inside == self.precision.compute
+            is_loss = dtypes.kind.endswith("Loss")
+            if is_low and not is_loss and "float32" in dtypes.output.split("/"):
+                names.append(name)
+        return names
+
     def unrounded_outputs(self, out: Any) -> Any:
         """`out` with outputs of kept modules as they were before rounding."""
         return self._unrounded.restore(out) if self.precision.keep else out
@@ -310,9 +323,11 @@ def _has_own_parameters(module: nn.Module) -> bool:
 
 
 def _is_observed(module: nn.Module) -> bool:
-    """Whether its dtypes are listed: a leaf, or a module with weights beside its children's."""
+    """Whether its dtypes are listed: a leaf, or a module with tensors beside its children's."""
     is_leaf = not any(True for _ in module.children())
-    return is_leaf or _has_own_parameters(module) or parametrize.is_parametrized(module)
+    has_tensors = _has_own_parameters(module) or parametrize.is_parametrized(module)
+    has_float_buffers = any(b.is_floating_point() for b in module.buffers(recurse=False))
+    return is_leaf or has_tensors or has_float_buffers
 
 
 def _floating_buffers(net: nn.Module) -> list[tuple[Slot, torch.dtype]]:

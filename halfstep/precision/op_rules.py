@@ -187,7 +187,7 @@ def _interpolate(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> 
 
 
 def _norm_with_statistics(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """A low input beside float32 statistics: their kernel takes float32 weights, and rounds once."""
+    """A low input beside float32 statistics: that kernel takes float32 weights, and rounds once."""
     if not _is_mixed(args, kwargs):
         return func(*args, **kwargs)
     if not args:

@@ -85,7 +85,7 @@ class FastHalf(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in COMPOSITES:
             with self:
-                return _without_dispatch(func)(*args, **kwargs)
+                return without_dispatch(func)(*args, **kwargs)
         if func not in PRODUCTS:
             return func(*args, **kwargs)
 
@@ -246,7 +246,7 @@ def _is_cpu_tensor_of(value: Any, dtype: torch.dtype) -> bool:
 
 
 @cache
-def _without_dispatch(func: FunctionType) -> Callable[..., Any]:
+def without_dispatch(func: FunctionType) -> Callable[..., Any]:
     """A copy of a Python function that runs its body, without handing itself to the mode again."""
     checks = [name for name in func.__code__.co_names if name.startswith("has_torch_function")]
     never = {name: lambda *args: False for name in checks}

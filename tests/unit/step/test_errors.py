@@ -102,6 +102,13 @@ def precision_case(words: str, bad: dict[str, Any], *good: dict[str, Any]) -> Ca
     return Case(lambda: hs.Precision(**bad), tuple(words.split(";")), follow_advice)
 
 
+def tied() -> nn.Module:
+    """Returns three layers, of which the first two have one weight."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    net[1].weight = net[0].weight
+    return net.to(DEVICE)
+
+
 def group_parameters(params: Any, lr: float) -> torch.optim.Optimizer:
     """Returns an optimizer with one parameter group per parameter."""
     return torch.optim.SGD([{"params": [p]} for p in params], lr=lr)
@@ -461,6 +468,25 @@ PRECISIONS = {
         lambda: assert_updates(
             build(nn.Sequential(linear()), precision=hs.Precision("O2", keep={"0": "fp32"}))
         ),
+    ),
+    "tied weights": Case(
+        lambda: build(tied(), precision=hs.Precision("fp16", keep={"1": "fp32"})),
+        ("'0' and '1' share one", "float16 and float32", "keep= or neither", "'O2'"),
+        lambda: (
+            build(tied(), precision=hs.Precision("fp16", keep={"*": "fp32"})),
+            build(tied(), precision="fp16"),
+            assert_updates(build(tied(), precision=hs.Precision("O2", keep={"1": "fp32"}))),
+        ),
+    ),
+    "kept inputs": Case(
+        lambda: build(precision=hs.Precision("O2", keep_inputs=("imput",))),
+        ("keep_inputs", "'imput'", "did you mean 'input'"),
+        lambda: assert_updates(build(precision=hs.Precision("O2", keep_inputs=("input",)))),
+    ),
+    "names of kept inputs": Case(
+        lambda: hs.Precision("O2", keep_inputs="input"),
+        ("keep_inputs", "expected names", "received 'input'"),
+        lambda: hs.Precision("O2", keep_inputs=("input",)),
     ),
     "tf32": Case(
         lambda: check_supported(hs.Precision("tf32"), CPU),

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from halfstep.cli.options import BuildOption, JsonOption, TrustOption
-from halfstep.cli.output import align_columns, print_json
+from halfstep.cli.output import align_columns, echo, print_json
 from halfstep.experiment.builders import import_builder
-from halfstep.utils.text import dtype_name, list_some
+from halfstep.utils.text import dtype_name, list_some, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ def diff(
         print_json([_difference_as_dict(difference) for difference in differences])
     else:
         for difference in differences:
-            typer.echo(str(difference))
+            echo(printable(difference))
     runs_differ = any(difference.step is not None for difference in differences)
     raise typer.Exit(1 if runs_differ else 0)
 
@@ -107,22 +107,22 @@ def replay(
         summary["tensors"] = [row._asdict() for row in tensor_rows]
         print_json(summary)
     else:
-        typer.echo(f"step {step}, from {result.origin}")
-        typer.echo(
+        echo(f"step {step}, from {printable(result.origin)}")
+        echo(
             f"loss {record.loss!r}  lr {record.lr}  scale {record.scale:g}  "
             f"skipped {record.skipped}  norm {record.grad_norm!r}"
         )
         _print_tensors(tensor_rows, record.scale)
         if result.unreproduced:
             names = list_some(result.unreproduced, MAX_NAMES_SHOWN)
-            typer.echo(
+            echo(
                 f"not the step that the run made: it has recorded other values of {names}. The "
                 "builder, the data, the versions or the device are others than in the run, or a "
                 "checkpoint was changed."
             )
     if save is not None:
         _save_tensors(result, save)
-        typer.echo(f"written: {save}", err=as_json)
+        echo(f"written: {save}", err=as_json)
 
 
 def _tensor_rows(result: "Replayed") -> list[TensorRow]:
@@ -152,9 +152,9 @@ def _print_tensors(rows: list[TensorRow], loss_scale: float) -> None:
         nonfinite = "-" if row.nonfinite is None else str(row.nonfinite)
         cells.append((row.tensor, row.dtype, str(row.shape), absmax, nonfinite))
     for line in align_columns(cells, left=5):
-        typer.echo(line)
+        echo(line)
     if loss_scale != 1:
-        typer.echo(
+        echo(
             f"grad …: times the loss scale, {loss_scale:g}; divide by it for the gradient. "
             "norm is without it."
         )

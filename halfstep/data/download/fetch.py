@@ -21,6 +21,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from halfstep.data.download.catalog import Checksum
+from halfstep.utils.text import printable
 
 CHUNK_BYTES = 1 << 16
 # No download takes this long: what is older was left by a killed process.
@@ -238,7 +239,7 @@ def _progress_bar(
         console=Console(stderr=True),
     )
     with bar:
-        task = bar.add_task(escape(title), total=total)
+        task = bar.add_task(escape(printable(title)), total=total)
         yield lambda size: bar.update(task, completed=size)
 
 

@@ -178,7 +178,7 @@ def _flatten(values: dict[str, Any]) -> "dict[str, Tensor]":
 
 def _save_tensors(result: "Replayed", path: Path) -> None:
     """Writes inputs, outputs and gradients as safetensors: input.NAME, output.NAME, …"""
-    from safetensors.torch import save_file
+    from halfstep.checkpoint.safetensors_file import write_safetensors
 
     groups = {
         "input": _flatten(result.inputs),
@@ -188,7 +188,7 @@ def _save_tensors(result: "Replayed", path: Path) -> None:
     tensors = {}
     for kind, group in groups.items():
         for name, tensor in group.items():
-            tensors[f"{kind}.{name}"] = tensor.contiguous().cpu().clone()
+            tensors[f"{kind}.{name}"] = tensor
     assert result.row is not None
     metadata = {"gradient": "times the loss scale", "scale": repr(result.row.scale)}
-    save_file(tensors, str(path), metadata=metadata)
+    write_safetensors(path, tensors, metadata)

@@ -57,7 +57,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "O2", "fp16+kahan"),
     "accumulate": (1, 4),
     "sink": (1, 13),
-    "with": ("EMA", "dropout", "augmentation"),
+    "with": ("EMA", "dropout", "augmentation", "all three"),
 }
 EPOCHS = 3  # of seven batches
 CHECKPOINT_STEPS = 2
@@ -82,6 +82,10 @@ class Combination:
     accumulate: int
     sink: int
     extra: str
+
+    def has(self, extra: str) -> bool:
+        """Whether the run uses EMA, dropout or augmentation."""
+        return self.extra in (extra, "all three")
 
     def as_row(self) -> dict[str, Any]:
         values = asdict(self)
@@ -138,7 +142,7 @@ def make_data(kind: str, *, augment: bool) -> Any:
 
 def make_model(combination: Combination) -> hs.Model:
     seed_all(0)
-    net = Net(0.4 if combination.extra == "dropout" else 0.0)
+    net = Net(0.4 if combination.has("dropout") else 0.0)
     precision: Any = combination.precision
     if precision == "O2":
         # The first updates overflow, then the scale grows.
@@ -151,7 +155,7 @@ def make_model(combination: Combination) -> hs.Model:
             precision,
             metrics={"acc": hs.metrics.Accuracy()},
             accumulate=combination.accumulate,
-            ema=0.9 if combination.extra == "EMA" else None,
+            ema=0.9 if combination.has("EMA") else None,
             schedule=hs.schedules.linear(0.05, 60, warmup=3, start=0.005),
         )
 
@@ -164,7 +168,7 @@ def valid_data() -> Any:
 def train(folder: Path, combination: Combination) -> None:
     """Goes on from the newest checkpoint in the folder, or begins."""
     model = make_model(combination)
-    data = make_data(combination.data, augment=combination.extra == "augmentation")
+    data = make_data(combination.data, augment=combination.has("augmentation"))
     model.fit(
         EPOCHS,
         data,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.compiler.backend import compile_graph
+from halfstep.cuda_graphs.guards import hook_dictionaries
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
@@ -82,6 +83,8 @@ class CompiledForward:
         self._program: Any = None
         self._shapes: dict[Any, bool] = {}  # those seen, and whether they are compiled
         self._saved_shapes: dict[str, bool] = {}  # the same of the run that this one continues
+        self._hooks: list[dict[int, Any]] = []  # every dictionary of hooks that forward looks into
+        self._hook_count = 0
         self.forward_and_loss: Callable[..., tuple[Tensor, Count | None]] = objective
 
         if requested == "auto" and deterministic:
@@ -146,7 +149,7 @@ class CompiledForward:
 
         Batches of too many shapes run uncompiled.
         """
-        if applied is not self._applied:
+        if applied is not self._applied or self._count_hooks() != self._hook_count:
             self._start_program(applied)
         shape = _batch_shape(batch)
         if self._shapes.get(shape):
@@ -176,6 +179,12 @@ class CompiledForward:
         self._applied = applied
         self._program = _make_program(applied)
         self._shapes = {}
+        self._hooks = hook_dictionaries(applied.net)
+        self._hook_count = self._count_hooks()
+
+    def _count_hooks(self) -> int:
+        """The hooks of all modules. A program runs those that were there when it was made."""
+        return sum(map(len, self._hooks))
 
     def _compile_shape(
         self, applied: Applied, batch: Batch, weighted: bool, shape: Any

@@ -217,9 +217,9 @@ class Model:
         self._set_learning_rates(timing, feed)
         valid_feed = None if valid is None else self._make_feed(valid)
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
-            feed.announce_resume_limits()
+            feed.announce_resume_limits("data")
             if valid_feed is not None:
-                valid_feed.announce_resume_limits()
+                valid_feed.announce_resume_limits("valid")
 
         run = Run(
             model=self,

@@ -100,7 +100,13 @@ def dict_loss(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 
 def train(
-    folder: Path, data: Any, *, resume: Any = None, seed: int = 0, stop_in_evaluation_at: int = 0
+    folder: Path,
+    data: Any,
+    *,
+    resume: Any = None,
+    seed: int = 0,
+    stop_in_evaluation_at: int = 0,
+    steps_per_epoch: int | None = None,
 ) -> dict[str, Any]:
     """All leaves of the run's state at its end."""
     seed_all(0)
@@ -134,6 +140,7 @@ def train(
         valid=valid,
         valid_every_steps=5,
         callbacks=[saver, history, end],
+        steps_per_epoch=steps_per_epoch,
         resume=resume,
     )
     return leaves_by_path(end.tree)
@@ -191,6 +198,21 @@ def test_the_run_skips_its_first_update_and_no_other() -> None:
 def test_a_stopped_run_ends_with_equal_bits(kind: str, place: str, tmp_path: Path) -> None:
     end, _ = resumed(kind, place, tmp_path)
     assert differences(end, uninterrupted(kind)[1]) == []
+
+
+@pytest.mark.filterwarnings("ignore:.* cannot seek")
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "DataLoader" else pytest.mark.slow) for kind in EXACT],
+)
+def test_epochs_that_end_within_a_pass(kind: str, tmp_path: Path) -> None:
+    """The next epoch goes on in the data, and so does a resumed one."""
+    expected = train(tmp_path / "whole", build(kind), steps_per_epoch=5)
+    for step in (5, 8, 10):
+        source = tmp_path / "whole" / checkpoint.name_of(step)
+        folder = tmp_path / str(step)
+        end = train(folder, build(kind), steps_per_epoch=5, resume=source, seed=99)
+        assert differences(end, expected) == []
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")

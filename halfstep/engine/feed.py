@@ -3,7 +3,7 @@
 The position of a feed is that of the steps done, not of the batches fetched.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
+from halfstep.data.pipeline.loader import _attached_generators
+from halfstep.data.pipeline.position import load_position
+from halfstep.utils import rng
+from halfstep.utils.saved_state import SavedValue
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
@@ -89,6 +93,36 @@ class Feed:
         saved = self._pass_start if isinstance(self.data, Dataset) else self.data.state_dict()
         return {**saved, "epoch": self.pass_number, "step": self.step}
 
+    def check_state(self, saved: SavedValue) -> None:
+        """ValueError for a position that `load_state_dict` cannot take. Changes nothing."""
+        if isinstance(self.data, Dataset):
+            for name in ("epoch", "step", "shards", "start", "start_epoch"):
+                saved.field(name).whole_number(minimum=1 if name == "shards" else 0)
+            saved.field("pipeline").texts()
+            try:
+                load_position(self.data.plan, saved.value)
+            except ValueError as error:
+                raise ValueError(f"{saved.where}: {error}") from error
+            return
+        _check_loader_state(self.data, saved)
+
+    def undo_function(self) -> Callable[[], None]:
+        """A function that takes back what `load_state_dict` does to the data of the user."""
+        if isinstance(self.data, Dataset):  # a copy of the user's
+            return lambda: None
+        loader = self.data
+        attributes = dict(vars(loader))
+        generators = _attached_generators(loader.batches)
+        states = [(generator, generator.get_state()) for generator in generators.values()]
+
+        def undo() -> None:
+            vars(loader).clear()
+            vars(loader).update(attributes)
+            for generator, state in states:
+                generator.set_state(state)
+
+        return undo
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved position."""
         self.data.load_state_dict(state)
@@ -102,6 +136,29 @@ class Feed:
         if isinstance(self.data, Dataset):
             return list(self.data.plan.describe())
         return [f"{type(self.data.batches).__name__} of {self.size} batches"]
+
+
+def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
+    """Refuses what Loader.load_state_dict, or the first batch after it, would stumble over."""
+    saved.field("version").whole_number()
+    step = saved.field("step").whole_number()
+    saved.field("epoch").whole_number()
+    saved.field("began_epoch").whole_number()
+    has_own_state = hasattr(loader.batches, "load_state_dict")
+    own = saved.field("own")
+    if own.value is not None and not has_own_state:
+        own.refuse(f"None, as {type(loader.batches).__name__} has no load_state_dict")
+    for name in ("began", "now"):
+        states = saved.field(name)
+        entries = states.entries()
+        if not entries:
+            continue
+        rng.check_host_states(states)
+        for part in entries.keys() - {"torch", "python", "numpy"}:
+            if isinstance(entries[part].value, Tensor):
+                rng.check_generator_state(entries[part])
+    if step and loader.size is not None and step > loader.size:
+        saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
 
 
 def as_batches(data: Any) -> Dataset | Loader:

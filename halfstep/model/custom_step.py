@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halfstep.step import Record
+from halfstep.utils.saved_state import SavedValue, same_kind
 
 
 class CustomStep:
@@ -64,8 +65,22 @@ class CustomStep:
             )
         return {"own": self.step.state_dict()}
 
+    def check_state(self, saved: SavedValue) -> None:
+        """Refuses values of another kind than the step would save now. Changes nothing."""
+        own_state = self.state_dict()["own"]
+        same_kind(saved.field("own"), own_state)
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.step.load_state_dict(saved["own"])
+        name = type(self.step).__name__
+        try:
+            self.step.load_state_dict(saved["own"])
+        except (OSError, Warning):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"resume: step.own: {name}.load_state_dict failed: "
+                f"{type(error).__name__}: {error}. The resume is taken back"
+            ) from error
 
 
 def _copy_record(record: Record) -> Record:

@@ -42,16 +42,16 @@ def check_optimizer_state(
     entries = state.entries()
     params = [p for group in optimizer.param_groups for p in group["params"]]
     is_torchs = _is_torchs(optimizer)
-    for key, entry in entries.items():
+    for key, value in entries.items():
         if key not in numbers and (is_torchs or not isinstance(key, str)):
-            entry.refuse(f"the number of one of the {len(numbers)} parameters")
+            value.refuse(f"the number of one of the {len(numbers)} parameters")
 
     position = 0
     for index, group in enumerate(optimizer.param_groups):
         twins = _TwinStates(optimizer, saved_groups[index])
         for p in group["params"]:
-            entry = entries.get(numbers[position])
-            if entry is not None:
+            if numbers[position] in entries:
+                entry = entries[numbers[position]]
                 present = optimizer.state.get(p, {})
                 dtype = state_dtypes.get(position, p.dtype)
                 _check_entry(entry, present, p, twins.of(p, dtype), exact=exact)

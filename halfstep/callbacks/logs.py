@@ -104,7 +104,7 @@ class _Log(Callback):
                 stacklevel=5,
             )
             self.file.start_anew()
-        self.file.open(head, replace=_resume_found_nothing(run))
+        self.file.open(head, replace=_resume_found_nothing(run), is_resumed=run.resumed is not None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file.load_state_dict(state)
@@ -293,7 +293,7 @@ class LogFile:
         self._loaded_state: dict[str, Any] | None = None
         self._lines_of_checkpoint: list[str] = []  # of a run whose file is elsewhere
 
-    def open(self, head: str = "", *, replace: bool = False) -> None:
+    def open(self, head: str = "", *, replace: bool = False, is_resumed: bool = False) -> None:
         """Begins the file with the line `head`, or goes on where the loaded state says.
 
         What came after that state is cut off. `replace`: an existing file is from a run that was
@@ -306,7 +306,7 @@ class LogFile:
         self._loaded_state = None
         self._head = [head] if head else []
         if state is None:
-            self._start(overwrite=self.overwrite or replace)
+            self._start(overwrite=self.overwrite or replace, is_resumed=is_resumed)
         else:
             self._check_length(state["offset"])
             self._open_file()
@@ -330,11 +330,14 @@ class LogFile:
         self._lines_of_checkpoint = list(self._loaded_state["waiting"])
         self._loaded_state = None
 
-    def _start(self, *, overwrite: bool) -> None:
+    def _start(self, *, overwrite: bool, is_resumed: bool) -> None:
         if self.path.exists() and not overwrite and self.path.stat().st_size:
+            problem = "and this run starts anew. Go on with it by fit(resume=…)"
+            if is_resumed:
+                problem = "and the checkpoint that the run goes on from knows of no log. Move it"
             raise FileExistsError(
-                f"{self.owner}: {self.path} exists, and this run starts anew. Go on with it by "
-                "fit(resume=…), name another file, or throw the old one away with overwrite=True."
+                f"{self.owner}: {self.path} exists, {problem}, name another file, or throw the old "
+                "one away with overwrite=True."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open_file()

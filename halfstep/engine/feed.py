@@ -16,6 +16,9 @@ from halfstep.data.pipeline.position import load_position
 from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
 
+# Parts of a DataLoader that may have a generator of their own, as a saved position names them.
+GENERATOR_PARTS = {"loader", "sampler", "batch_sampler", "inner_sampler", "dataset"}
+
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
 
@@ -154,9 +157,8 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
         if not entries:
             continue
         rng.check_host_states(states)
-        for part in entries.keys() - {"torch", "python", "numpy"}:
-            if isinstance(entries[part].value, Tensor):
-                rng.check_generator_state(entries[part])
+        for part in GENERATOR_PARTS & entries.keys():
+            rng.check_generator_state(entries[part])
     if step and loader.size is not None and step > loader.size:
         saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
 

@@ -30,11 +30,13 @@ def check_snapshot(
     path: Path,
 ) -> None:
     """Raises an error that names what this run could not go on from. Changes nothing."""
-    if not isinstance(tree, dict) or tree.get("halfstep_run") != VERSION:
-        received: Any = type(tree).__name__
-        if isinstance(tree, dict):
-            received = tree.get("halfstep_run")
-        raise ValueError(f"resume: {path}: expected a run of version {VERSION}, got {received!r}")
+    received: Any = type(tree).__name__
+    if isinstance(tree, dict):
+        received = tree.get("halfstep_run")
+    if type(received) is not int or received != VERSION:
+        raise ValueError(
+            f"resume: {path}: halfstep_run: expected a run of version {VERSION}, got {received!r}"
+        )
     saved = SavedValue(tree, f"resume: {path}")
 
     with named_part(saved, "config"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from halfstep.utils.saved_state import SavedValue
+from halfstep.utils.saved_state import SavedValue, dtype_kind
 
 # Sizes of a twin's parameter: all different, so that a state's shape shows where it comes from.
 TWIN_SIZES = (2, 3, 5, 7, 11, 13)
@@ -112,7 +112,7 @@ def _check_setting(saved: SavedValue, present: Any) -> None:
             _check_setting(item, present_item)
     elif isinstance(present, str):
         saved.text()
-    elif present is None and isinstance(saved.value, dict | list | bytes):
+    elif present is None and isinstance(saved.value, dict | list | bytes | Tensor):
         saved.refuse("None or a plain value")
 
 
@@ -165,7 +165,7 @@ def _check_scalar(saved: SavedValue, name: str, twin_value: Any) -> None:
     if twin_value is None:
         return
     if isinstance(saved.value, Tensor):
-        if saved.value.numel() != 1 or saved.value.is_complex():
+        if saved.value.numel() != 1 or dtype_kind(saved.value.dtype) in ("complex", "bool"):
             saved.refuse("one number")
         number = float(saved.value)
     else:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -186,8 +186,8 @@ def _compare_shapes(
     saved: SavedValue, present: dict[str, Any], received: dict[str, Any], names: list[str]
 ) -> None:
     for name in names:
-        expected_shape = _describe_shape(present.get(name))
-        received_shape = _describe_shape(received.get(name))
+        expected_shape = _describe_shape(present.get(name, MISSING))
+        received_shape = _describe_shape(received.get(name, MISSING))
         if expected_shape != received_shape:
             raise ValueError(
                 f"{saved.where}: {name}: expected {expected_shape}, received {received_shape}; "
@@ -204,7 +204,7 @@ def _compare_dtypes(present: dict[str, Any], saved: dict[str, SavedValue], *, ex
 
 
 def _describe_shape(value: Any) -> str:
-    if value is None:
+    if value is MISSING:
         return "no such tensor"
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)}"

@@ -85,7 +85,7 @@ class SavedValue:
             expected = f"{expected}, {minimum:g} or more"
         is_number = isinstance(self.value, int | float) and not isinstance(self.value, bool)
         if is_number and isinstance(self.value, int):
-            is_number = abs(self.value) < 1 << 1000  # what a float can hold
+            is_number = abs(self.value) < 1 << 63  # what torch takes
         if not is_number:
             self.refuse(expected)
         number = float(self.value)

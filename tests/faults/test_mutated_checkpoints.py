@@ -342,13 +342,13 @@ def resume_all(name: str, seeds: range, folder: Path) -> Counter[str]:
 def test_a_mutated_checkpoint_is_loaded_or_refused_with_nothing_touched(
     name: str, tmp_path: Path
 ) -> None:
-    counts = resume_all(name, range(16), tmp_path)
+    counts = resume_all(name, range(20), tmp_path)
     assert counts["refused"] >= 5, counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_thousand_mutated_checkpoints(name: str, tmp_path: Path) -> None:
-    counts = resume_all(name, range(16, 216), tmp_path)
+    counts = resume_all(name, range(20, 220), tmp_path)
     assert counts.total() == 200
     assert counts["refused"] >= 80, counts

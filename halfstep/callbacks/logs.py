@@ -424,8 +424,6 @@ class LogFile:
         self._waiting = []
         if self._sync_failed:
             self._sync()
-        else:
-            self._has_warned = False
 
     def _sync(self) -> None:
         """Writes the file through to the disk. What is not sure to be there waits again.
@@ -444,9 +442,7 @@ class LogFile:
                 self._warn_unwritten(error)
                 return
         self._synced_size = self._size
-        if self._sync_failed:
-            self._sync_failed = False
-            self._has_warned = bool(self._waiting)
+        self._sync_failed = False
 
     def _take_back_unsynced(self) -> None:
         """Lets the lines since the last successful sync wait again."""
@@ -466,7 +462,7 @@ class LogFile:
         self._synced_size = self._size
 
     def _warn_unwritten(self, error: OSError) -> None:
-        """Once, until a write succeeds."""
+        """Once a run: a disk that is nearly full takes some lines and refuses others."""
         if not self._has_warned:
             warnings.warn(
                 f"{self.owner}: {self.path} cannot be written ({error.strerror}); its lines "

@@ -25,7 +25,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 demo: $(STAMP) ## which precision? an MLP in four of them, three seeds each, with a report (about a minute)
-	@$(PY) -m halfstep compare --fresh --out runs/demo
+	@$(VENV)/bin/halfstep compare --fresh --out runs/demo
 
 lint: $(STAMP) ## ruff and mypy
 	@echo "lint: ruff check"

@@ -11,8 +11,10 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import TRASH_PREFIX, remove_folder
+from halfstep.checkpoint.disk import TRASH_PREFIX
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
+from halfstep.checkpoint.runs import finish_replacements, replace
+from halfstep.checkpoint.verified import VerifiedCheckpoints
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.utils.checks import expect, whole_number
@@ -66,6 +68,7 @@ class Checkpoint(Callback):
         self._saved_step = -1  # the step of the last checkpoint that holds all of that step
         self._saved_time = time.monotonic()
         self._may_save = False  # the folder was checked and is this run's
+        self._verified = VerifiedCheckpoints()
 
     def begin(self, run: Run) -> None:
         """Checks before training that the folder can be written and the run can be saved."""
@@ -116,7 +119,7 @@ class Checkpoint(Callback):
         if run.resumed is not None:
             # A broken one does no harm: it is replaced when its step comes.
             later = [path for path in existing if checkpoint.step_of(path) > run.position]
-            complete = [path for path in later if _is_complete(path)]
+            complete = [path for path in later if self._verified.is_whole(path)]
             if complete:
                 raise FileExistsError(
                     f"Checkpoint: this run goes on from step {run.position}, and {self.folder} "
@@ -125,7 +128,7 @@ class Checkpoint(Callback):
                     "folder."
                 )
         elif existing:
-            if any(_is_complete(path) for path in existing):
+            if any(self._verified.is_whole(path) for path in existing):
                 what = "checkpoints of another run"
                 advice = 'Go on from them with fit(resume="auto"), or name another folder.'
             else:
@@ -192,13 +195,13 @@ class Checkpoint(Callback):
         if run.position != self._saved_step:
             tree = run.model.snapshot()
             if path.exists():
-                _replace_checkpoint(path, tree)
+                replace(path, tree)
             else:
                 checkpoint.save(path, tree)
             self._saved_step = run.position
             self._saved_time = time.monotonic()
         protect = [] if self.best_path is None else [self.best_path]
-        checkpoint.prune(self.folder, self.keep, protect)
+        checkpoint.prune(self.folder, self.keep, protect, verified=self._verified)
 
     def state_dict(self) -> dict[str, Any]:
         if self.best is None:
@@ -234,29 +237,8 @@ def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
         for callback in callbacks:
             if isinstance(callback, Checkpoint):
                 stack.enter_context(hold_lock(callback.folder))
+                finish_replacements(callback.folder)
         yield
-
-
-def _replace_checkpoint(path: Path, tree: Any) -> None:
-    """Saves in place of a broken checkpoint, or of one whose evaluation was still to come.
-
-    The new one is written first, in a folder that the next save removes if this process is killed.
-    """
-    trash = path.parent / f"{TRASH_PREFIX}{path.name}"
-    remove_folder(trash)
-    checkpoint.save(trash / path.name, tree)
-    remove_folder(path)
-    os.rename(trash / path.name, path)
-    trash.rmdir()
-
-
-def _is_complete(path: Path) -> bool:
-    """Whether the checkpoint is complete, checksums included."""
-    try:
-        checkpoint.verify(path)
-    except checkpoint.CheckpointError:
-        return False
-    return True
 
 
 def _warn_not_saved(run: Run, text: str) -> None:

@@ -83,7 +83,8 @@ def is_lower_better(owner: str, metric: str, mode: Mode) -> bool:
 class Best:
     """The best value of a score so far; inf or -inf before the first.
 
-    A score is better if it differs from the best by more than `min_delta`. NaN never is.
+    A score is better if it differs from the best by more than `min_delta`. NaN never is, and
+    nothing is better than an infinite best: a notice says so, once.
     """
 
     def __init__(self, owner: str, metric: str, mode: Mode, min_delta: float) -> None:
@@ -99,6 +100,7 @@ class Best:
 
     def reset(self) -> None:
         """Forgets all scores."""
+        self._has_warned = False
         self.value = math.inf if self.lower_is_better else -math.inf
 
     def check(self, run: Run) -> None:
@@ -116,7 +118,7 @@ class Best:
             f"got {self.metric!r}. {advice}"
         )
 
-    def take(self, scores: dict[str, float]) -> bool:
+    def take(self, scores: dict[str, Any]) -> bool:
         """Whether this evaluation's score is better than the best so far. Then it is the best."""
         if self.metric not in scores:
             raise ValueError(
@@ -124,8 +126,12 @@ class Best:
             )
         score = scores[self.metric]
         if not isinstance(score, int | float):
+            received = type(score).__name__
+            if isinstance(score, Tensor):
+                received = f"a tensor of shape {list(score.shape)}"
             raise TypeError(
-                f"{self.owner}: expected {self.metric!r} as one number, got {type(score).__name__}"
+                f"{self.owner}: expected {self.metric!r} as one number, got {received}; follow "
+                "another score, or give a metric that computes one number, such as the mean"
             )
         if self.lower_is_better:
             better = score < self.value - self.min_delta
@@ -133,7 +139,23 @@ class Best:
             better = score > self.value + self.min_delta
         if better:
             self.value = float(score)
+        if not math.isfinite(score) and (better or math.isnan(score)):
+            self._warn_nonfinite(score)
         return better
+
+    def _warn_nonfinite(self, score: float) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        effect = "no later score can be better"
+        if math.isnan(score):
+            effect = "it counts as not better than any other"
+        warnings.warn(
+            f"{self.owner}: the score {self.metric!r} is {score}: {effect}. Look at the metric and "
+            "the loss of the epochs before it",
+            Notice,
+            stacklevel=4,
+        )
 
 
 class EarlyStopping(Callback):

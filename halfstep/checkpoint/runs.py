@@ -1,4 +1,10 @@
-"""The checkpoints of a run: folders in one root folder, named by their step."""
+"""The checkpoints of a run: folders in one root folder, named by their step.
+
+A checkpoint that replaces another one of its step is first complete under a name of its own,
+`step-000000123.new`, which readers know too; then the old one is removed, then it takes the name.
+So there is a whole one at every moment, and a writer that was killed between is made up for by the
+next (`finish_replacements`).
+"""
 
 import os
 import re
@@ -8,15 +14,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.disk import remove_folder
-from halfstep.checkpoint.store import read_manifest, verify
+from halfstep.checkpoint.disk import remove_folder, sync_folder
+from halfstep.checkpoint.store import save, verify
+from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
 
-CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})")
-
-# A folder that changed this recently may be changing still. File systems keep times in ticks of up
-# to 10 ms.
-RECENT_CHANGE_S = 0.05
+REPLACEMENT_SUFFIX = ".new"
+CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})(?:\.new)?")
 
 
 def name_of(step: int) -> str:
@@ -35,13 +39,14 @@ def step_of(path: str | Path) -> int:
         raise ValueError(
             f"expected a name such as {name_of(123)}, got {name!r}. Use name_of(step) to make one."
         )
-    return int(name.removeprefix("step-"))
+    return int(name.removeprefix("step-").removesuffix(REPLACEMENT_SUFFIX))
 
 
 def listing(root: str | Path) -> list[Path]:
     """The folders in `root` that have a checkpoint's name, by step, whether complete or not.
 
-    Empty if there is no such root.
+    Empty if there is no such root. A step is there twice while its checkpoint is being replaced,
+    the new one last.
     """
     root = Path(root)
     try:
@@ -53,7 +58,7 @@ def listing(root: str | Path) -> list[Path]:
         reason = error.strerror or str(error)
         advice = "Name the folder of the run."
         raise checkpoint_error(root, "a folder of checkpoints", reason, advice) from error
-    return sorted(folders, key=step_of)
+    return sorted(folders, key=lambda path: (step_of(path), path.name))
 
 
 def latest(root: str | Path) -> Path | None:
@@ -78,11 +83,18 @@ def latest(root: str | Path) -> Path | None:
     return search.newest
 
 
-def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
+def prune(
+    root: str | Path,
+    keep: int,
+    protect: Collection[Path] = (),
+    *,
+    verified: VerifiedCheckpoints | None = None,
+) -> list[Path]:
     """Removes all checkpoints but the newest `keep`, the oldest first. Returns the removed.
 
-    Those in `protect` stay. Broken ones are not counted, so the newest complete one always stays;
-    complete means that every file has its size.
+    Those in `protect` stay. Nothing is removed unless the `keep` that stay are whole, checksums
+    included; damaged ones are not counted. `verified` remembers between calls which ones are whole.
+    The newest that stays is read in any case.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -90,19 +102,67 @@ def prune(root: str | Path, keep: int, protect: Collection[Path] = ()) -> list[P
         )
     paths = listing(root)
     protected = {os.path.realpath(path) for path in protect}
+    if all(os.path.realpath(path) in protected for path in paths[:-keep]):
+        return []  # nothing is too many, so nothing need be read
+    if verified is None:
+        verified = VerifiedCheckpoints()
 
     # From the newest back to the one that completes the number to keep; older ones are too many.
-    complete_count = 0
+    whole_count = 0
     for index in reversed(range(len(paths))):
-        if _is_complete(paths[index]):
-            complete_count += 1
-        if complete_count == keep:
+        if verified.is_whole(paths[index], read_again=whole_count == 0):
+            whole_count += 1
+        if whole_count == keep:
             older = paths[:index]
             removed = [path for path in older if os.path.realpath(path) not in protected]
             for path in removed:
                 remove_folder(path)
             return removed
     return []
+
+
+def replace(path: Path, tree: object) -> None:
+    """Saves the tree in place of the checkpoint at `path`.
+
+    At every moment one of the two is there whole, under a name that `listing` and `latest` know.
+    The old one is removed when the new one was verified.
+    """
+    finish_replacements(path.parent)
+    new = path.with_name(f"{path.name}{REPLACEMENT_SUFFIX}")
+    save(new, tree)
+    try:
+        verify(new)
+    except CheckpointError:
+        remove_folder(new)
+        raise
+    _take_place(new, path)
+
+
+def finish_replacements(root: Path) -> None:
+    """Completes what a writer that was killed in `replace` left. The caller writes there alone."""
+    for new in listing(root):
+        if not new.name.endswith(REPLACEMENT_SUFFIX):
+            continue
+        path = new.with_name(new.name.removesuffix(REPLACEMENT_SUFFIX))
+        try:
+            verify(new)
+        except CheckpointError:
+            # The old one may be whole still.
+            if os.path.lexists(path):
+                remove_folder(new)
+                continue
+        _take_place(new, path)
+
+
+def _take_place(new: Path, path: Path) -> None:
+    remove_folder(path)
+    try:
+        os.rename(new, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        advice = f"Rename {new} to {path.name} by hand; until then it is read from where it is."
+        raise checkpoint_error(path, "a free name", reason, advice) from error
 
 
 @dataclass
@@ -143,12 +203,4 @@ def _changed_recently(root: str | Path) -> bool:
 
 def _is_checkpoint_name(name: str) -> bool:
     match = CHECKPOINT_NAME.fullmatch(name)
-    return match is not None and name_of(int(match[1])) == name
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
+    return match is not None and name_of(int(match[1])) == name.removesuffix(REPLACEMENT_SUFFIX)

@@ -41,7 +41,10 @@ stopped.
 
 def compare(
     net: Annotated[
-        str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")
+        str,
+        typer.Option(
+            help="a network by name (mlp, lenet5, resnet18 …), module:function or file.py:function"
+        ),
     ] = "mlp",
     data: DataOption = "sample",
     path: Annotated[

@@ -15,6 +15,7 @@ from halfstep.cli.options import (
     RunNetOption,
     RunPrecisionOption,
     TestSamplesOption,
+    TrustOption,
     option_flag,
 )
 from halfstep.cli.output import format_scores, print_json
@@ -40,6 +41,7 @@ def evaluate(
     test_samples: TestSamplesOption = None,
     build: BuildOption = None,
     device: RunDeviceOption = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run, a checkpoint or a file of weights.
@@ -64,7 +66,7 @@ def evaluate(
         "device": device,
         "test_samples": test_samples,
     }
-    settings = settings_of_run("eval", run, build, options)
+    settings = settings_of_run("eval", run, build, options, trust=trust)
     built = training_run.build_run(settings)
     weights_path = training_run.load_weights(built.model, run)
 
@@ -77,13 +79,23 @@ def evaluate(
 
 
 def settings_of_run(
-    command: str, run: Path, build: str | None, options: dict[str, Any]
+    command: str, run: Path, build: str | None, options: dict[str, Any], *, trust: bool
 ) -> training_run.TrainSettings:
     """The settings of a run, with the options of the command in their place where they are given.
 
     For weights that no run.json describes, the options alone. `command` begins every error.
+    `trust`: use what a run.json from elsewhere names.
     """
-    settings = training_run.TrainSettings(build=build) if build else training_run.read_run_file(run)
+    settings: training_run.TrainSettings | None
+    if build:
+        settings = training_run.TrainSettings(build=build)
+    else:
+        settings = training_run.read_own_run_file(
+            run,
+            trust=trust,
+            command=command,
+            replaced=[name for name, value in options.items() if value is not None],
+        )
 
     # A builder has made its model and data: no option can change them.
     if settings is not None and settings.build is not None:

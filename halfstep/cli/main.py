@@ -132,11 +132,9 @@ def main() -> None:
 
 
 def _run_app() -> None:
-    # The user's module:function is importable from the folder that the command is started in.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        app(prog_name="halfstep")  # also when started as python -m halfstep
+        with _children_with_safe_path():
+            app(prog_name="halfstep")  # also when started as python -m halfstep
     except SystemExit as end:
         # typer takes these two for the end of the input and exits with 1.
         cause = getattr(end.__context__, "__cause__", None)
@@ -147,6 +145,22 @@ def _run_app() -> None:
             print("halfstep: stopped", file=sys.stderr)
             sys.exit(EXIT_INTERRUPTED)
         raise
+
+
+@contextlib.contextmanager
+def _children_with_safe_path() -> Iterator[None]:
+    """Inside, no Python that is started looks for modules in the current folder.
+
+    The worker processes of a DataLoader are such, where they are not forked: `python -c`.
+    """
+    if "PYTHONSAFEPATH" in os.environ:
+        yield
+        return
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH", None)
 
 
 @contextlib.contextmanager

@@ -87,15 +87,15 @@ def option_flag(parameter: str) -> str:
 NetOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(NETS)}; or module:function",
+        help=f"{', '.join(NETS)}; module:function, or file.py:function",
         autocompletion=complete_one(*NETS),
     ),
 ]
 DataOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(DATASETS)}, module:function, or a folder: train/ and test/ with one "
-        "folder of images per class, or MNIST's or CIFAR-10's own files",
+        help=f"{', '.join(DATASETS)}, module:function, file.py:function, or a folder: train/ and "
+        "test/ with one folder of images per class, or MNIST's or CIFAR-10's own files",
         autocompletion=complete_one(*DATASETS),
     ),
 ]
@@ -108,8 +108,8 @@ TestSamplesOption = Annotated[int | None, typer.Option(help="only so many test s
 BuildOption = Annotated[
     str | None,
     typer.Option(
-        help="package.module:function that returns (model, data), (model, data, valid) or a dict "
-        "for fit"
+        help="package.module:function or path/to/file.py:function that returns (model, data), "
+        "(model, data, valid) or a dict for fit"
     ),
 ]
 
@@ -174,6 +174,13 @@ RunNetOption = Annotated[
 ]
 RunPrecisionOption = Annotated[
     str | None, typer.Option("--precision", help="another precision than the run's")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="import, open and fetch what a run.json from elsewhere names (docs/security.md)",
+    ),
 ]
 RunDeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
 

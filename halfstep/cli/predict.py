@@ -16,6 +16,7 @@ from halfstep.cli.options import (
     RunDeviceOption,
     RunNetOption,
     RunPrecisionOption,
+    TrustOption,
 )
 from halfstep.cli.output import print_json
 from halfstep.experiment import training_run
@@ -45,6 +46,7 @@ def predict(
     build: BuildOption = None,
     device: RunDeviceOption = None,
     batch: Annotated[int, typer.Option(help="samples at a time")] = 256,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict with a run, a checkpoint or a file of weights.
@@ -69,7 +71,7 @@ def predict(
             f"--out: expected a name that ends in {', '.join(OUTPUT_SUFFIXES)}, got {out}"
         )
     options = {"net": net, "precision": precision, "device": device}
-    settings = settings_of_run("predict", run, build, options)
+    settings = settings_of_run("predict", run, build, options, trust=trust)
     built = training_run.build_run(settings)
     training_run.load_weights(built.model, run)
     inputs = read_inputs(source, built, settings)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from halfstep.cli.options import BuildOption, JsonOption
+from halfstep.cli.options import BuildOption, JsonOption, TrustOption
 from halfstep.cli.output import align_columns, print_json
 from halfstep.experiment.builders import import_builder
 from halfstep.utils.text import dtype_name
@@ -79,6 +79,7 @@ def replay(
     save: Annotated[
         Path | None, typer.Option("--save", help="write all tensors to this safetensors file")
     ] = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one step of a run again, bit for bit.
@@ -93,7 +94,7 @@ def replay(
     from halfstep.experiment.training_run import run_builder
     from halfstep.reproduce import replay as replay_step
 
-    result = replay_step(run_builder(run, build, "replay"), run, step)
+    result = replay_step(run_builder(run, build, "replay", trust=trust), run, step)
     record = result.row
     assert record is not None
     tensor_rows = _tensor_rows(result)

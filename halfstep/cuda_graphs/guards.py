@@ -73,6 +73,12 @@ def module_guards(*roots: Any) -> Iterator[Any]:
                 )
 
 
+def hook_dictionaries(net: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries that hold the hooks of a network's modules, and those of all modules."""
+    of_modules = [getattr(module, name) for module in net.modules() for name in _HOOK_DICTS]
+    return [*of_modules, *(getattr(torch.nn.modules.module, f"_global{n}") for n in _HOOK_DICTS)]
+
+
 def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
     """What a graph bakes in of an optimizer: settings, and addresses of its rates and its state."""
     for group in optimizer.param_groups:

@@ -3,6 +3,7 @@
 The position of a feed is that of the steps done, not of the batches fetched.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
-from halfstep.data.pipeline.loader import _attached_generators
+from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
 from halfstep.data.pipeline.position import load_position
+from halfstep.errors import Notice
 from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
-
-# Parts of a DataLoader that may have a generator of their own, as a saved position names them.
-GENERATOR_PARTS = {"loader", "sampler", "batch_sampler", "inner_sampler", "dataset"}
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
@@ -93,7 +92,10 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as the data saves it."""
-        saved = self._pass_start if isinstance(self.data, Dataset) else self.data.state_dict()
+        if isinstance(self.data, Dataset):
+            saved = self._pass_start
+        else:
+            saved = self.data.state_dict(self.step)
         return {**saved, "epoch": self.pass_number, "step": self.step}
 
     def check_state(self, saved: SavedValue) -> None:
@@ -115,14 +117,12 @@ class Feed:
             return lambda: None
         loader = self.data
         attributes = dict(vars(loader))
-        generators = _attached_generators(loader.batches)
-        states = [(generator, generator.get_state()) for generator in generators.values()]
+        generators = loader.save_generators()
 
         def undo() -> None:
             vars(loader).clear()
             vars(loader).update(attributes)
-            for generator, state in states:
-                generator.set_state(state)
+            loader.load_generators(generators)
 
         return undo
 
@@ -133,6 +133,26 @@ class Feed:
         # After a change of shards these are other numbers than the saved ones.
         self.pass_number = self._pass_start["epoch"]
         self.step = self._pass_start["step"]
+
+    def save_generators(self) -> dict[str, Any]:
+        """The states of random generators that the data keeps and its position does not decide."""
+        return self.data.save_generators() if isinstance(self.data, Loader) else {}
+
+    def load_generators(self, states: dict[str, Any]) -> None:
+        """Sets what `save_generators` returned."""
+        if isinstance(self.data, Loader):
+            self.data.load_generators(states)
+
+    def check_generators(self, saved: SavedValue) -> None:
+        """ValueError for states that `load_generators` cannot set. Changes nothing."""
+        saved.entries()
+        if isinstance(self.data, Loader):
+            _check_generators(self.data, saved)
+
+    def announce_resume_limits(self) -> None:
+        """Warns of what a run that is stopped and resumed cannot repeat with this data."""
+        for limit in self.data.resume_limits():
+            warnings.warn(f"fit: {limit}", Notice, stacklevel=5)
 
     def describe(self) -> list[str]:
         """What it is, in lines that can be compared with those of a saved run."""
@@ -147,20 +167,37 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
     step = saved.field("step").whole_number()
     saved.field("epoch").whole_number()
     saved.field("began_epoch").whole_number()
-    has_own_state = hasattr(loader.batches, "load_state_dict")
+    if loader.size is not None and step > loader.size:
+        saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
     own = saved.field("own")
-    if own.value is not None and not has_own_state:
+    if own.value is not None and not hasattr(loader.batches, "load_state_dict"):
         own.refuse(f"None, as {type(loader.batches).__name__} has no load_state_dict")
+
     for name in ("began", "now"):
         states = saved.field(name)
         entries = states.entries()
-        if not entries:
-            continue
-        rng.check_host_states(states)
-        for part in GENERATOR_PARTS & entries.keys():
-            rng.check_generator_state(entries[part])
-    if step and loader.size is not None and step > loader.size:
-        saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
+        # Within a pass only the loader's own generators are saved as they are now.
+        if entries and (name == "began" or not step):
+            rng.check_host_states(states)
+        if WORKERS in entries:
+            entries[WORKERS].whole_number()
+        for flag in (WORKERS_RUNNING, DRAWS_LATER):
+            if flag in entries:
+                entries[flag].flag()
+        _check_generators(loader, states)
+
+
+def _check_generators(loader: Loader, saved: SavedValue) -> None:
+    """Refuses states that the loader's generators do not take, by setting them for a moment."""
+    states = saved.entries()
+    before = loader.save_generators()
+    for name in before.keys() & states.keys():
+        try:
+            loader.load_generators({name: states[name].value})
+        except Exception:
+            states[name].refuse("the state of a random generator")
+        finally:
+            loader.load_generators(before)
 
 
 def as_batches(data: Any) -> Dataset | Loader:

@@ -24,7 +24,11 @@ COMPARED_OPTIONS = ("ema", "clip_norm", "clip_value")
 
 
 def take_snapshot(
-    step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_inside_update(step, loop):
@@ -34,6 +38,8 @@ def take_snapshot(
         )
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
+    # Each evaluation draws from them: its order, augmentations of the validation data.
+    valid_generators = {} if valid_feed is None else valid_feed.save_generators()
     return {
         "halfstep_run": VERSION,
         "config": {**loop.config, "rates": _next_rates(step)},
@@ -43,7 +49,13 @@ def take_snapshot(
         "writers": {name: state for name, state in states.items() if name in writers},
         "step": step.state_dict(),
         "rng": rng.save(),
+        **({"valid_generators": valid_generators} if valid_generators else {}),
+        **({"compiled": step.compiled.compiled_shapes()} if _is_compiled(step) else {}),
     }
+
+
+def _is_compiled(step: Any) -> bool:
+    return isinstance(step, TrainStep) and step.compiled.on
 
 
 def describe_run(step: Any, feed: Feed, updates_before: int) -> dict[str, Any]:
@@ -71,7 +83,12 @@ def describe_run(step: Any, feed: Feed, updates_before: int) -> dict[str, Any]:
 
 
 def restore_snapshot(
-    saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    saved: dict[str, Any],
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> None:
     """Continues from a snapshot that was checked (resume_check.py).
 
@@ -92,17 +109,45 @@ def restore_snapshot(
         feed.load_state_dict(saved["feed"])
     else:
         _start_new_pass(saved, now["data"], feed)
+    if valid_feed is not None:
+        valid_feed.load_generators(saved.get("valid_generators", {}))
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}
     for change in _describe_changes(before, current):
         _notice(change)
     if isinstance(step, TrainStep) and step.compiled.on:
-        _notice(
-            "a compiled run goes on to rounding, not bit for bit, as it is compiled anew; "
-            "compile=False goes on exactly"
-        )
+        step.compiled.load_compiled_shapes(saved.get("compiled", {}))
+        for limit in _compiled_limits(saved, step, loop):
+            _notice(f"{limit}; compile=False goes on exactly")
     rng.load(saved["rng"])
+
+
+def _compiled_limits(saved: dict[str, Any], step: TrainStep, loop: Loop) -> Iterator[str]:
+    """In which way a compiled run does not go on bit for bit, in words."""
+    saved_shapes = saved.get("compiled")
+    is_whole_step = loop.captured_runner is not None and step.device.type == "cpu"
+    if saved_shapes is None and not is_whole_step:
+        yield (
+            "the checkpoint does not say what was compiled, so the first batch of each shape runs "
+            "uncompiled: it is rounded in another way, and dropout draws other numbers for it"
+        )
+    elif saved_shapes and is_whole_step:
+        yield (
+            "forward and loss were compiled, as the whole step could not be. That is tried again "
+            "first, for which some steps run uncompiled: they are rounded in another way, and "
+            "dropout draws other numbers for them"
+        )
+    elif is_whole_step:
+        yield (
+            "a compiled run goes on to rounding, not bit for bit, as its first steps run "
+            "uncompiled until the whole step is compiled anew"
+        )
+    elif step.device.type != "cpu":
+        yield (
+            "a compiled run goes on to rounding, not bit for bit, as it is compiled anew and may "
+            "be tuned in another way"
+        )
 
 
 def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback]) -> None:

@@ -28,6 +28,7 @@ def check_snapshot(
     feed: Feed,
     callbacks: Mapping[str, Callback],
     path: Path,
+    valid_feed: Feed | None = None,
 ) -> None:
     """Raises an error that names what this run could not go on from. Changes nothing."""
     received: Any = type(tree).__name__
@@ -53,6 +54,15 @@ def check_snapshot(
             saved.field("feed").field("step").whole_number()
     with named_part(saved, "rng"):
         rng.check(saved.field("rng"))
+    generators = saved.optional_field("valid_generators")
+    if generators is not None and valid_feed is not None:
+        with named_part(saved, "valid_generators"):
+            valid_feed.check_generators(generators)
+    compiled_shapes = saved.optional_field("compiled")
+    if compiled_shapes is not None:
+        for is_compiled in compiled_shapes.entries().values():
+            is_compiled.flag()
+
     states = {**saved.field("callbacks").entries(), **saved.field("writers").entries()}
     for name, state in states.items():
         state.entries()

@@ -17,8 +17,10 @@ from halfstep.step.objective import (
     Objective,
     at_least_fp32,
     batch_size,
+    check_loss,
     find_loss,
     loss_arguments,
+    outputs_beside_loss,
     to_device,
 )
 
@@ -28,12 +30,15 @@ class EvalRecord:
     """One evaluated batch, on the device.
 
     `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the
-    mean over a whole data set, a last short batch included. `outputs` are in float32 or wider.
+    mean over a whole data set, a last short batch included. `outputs` are in float32 or wider, and
+    None where only the loss was returned. `target` is the second argument of the loss; None where
+    the network or the forward computes the loss itself.
     """
 
     loss: Tensor
     count: Tensor
     outputs: Any
+    target: Any = None
 
 
 class EvalStep:
@@ -70,7 +75,15 @@ class EvalStep:
 
     def _apply_precision(self, precision: Precision) -> Callable[[], Applied]:
         applied = Applied(self.net, precision, self.device, convert=False)
-        return lambda: applied
+
+        def current() -> Applied:
+            """Planned anew where modules or parameters of the network were exchanged."""
+            nonlocal applied
+            if not applied.layout.is_current():
+                applied = Applied(self.net, precision, self.device, convert=False)
+            return applied
+
+        return current
 
     @torch.no_grad()
     def __call__(self, *batch: Any) -> EvalRecord:
@@ -106,19 +119,22 @@ class EvalStep:
         with applied:
             out = applied.unrounded_outputs(objective.forward(self.net, *batch))
 
+        target = None
         if objective.loss is None:
-            outputs = at_least_fp32(out, min_dtype)
-            loss = find_loss(outputs)
+            wide_out = at_least_fp32(out, min_dtype)
+            loss = check_loss(find_loss(wide_out))
+            outputs = outputs_beside_loss(wide_out)
             count = objective.count_terms(batch, ())
         else:
             try:
                 arguments = loss_arguments(out, min_dtype)
-                loss = at_least_fp32(objective.loss(*arguments), min_dtype)
+                loss = at_least_fp32(check_loss(objective.loss(*arguments)), min_dtype)
             except Exception as error:
                 attach_loss_arguments(error, objective.loss, out)
                 raise
             count = objective.count_terms(batch, arguments)
             outputs = arguments[0]
+            target = arguments[1] if len(arguments) > 1 else None
 
         # A sum counts once. A loss that is not known is taken to average over the batch.
         if count is None:
@@ -126,7 +142,7 @@ class EvalStep:
         if not isinstance(count, Tensor):
             count = torch.full((), count, device=loss.device)
         mean_loss = torch.where(count > 0, loss.sum(), 0)
-        return EvalRecord(loss=mean_loss, count=count, outputs=outputs)
+        return EvalRecord(loss=mean_loss, count=count, outputs=outputs, target=target)
 
 
 @contextmanager

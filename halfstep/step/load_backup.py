@@ -58,6 +58,7 @@ class ModuleBackup:
 
     def put_back(self) -> None:
         for slots, before in self._slots:
+            # The same dict, so that whoever holds it sees what was put back.
             slots.clear()
             slots.update(before)
         self._tensors.put_back()
@@ -108,6 +109,7 @@ class StepBackup:
         self._step = step
         self._attributes = dict(vars(step))
         self._params_with_state = set(step._params_with_state)
+        self._compiled = dict(vars(step.compiled))
         self._state = _fields_of(step.state)
         self._cycle = _fields_of(step.state.cycle)
         self._modules = ModuleBackup(step.net, step.objective.loss)
@@ -121,6 +123,8 @@ class StepBackup:
         attributes = vars(self._step)
         attributes.clear()
         attributes.update(self._attributes)
+        vars(self._step.compiled).clear()
+        vars(self._step.compiled).update(self._compiled)
         state: StepState = self._step.state
         _set_fields(state, self._state)
         _set_fields(state.cycle, self._cycle)

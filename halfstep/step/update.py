@@ -27,7 +27,7 @@ class UnscaledGrads(NamedTuple):
 
     indices: list[int]  # the parameter that each gradient belongs to
     tensors: list[Tensor]
-    values: list[Tensor]  # the memory of `tensors`: other tensors where these are sparse
+    values: list[Tensor]  # their memory: other tensors where these are sparse or complex
     overflow: Tensor  # 1.0 if an element is inf or NaN, else 0.0
     norms: Tensor  # of each gradient
     total_norm: Tensor
@@ -88,8 +88,10 @@ class Update:
         scale_used = state.scale.clone() if self.scales_loss else state.scale
         self.cycles_ended += 1
 
-        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip.
-        drop = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
+        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip. So
+        # is one whose loss reached no parameter; its loss is recorded as it is.
+        is_empty = self._read_has_no_terms(state.cycle, grads.total_norm)
+        drop = is_empty or not grad_indices
         skipped = not drop and self.host_reads.read(grads.overflow) != 0
         updated = not (skipped or drop)
 
@@ -122,7 +124,7 @@ class Update:
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),
-            cycle_loss=self._cycle_loss(state.cycle, self.true if drop else None),
+            cycle_loss=self._cycle_loss(state.cycle, self.true if is_empty else None),
             grad_norm=grads.total_norm,
             scale=scale_used,
             skipped=self.true if skipped else self.false,

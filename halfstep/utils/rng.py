@@ -58,6 +58,18 @@ def set_host_states(states: dict[str, Any], *, numpy: bool = True) -> None:
     torch.set_rng_state(states["torch"])
 
 
+def equal_host_states(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether nothing was drawn between two calls of `host_states`."""
+    words_a = a["numpy"][1]
+    words_b = b["numpy"][1]
+    return (
+        torch.equal(a["torch"], b["torch"])
+        and a["python"] == b["python"]
+        and a["numpy"][2:] == b["numpy"][2:]
+        and np.array_equal(words_a, words_b)
+    )
+
+
 def pack_host_states(states: dict[str, Any]) -> dict[str, Any]:
     """`host_states()` as tensors, numbers and strings in lists."""
     version, words, gauss = states["python"]

@@ -36,7 +36,7 @@ def check_snapshot(
         received = tree.get("halfstep_run")
     if type(received) is not int or received != VERSION:
         raise ValueError(
-            f"resume: {path}: halfstep_run: expected a run of version {VERSION}, got {received!r}"
+            f"resume: {path}: expected a run of version {VERSION}, got {received!r} as halfstep_run"
         )
     saved = SavedValue(tree, f"resume: {path}")
 

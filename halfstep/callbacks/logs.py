@@ -25,6 +25,7 @@ from halfstep.checkpoint.disk import sync_folder
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
 from halfstep.utils.checks import whole_number
+from halfstep.utils.files import write_text
 from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = tuple(field.name for field in fields(Row))
@@ -51,6 +52,8 @@ class _Log(Callback):
         self.every = whole_number(f"{owner}: every", every, minimum=1)
         self.times = times
         self.file = LogFile(owner, path, overwrite=overwrite)
+        self.copy_from: Path | None = None
+        """The log of a run that goes on in this file, where this file is new."""
 
     def step(self, run: Run, row: Row) -> None:
         if row.global_step % self.every:
@@ -95,7 +98,8 @@ class _Log(Callback):
 
     def _open(self, run: Run, head: str = "") -> None:
         """Opens the file, which a run that goes on in another folder begins anew."""
-        if self.file.continues and self._starts_new_file(run):
+        starts_new_file = self.file.continues and self._starts_new_file(run)
+        if starts_new_file and not self.file.begin_as_copy(self.copy_from):
             warnings.warn(
                 f"{self.file.owner}: {self.file.path} is a new file, which begins after step "
                 f"{run.position}: the lines before are in the log of the run that {run.resume} "
@@ -324,6 +328,20 @@ class LogFile:
         """Whether `open` will go on with the file of a checkpoint that was loaded."""
         return self._loaded_state is not None
 
+    def begin_as_copy(self, source: Path | None) -> bool:
+        """Makes the file of the lines of another one, as far as the checkpoint knows them.
+
+        False where that is not there, or too short.
+        """
+        assert self._loaded_state is not None
+        offset = self._loaded_state["offset"]
+        if source is None or not source.is_file() or source.stat().st_size < offset:
+            return False
+        with source.open("rb") as file:
+            content = file.read(offset)
+        write_text(self.path, content.decode())
+        return True
+
     def start_anew(self) -> None:
         """Lets `open` begin a new file, with the lines that waited in the checkpoint."""
         assert self._loaded_state is not None
@@ -479,15 +497,18 @@ class LogFile:
         """
         if self._file is None:
             return
-        if refused:
-            self._waiting = []
-            self._has_begun = False
-        else:
-            self.flush()
-            self._sync()
-        with suppress(OSError):  # an error of the last write, reported again
-            self._file.close()
-        self._file = None
+        file = self._file
+        try:
+            if refused:
+                self._waiting = []
+                self._has_begun = False
+            else:
+                self.flush()
+                self._sync()
+        finally:
+            self._file = None
+            with suppress(OSError):  # an error of the last write, reported again
+                file.close()
         if refused and self._is_new_file:
             self.path.unlink(missing_ok=True)
         if self._waiting:

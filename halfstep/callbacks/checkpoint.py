@@ -18,6 +18,7 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
+from halfstep.utils.saved_state import SavedValue
 
 
 class Checkpoint(Callback):
@@ -206,6 +207,14 @@ class Checkpoint(Callback):
         if self.best is None:
             return {}
         return {"score": self.best.value, "best_step": self.best_step}
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        if self.best is None or not saved.entries():
+            return
+        saved.field("score").number(not_nan=True)
+        best_step = saved.field("best_step")
+        if best_step.value is not None:
+            best_step.whole_number()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the best score and its step; with an empty state, there is none yet."""

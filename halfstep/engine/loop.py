@@ -20,6 +20,7 @@ from halfstep.step import Record
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
 from halfstep.utils import rng
+from halfstep.utils.saved_state import SavedValue
 
 # How often the host looks in when nobody says: signals are heard, progress bars move.
 VISIT_EVERY_S = 0.25
@@ -81,6 +82,7 @@ class Loop:
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
+        self.on_begun: Callable[[], object] = lambda: None
 
         # Of the visit under way.
         self._batches: Iterator[Args] | None = None
@@ -97,6 +99,8 @@ class Loop:
         with self.signals:
             try:
                 self.events.call_until_error("begin")
+                run.has_begun = True
+                self.on_begun()
                 if self.pending:
                     self._evaluate_and_visit()
                 while not run.stopped and not self._is_finished():
@@ -345,6 +349,25 @@ class Loop:
             "losses": list(self._losses),
             "history": [dict(entry) for entry in run.history],
         }
+
+    def check_state(self, saved: SavedValue) -> None:
+        """ValueError for a state that `load_state_dict` cannot take. Changes nothing."""
+        position = saved.field("global_step").whole_number()
+        # Each epoch has a step or more.
+        saved.field("epoch").whole_number(minimum=1, maximum=position + 1)
+        saved.field("step").whole_number(maximum=position)
+        saved.field("epochs").whole_number(minimum=1)
+        saved.field("pending").flag()
+        saved.field("epoch_over").flag()
+        loss_sum, samples = saved.field("losses").items(2)
+        loss_sum.number()
+        samples.number(minimum=0)
+        for entry in saved.field("history").items():
+            for name, value in entry.entries().items():
+                if not isinstance(name, str):
+                    entry.refuse("names of scores")
+                if name in ("epoch", "step"):
+                    value.whole_number()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where a saved loop stood."""

@@ -335,6 +335,13 @@ class TrainStep:
             self.optimizer.load_state_dict(saved)
         self.channels_last.match_optimizer_state(self.optimizer)
 
+    @property
+    def updated_as_fp32(self) -> set[int]:
+        """The ids of the low parameters that are updated as float32 copies, with such state."""
+        if self._fp32_update is None:
+            return set()
+        return {id(p) for p in self._fp32_update.params}
+
     def after_load(self) -> None:
         """Forgets what was known of the state before a load."""
         self._params_with_state.clear()

@@ -67,6 +67,8 @@ def another_value(name: str, value: Any) -> Any:
         return not value
     if isinstance(value, int):
         return value + 1
+    if name.endswith(".lr"):  # below 0 it would be refused
+        return value + 1
     if isinstance(value, float):
         return value - 1
     if isinstance(value, str):

@@ -16,6 +16,7 @@ from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
+from halfstep.engine.streaks import StreakWatch
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
@@ -77,6 +78,8 @@ class Loop:
         run.evaluates = evaluate is not None
         step_options = getattr(step, "options", None)
         self.fingerprints = bool(getattr(step_options, "fingerprint_every", 0))
+
+        self.streaks = StreakWatch()
 
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
@@ -219,6 +222,7 @@ class Loop:
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step)
+        self.streaks.warn()
 
     def _advance_run(self, rows: list[Row]) -> Iterator[Row]:
         """Moves the run from row to row while they are handed out."""
@@ -226,6 +230,7 @@ class Loop:
         for row in rows:
             run.step = row.step
             run.global_step = row.global_step
+            self.streaks.take(row)
             if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples

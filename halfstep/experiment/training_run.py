@@ -224,7 +224,7 @@ def load_weights(model: Any, run: Path) -> str:
         model.load(run)
         return str(run)
 
-    path = _checkpoint_in(run)
+    path = checkpoint.choose(run)
     if path is not None:
         step_state = checkpoint.load(path).tree.get("step", {})
         if "net" in step_state:
@@ -238,15 +238,6 @@ def load_weights(model: Any, run: Path) -> str:
             f"expected checkpoints step-… or {WEIGHTS_FILE}, found neither in {run}"
         )
     return load_weights(model, run / WEIGHTS_FILE)
-
-
-def _checkpoint_in(run: Path) -> Path | None:
-    """The checkpoint itself, if `run` is one, else the newest one in the folder."""
-    from halfstep import checkpoint
-
-    if (run / "manifest.json").is_file():
-        return run
-    return checkpoint.latest(run)
 
 
 def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]:
@@ -325,7 +316,7 @@ def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
     """
     from halfstep import checkpoint
 
-    newest = _checkpoint_in(folder)
+    newest = checkpoint.choose(folder)
     if newest is None:
         return None, None
     return newest, checkpoint.load(newest).tree.get("loop")

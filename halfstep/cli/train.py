@@ -241,7 +241,7 @@ def _later_checkpoints(out: Path, resume: Path) -> list[Path]:
     """The checkpoints in OUT of later steps than the one to go on from."""
     from halfstep import checkpoint
 
-    path = training_run.checkpoint_in(resume)
+    path = checkpoint.choose(resume)
     if path is None:
         return []
     loop = checkpoint.load(path, verify=False).tree
@@ -270,6 +270,7 @@ def _fit(
     log_file: TextIO,
 ) -> dict[str, Any]:
     """Trains, writes the log and the weights into the folder, and returns the summary."""
+    from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
     from halfstep.model.fit_arguments import check_callbacks
 
@@ -289,8 +290,8 @@ def _fit(
         training_run.write_run_file(out, settings, command_line())
 
     log = JSONLLog(out / training_run.LOG_FILE, overwrite=True)
-    if resume not in (None, "auto"):
-        checkpoint_path = training_run.checkpoint_in(Path(resume))
+    if resume is not None and resume != "auto":
+        checkpoint_path = checkpoint.choose(resume)
         if checkpoint_path is not None:
             log.copy_from = checkpoint_path.parent / training_run.LOG_FILE
     rescue = WeightRescue()

@@ -16,6 +16,7 @@ from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
+from halfstep.engine.streaks import StreakWatch
 from halfstep.errors import NonFiniteError
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
@@ -79,6 +80,8 @@ class Loop:
         run.evaluates = evaluate is not None
         step_options = getattr(step, "options", None)
         self.fingerprints = bool(getattr(step_options, "fingerprint_every", 0))
+
+        self.streaks = StreakWatch()
 
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
@@ -225,6 +228,7 @@ class Loop:
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step, rows)
+        self.streaks.warn()
 
     def _take_over_step(self, error: Exception, args: Args) -> None:
         """After an error that a step raised at its end: the step counts, and has a row."""
@@ -241,6 +245,7 @@ class Loop:
         for row in rows:
             run.step = row.step
             run.global_step = row.global_step
+            self.streaks.take(row)
             if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples

@@ -495,7 +495,7 @@ def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Pat
             )
     paths = []
     for folder in folders:
-        path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+        path = checkpoint.choose(folder)
         if path is not None:
             paths.append(path)
     if not paths and source != "auto":

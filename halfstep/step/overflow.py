@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
 
 POLL_EVERY_UPDATES = 16  # how often the device's counters are copied to the host
+
+# So many skipped updates in a row are no search for the scale any more, which begins at 2^16 and
+# needs a few; `fit` warns, and weights from before the streak are the better ones to go on from.
+LONG_STREAK = 10
+
 MAX_NAMES = 6  # parameters that a message names
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import TRASH_PREFIX
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
 from halfstep.checkpoint.runs import finish_replacements, replace
 from halfstep.checkpoint.verified import VerifiedCheckpoints
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
+from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
 
 

@@ -5,6 +5,7 @@ file was, and the resumed run cuts it back to that length.
 """
 
 import csv
+import errno
 import io
 import json
 import math
@@ -20,15 +21,17 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from halfstep.checkpoint.disk import sync_folder
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
+from halfstep.utils.atomic_files import write_chunks
 from halfstep.utils.checks import whole_number
 
 LOG_FIELDS = tuple(field.name for field in fields(Row))
 POSITION_FIELDS = ("epoch", "step", "global_step")
 
 row_values = attrgetter(*LOG_FIELDS)
+
+DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # One encoder for all lines: json.dumps would build one for every line.
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -218,11 +221,18 @@ class LogFile:
                 f"{self.owner}: {self.path} exists, and this run starts anew. Go on with it by "
                 "fit(resume=…), name another file, or throw the old one away with overwrite=True."
             )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("wb", buffering=0)
-        sync_folder(self.path.parent)  # the new name survives a loss of power
-        self._size = 0
+        # An old file is replaced in one step, by one that has its first line already. On a full
+        # disk that line waits like any other.
         self._waiting = [head] if head else []
+        try:
+            write_chunks(self.path, [head.encode()])
+            self._waiting = []
+        except OSError as error:
+            if error.errno not in DISK_IS_FULL:
+                raise
+            write_chunks(self.path, [])
+        self._file = self.path.open("r+b", buffering=0)
+        self._size = self._file.seek(0, os.SEEK_END)
         self.flush()
 
     def _continue(self, head: str, offset: int, waiting: list[str]) -> None:

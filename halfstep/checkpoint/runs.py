@@ -14,10 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.disk import remove_folder, sync_folder
+from halfstep.checkpoint.disk import remove_folder
 from halfstep.checkpoint.store import save, verify
 from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
+from halfstep.utils.atomic_files import sync_folder
 
 REPLACEMENT_SUFFIX = ".new"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})(?:\.new)?")

@@ -31,7 +31,7 @@ from halfstep.cli.options import (
     TestSamplesOption,
     option_flag,
 )
-from halfstep.cli.output import command_line, exit_code, format_scores, print_json
+from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
 from halfstep.experiment import training_run
 from halfstep.experiment.training_run import (
     FinishedRun,
@@ -40,7 +40,7 @@ from halfstep.experiment.training_run import (
     refuse_fewer_epochs,
     silence_signal_message,
 )
-from halfstep.utils.text import plural
+from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
     from halfstep.engine import Callback, Run
@@ -121,7 +121,7 @@ def train(
 
         finished = finished_run(out, settings.epochs) if resume == "auto" else None
         if finished is not None:
-            print(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
+            echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:
             training_run.write_run_file(out, settings, command_line())
@@ -176,7 +176,7 @@ def _with_epochs(
 def _warn_useless_verify(built: "RunParts") -> None:
     graphs = built.model.captures
     if graphs.verify and graphs.device.type != "cuda":
-        typer.echo(
+        echo(
             f"note: verify={graphs.verify}: there is nothing to verify on {graphs.device.type}, "
             "where no step is replayed from a graph",
             err=True,
@@ -191,9 +191,7 @@ def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str |
     if resume == "auto":
         training_run.check_same_run(out, settings)
         if not checkpoints:
-            typer.echo(
-                f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
-            )
+            echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
     elif resume is None and checkpoints:
         raise ValueError(
             f"out: {out} holds a run already, up to {checkpoints[-1].name}. Go on with "
@@ -254,7 +252,7 @@ def _fit(
         with silence_signal_message():
             run = built.model.fit(data=built.data, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
-        typer.echo(_stop_message(out), err=True)
+        echo(_stop_message(out), err=True)
         raise typer.Exit(exit_code(stop)) from None
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
@@ -262,7 +260,7 @@ def _fit(
     built.model.save(weights_path)
 
     files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
-    print(f"written: {out}/{files} and checkpoints", file=log_file)
+    echo(f"written: {printable(out)}/{files} and checkpoints", file=log_file)
     return {
         "out": str(out),
         "resumed": run.resumed,
@@ -296,20 +294,15 @@ def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
     def print_resumed(run: "Run") -> None:
         if run.resumed:
             epoch = min(run.epoch + run.epoch_over, run.epochs)
-            print(
+            echo(
                 f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                f"from {run.resumed}",
+                f"from {printable(run.resumed)}",
                 file=log_file,
-                flush=True,
             )
 
     def print_epoch(run: "Run") -> None:
         scores = format_scores(run.history[-1])
-        print(
-            f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s",
-            file=log_file,
-            flush=True,
-        )
+        echo(f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s", file=log_file)
 
     callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
     if sys.stderr.isatty() and not plain:

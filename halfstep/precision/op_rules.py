@@ -81,6 +81,14 @@ def _product(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
     return func(*args, **kwargs)
 
 
+def _einsum(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A product; one that gives a single number, as "ij,ij->" does, is in float32."""
+    equation = args[0] if args else None
+    if isinstance(equation, str) and equation.replace(" ", "").endswith("->"):
+        args, kwargs = _widen_low((args, kwargs))
+    return _product(rules, func, args, kwargs)
+
+
 def _product_with_mask(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """A product to which a mask is added: in a low copy of it, finite numbers stay finite.
 
@@ -356,7 +364,7 @@ _OTHER_PRODUCTS = [
     *_functions(["matmul", "multi_dot", "vecdot"], torch.linalg),
     *_functions(["gru", "rnn_tanh", "rnn_relu"], torch),
     *_functions(["lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "bilinear"], torch),
-    *_functions(["embedding_bag", "linear_cross_entropy"], F),
+    *_functions(["embedding_bag"], F),
 ]
 
 # They raise for operands of two dtypes, where elementwise functions promote.
@@ -432,6 +440,7 @@ RULES: dict[Any, Rule] = {
     F.interpolate: _interpolate,
     **dict.fromkeys(_SAME_DTYPE_FUNCTIONS, _same_dtype),
     **dict.fromkeys([*PRODUCTS, *_OTHER_PRODUCTS], _product),
+    torch.einsum: _einsum,
     **dict.fromkeys(_MASKED_PRODUCTS, _product_with_mask),
     **dict.fromkeys(_NUMBER_FUNCTIONS, _fp32_number),
     **dict.fromkeys(_SUM_FUNCTIONS, _fp32_sum),

@@ -210,7 +210,7 @@ class CompiledForward:
 
     def _run_without_effects(self, applied: Applied, batch: Batch, weighted: bool) -> None:
         """Runs uncompiled, as each shape does at first, and restores what that has changed."""
-        snapshot = _Snapshot(self.objective.net, self.device)
+        snapshot = _Snapshot(self.objective, self.device)
         with torch.no_grad():
             self.objective(applied, batch, weighted=weighted)
         snapshot.restore()

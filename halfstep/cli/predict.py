@@ -19,7 +19,8 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import echo, print_json
 from halfstep.experiment import training_run
-from halfstep.utils.files import to_json
+from halfstep.utils.atomic_files import atomic_file
+from halfstep.utils.files import to_json, write_text
 from halfstep.utils.text import dtype_name, plural, printable
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def predict(
         return
     rows = _prediction_rows(outputs, inputs.names, _class_names(built, settings))
     if out is not None:
-        out.write_text(to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
+        write_text(out, to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
         echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
     elif as_json:
         print_json(rows)
@@ -109,8 +110,12 @@ def _write_array(outputs: Any, path: Path) -> None:
             f"--out {path}: expected one tensor per batch from the network, "
             f"got {type(outputs[0]).__name__}"
         )
-    with path.open("wb") as file:
-        np.save(file, outputs.numpy(), allow_pickle=False)
+    # Not np.save, which writes past the file object and hides the disk's error.
+    array = np.ascontiguousarray(outputs.numpy())
+    with atomic_file(path) as file:
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data)
     echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
 
 

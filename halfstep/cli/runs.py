@@ -8,7 +8,7 @@ import typer
 from halfstep.cli.options import BuildOption, JsonOption, TrustOption
 from halfstep.cli.output import align_columns, echo, print_json
 from halfstep.experiment.builders import import_builder
-from halfstep.utils.text import dtype_name, printable
+from halfstep.utils.text import dtype_name, list_some, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from halfstep.reproduce import Difference, Replayed
 
 DIFFERENCE_FIELDS = ("by", "step", "names", "equal_until", "note")
+MAX_NAMES_SHOWN = 8  # of what a replay does not give
 RECORD_FIELDS = ("loss", "lr", "scale", "skipped", "grad_norm")
 
 
@@ -102,6 +103,7 @@ def replay(
         summary: dict[str, Any] = {"step": step, "from": result.origin}
         for name in RECORD_FIELDS:
             summary[name] = getattr(record, name)
+        summary["unreproduced"] = result.unreproduced
         summary["tensors"] = [row._asdict() for row in tensor_rows]
         print_json(summary)
     else:
@@ -111,6 +113,13 @@ def replay(
             f"skipped {record.skipped}  norm {record.grad_norm!r}"
         )
         _print_tensors(tensor_rows, record.scale)
+        if result.unreproduced:
+            names = list_some(result.unreproduced, MAX_NAMES_SHOWN)
+            echo(
+                f"not the step that the run made: it has recorded other values of {names}. The "
+                "builder, the data, the versions or the device are others than in the run, or a "
+                "checkpoint was changed."
+            )
     if save is not None:
         _save_tensors(result, save)
         echo(f"written: {save}", err=as_json)
@@ -169,7 +178,7 @@ def _flatten(values: dict[str, Any]) -> "dict[str, Tensor]":
 
 def _save_tensors(result: "Replayed", path: Path) -> None:
     """Writes inputs, outputs and gradients as safetensors: input.NAME, output.NAME, …"""
-    from safetensors.torch import save_file
+    from halfstep.checkpoint.safetensors_file import write_safetensors
 
     groups = {
         "input": _flatten(result.inputs),
@@ -179,7 +188,7 @@ def _save_tensors(result: "Replayed", path: Path) -> None:
     tensors = {}
     for kind, group in groups.items():
         for name, tensor in group.items():
-            tensors[f"{kind}.{name}"] = tensor.contiguous().cpu().clone()
+            tensors[f"{kind}.{name}"] = tensor
     assert result.row is not None
     metadata = {"gradient": "times the loss scale", "scale": repr(result.row.scale)}
-    save_file(tensors, str(path), metadata=metadata)
+    write_safetensors(path, tensors, metadata)

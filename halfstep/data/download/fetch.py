@@ -3,13 +3,8 @@
 It is checked while it streams, and gets its final name only when it is complete.
 """
 
-import glob
 import hashlib
-import os
-import secrets
-import shutil
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 from urllib.parse import urlsplit
 
 from halfstep.data.download.catalog import Checksum
+from halfstep.utils.atomic_files import atomic_file
 from halfstep.utils.text import printable
 
 CHUNK_BYTES = 1 << 16
 PROVING_ALGORITHM = "sha256"  # nobody can make another file of the same sha256
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
-# No download takes this long: what is older was left by a killed process.
-ABANDONED_AFTER_S = 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -74,19 +68,18 @@ def fetch_file(
         try:
             with (
                 _open_url(url, timeout_s, allow_downgrade=proves_content) as response,
-                _temporary_file(target) as temporary,
+                _write_target(target) as file,
             ):
                 size, sha256 = _save_response(
                     response,
-                    temporary,
+                    file,
                     checksum=checksum,
                     limit_bytes=limit_bytes,
                     timeout_s=timeout_s,
                     title=target.name,
                     progress=progress,
                 )
-                os.replace(temporary, target)
-                return FetchedFile(target, url, sha256, size)
+            return FetchedFile(target, url, sha256, size)
         except MirrorError as failure:
             failures.append(f"\n  {url}: {failure}")
     raise OSError(
@@ -94,23 +87,6 @@ def fetch_file(
         "Check the connection and the address, "
         f"or fetch the file by other means and put it at {target}."
     )
-
-
-def temporary_path(target: Path) -> Path:
-    """A new hidden path beside `target` for unfinished work.
-
-    Also removes what killed processes left there more than a day ago.
-    """
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        try:
-            if time.time() - path.lstat().st_mtime > ABANDONED_AFTER_S:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-        except OSError:
-            continue  # another process was quicker, or it is not ours to remove
-    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
 
 
 def _check_urls(urls: list[str], checksum: Checksum | None) -> None:
@@ -195,7 +171,7 @@ def _as_mirror_errors(timeout_s: float) -> Iterator[None]:
 
 def _save_response(
     response: HTTPResponse,
-    path: Path,
+    file: BinaryIO,
     *,
     checksum: Checksum | None,
     limit_bytes: int,
@@ -203,7 +179,7 @@ def _save_response(
     title: str,
     progress: bool | None,
 ) -> tuple[int, str]:
-    """Writes the body of a response to a new file; returns its size and its sha256.
+    """Writes the body of a response to a file; returns its size and its sha256.
 
     A MirrorError if it is too long, shorter than the server said, or has another checksum.
     """
@@ -216,7 +192,7 @@ def _save_response(
     size = 0
     sha256 = hashlib.sha256()
     hasher = None if checksum is None else checksum.hasher()
-    with _progress_bar(title, declared_size, progress) as show, open(path, "xb") as file:
+    with _progress_bar(title, declared_size, progress) as show:
         for chunk in _read_chunks(response, timeout_s):
             size += len(chunk)
             if size > limit_bytes:
@@ -226,9 +202,6 @@ def _save_response(
             if hasher is not None:
                 hasher.update(chunk)
             show(size)
-        # Without this, a power cut could leave the final name without the bytes.
-        file.flush()
-        os.fsync(file.fileno())
 
     if declared_size is not None and size != declared_size:
         raise MirrorError(f"expected {declared_size} bytes, the connection ended after {size}")
@@ -275,16 +248,14 @@ def _progress_bar(
 
 
 @contextmanager
-def _temporary_file(target: Path) -> Iterator[Path]:
-    """A path for unfinished work, removed afterwards.
+def _write_target(target: Path) -> Iterator[BinaryIO]:
+    """The file to write. It gets its name at the end of the block.
 
     An OSError inside is this machine's, not the server's; it is raised with advice.
     """
-    temporary = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_path(target)
-        yield temporary
+        with atomic_file(target) as file:
+            yield file
     except OSError as error:
         raise OSError(
             error.errno,
@@ -292,6 +263,3 @@ def _temporary_file(target: Path) -> Iterator[Path]:
             "Free space there, make the folder writable, "
             "or name another (find() writes to $HALFSTEP_CACHE)",
         ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)

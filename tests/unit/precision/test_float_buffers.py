@@ -247,6 +247,35 @@ def check_table(name: str, setting: Setting, device: str) -> None:
     assert relative_error(out, exact) <= tolerance_eps * setting.eps
 
 
+class SeesItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.detach()
+        return super().forward(x)
+
+
+@every_setting
+@pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.weight_norm])
+def test_a_parametrized_weight_is_that_of_the_masters_rounded_once(
+    parametrize: Callable[[nn.Module], nn.Module], setting: Setting
+) -> None:
+    net = nn.Sequential(parametrize(SeesItsWeight(8, 8)))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p) / 3)
+    expected = net[0].weight.detach().to(setting.low)
+    hs.EvalStep(net, precision=setting.precision()).predict(torch.randn(3, 8))
+    assert torch.equal(net[0].seen, expected)
+
+
+@every_setting
+def test_a_row_masked_as_a_whole_stays_finite(setting: Setting) -> None:
+    """With finfo.min, as in Hugging Face's masks. As -inf in the low dtype, it would be NaN."""
+    net = CausalAttention(torch.finfo(F32).min)
+    net.mask[2] = torch.finfo(F32).min
+    out = hs.EvalStep(net, precision=setting.precision()).predict(torch.randn(3, 6, 8))
+    assert out.isfinite().all()
+
+
 # --- Buffers that forward updates ---
 
 Update = Callable[["Updated", Tensor], None]

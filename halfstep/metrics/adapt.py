@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.metrics.counters import Accuracy, Average, Loss, logits_of
 
 ACCEPTED = (
@@ -63,12 +64,13 @@ class AdaptedMetric:
 
     def __init__(self, metric: Any) -> None:
         self.metric = metric
+        self._check_broadcasts = BroadcastCheck()
 
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
         """Passes one batch on, detached: a metric that keeps its inputs must not keep the graph."""
         scores, labels = tree_map(_detach, (logits_of(outputs), labels))
-        self.metric.update(scores, labels)
+        self._check_broadcasts(self.metric.update, scores, labels)
 
     def compute(self) -> Any:
         """The metric's own value."""

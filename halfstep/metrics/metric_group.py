@@ -108,6 +108,11 @@ class Metrics:
         outside = {name: metric for name, metric in self.by_name.items() if name not in inside}
         return Metrics(inside), Metrics(outside)
 
+    @property
+    def names_that_read_outputs(self) -> list[str]:
+        """The names of the metrics that are computed from outputs and labels, not from the loss."""
+        return [name for name, metric in self.by_name.items() if not isinstance(metric, Loss)]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_name)
 

@@ -24,6 +24,7 @@ from halfstep.precision.casting import (
     UnroundedOutputs,
     cast_inputs,
     cast_outputs,
+    complex_dtype,
     is_norm,
     kept_inputs,
     observe,
@@ -32,7 +33,9 @@ from halfstep.precision.casting import (
     without_autocast,
 )
 from halfstep.precision.cpu_half import FastHalf, has_native
+from halfstep.precision.layout import NetworkLayout, is_scripted
 from halfstep.precision.low_params import LowCopies
+from halfstep.precision.module_support import check_modules
 from halfstep.precision.op_rules import OpRules, needs_no_rules, without_rules
 from halfstep.precision.policy import BF16, F16, Cast, Precision
 from halfstep.utils.text import dtype_name, list_some
@@ -94,6 +97,7 @@ class Applied:
         if precision.cast == "whole" and not convert:
             self.cast = "copies"
         self.module_dtypes = plan_dtypes(net, precision)
+        check_modules(net, precision)
         _check_parameters(net, precision, any_dtype=precision.cast == "whole")
         self.kept_inputs = kept_inputs(net, precision)
         self.converted_names: list[str] = []
@@ -102,6 +106,9 @@ class Applied:
             _check_tied_parameters(net, precision, self.module_dtypes)
             self.converted_names = _convert_parameters(net, self.module_dtypes)
             self.rounded_buffers = _convert_buffers(net, self.module_dtypes)
+
+        # What all of this was planned for. A change of the network needs another Applied.
+        self.layout = NetworkLayout(net)
 
         # Whether products run as round(fp32 product), on a CPU without half units.
         low = precision.compute
@@ -233,6 +240,8 @@ class Applied:
         """The forwards that are not a module's own: with casts, and with observation if asked."""
         wrapped = []
         for name, module in self.net.named_modules():
+            if is_scripted(module):
+                continue
             is_network = not name
             own_forward = module.forward
             forward = own_forward
@@ -353,11 +362,12 @@ def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) 
                 f"parameter {name!r} has no shape yet: "
                 "run one forward of the network before building the step"
             )
-        if any_dtype or not param.is_floating_point():
+        if any_dtype or not (param.is_floating_point() or param.is_complex()):
             continue
-        if param.dtype != precision.params:
+        expected = complex_dtype(precision.params) if param.is_complex() else precision.params
+        if param.dtype != expected:
             raise ValueError(
-                f"precision {precision.name!r} keeps parameters in {precision.params}, "
+                f"precision {precision.name!r} keeps parameters in {expected}, "
                 f"but {name!r} is {param.dtype}; "
                 "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to "
                 "train low parameters, 'fp64' for float64 ones"
@@ -392,11 +402,22 @@ def _convert_parameters(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -
     for name, module in net.named_modules():
         dtype = module_dtypes[name].inside
         for param_name, param in module.named_parameters(prefix=name, recurse=False):
-            if param.is_floating_point() and param.dtype != dtype:
-                param.data = param.data.to(dtype)
+            stored_dtype = _stored_dtype(param, dtype)
+            if param.dtype != stored_dtype:
+                param.data = param.data.to(stored_dtype)
                 param.grad = None
                 converted.append(param_name)
     return converted
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter or buffer in a module of this dtype: whole numbers stay as they are.
+
+    A complex tensor is complex128 in float64, complex64 in all others: there is no complex half.
+    """
+    if tensor.is_complex():
+        return complex_dtype(dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _convert_buffers(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]:
@@ -410,9 +431,9 @@ def _convert_buffers(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> l
     names: dict[Tensor, str] = {}
     for name, module in net.named_modules():
         for buffer_name, buffer in module.named_buffers(prefix=name, recurse=False):
-            if not buffer.is_floating_point():
+            if not (buffer.is_floating_point() or buffer.is_complex()):
                 continue
-            dtype = module_dtypes[name].inside
+            dtype = _stored_dtype(buffer, module_dtypes[name].inside)
             key = buffer_name.rpartition(".")[2]
             slots.setdefault(buffer, []).append(Slot(module._buffers, key))
             dtypes[buffer] = torch.promote_types(dtype, dtypes.get(buffer, dtype))

@@ -109,11 +109,22 @@ def _check_globs(net: nn.Module, precision: Precision) -> None:
 # Casts around forward
 
 
+def complex_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The complex dtype that goes with a floating one: complex128 with float64, else complex64.
+
+    There is no complex half: torch has hardly a kernel for one.
+    """
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor inside it in `dtype`."""
+    """`value` with every floating tensor inside it in `dtype`, complex ones to match in float64."""
     if isinstance(value, Tensor):
-        needs_cast = value.dtype != dtype and value.is_floating_point()
-        return value.to(dtype) if needs_cast else value
+        if value.is_floating_point():
+            return value.to(dtype) if value.dtype != dtype else value
+        if dtype == torch.float64 and value.dtype == torch.complex64:
+            return value.to(torch.complex128)
+        return value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return tree_map(

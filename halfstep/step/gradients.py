@@ -40,8 +40,13 @@ def coalesce(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient."""
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient.
+
+    Of a complex gradient both of its parts, as real numbers: torch's kernels that check, clip and
+    unscale know no others.
+    """
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    return [torch.view_as_real(value) if value.is_complex() else value for value in values]
 
 
 def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
@@ -52,6 +57,20 @@ def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
         same_dtype = [grad for grad in grads if grad.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, overflow, inverse_scale)
     return overflow
+
+
+def nonfinite_flags(grads: list[Tensor]) -> Tensor:
+    """Whether each gradient has an element that is inf or NaN, in few launches and one pass.
+
+    The largest absolute value says it. A norm does not: that of a finite gradient may be infinite.
+    """
+    # There is no largest value of nothing.
+    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    maxima = torch._foreach_norm(grads, float("inf"))
+    dtype = maxima[0].dtype
+    if any(maximum.dtype != dtype for maximum in maxima):
+        maxima = tuple(maximum.double() for maximum in maxima)
+    return ~torch.isfinite(torch.stack(maxima))
 
 
 def average_(grads: list[Tensor], weight: Tensor) -> None:

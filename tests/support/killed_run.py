@@ -163,6 +163,13 @@ class SignalAtMoment(Callback):
             sys.addaudithook(
                 lambda event, _: self.reach("system") if event in SYSTEM_CALLS else None
             )
+            fsync = os.fsync
+
+            def reach_and_fsync(descriptor: int) -> None:
+                self.reach("system")
+                fsync(descriptor)
+
+            os.fsync = reach_and_fsync  # Python reports no fsync
 
     def step(self, run: Run, row: Row) -> None:
         self.reach("row", row.global_step)

@@ -14,6 +14,7 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import plural
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
@@ -244,6 +245,25 @@ class EarlyStopping(Callback):
             "weights": dict(self._best_weights),
         }
 
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        saved.field("best").number(not_nan=True)
+        saved.field("wait").whole_number()
+        saved.field("seen").flag()
+        best_step = saved.field("best_step")
+        if best_step.value is not None:
+            best_step.whole_number()
+        weights = saved.field("weights").entries()
+        if not self.restore_best:
+            return
+        tensors = _evaluated_tensors(run)
+        for name, weight in weights.items():
+            if name not in tensors:
+                weight.refuse("no tensor of that name, which the network has not")
+            weight.tensor_like(tensors[name], same_dtype=False)
+        if weights:
+            for name in tensors:
+                saved.field("weights").field(name)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best.value = state["best"]
         self.wait = state["wait"]
@@ -348,6 +368,12 @@ class ReduceLROnPlateau(Callback):
             "cooling": self.cooling,
             "seen": self._has_evaluated,
         }
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        saved.field("best").number(not_nan=True)
+        saved.field("wait").whole_number()
+        saved.field("cooling").whole_number()
+        saved.field("seen").flag()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best.value = state["best"]

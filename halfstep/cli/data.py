@@ -31,7 +31,7 @@ Debian's packages before the network is asked.
 \b
 halfstep data get cifar10
 halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz\
-#md5=c32a1d4ab5d03f1284b67883e8d87530
+#sha256=c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd
 HALFSTEP_DATA=/data halfstep data get mnist --json
 """
 

@@ -4,7 +4,7 @@ The position of a feed is that of the steps done, not of the batches fetched.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
+from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
+from halfstep.data.pipeline.position import load_position
 from halfstep.errors import Notice
+from halfstep.utils import rng
+from halfstep.utils.saved_state import SavedValue
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
@@ -94,6 +98,34 @@ class Feed:
             saved = self.data.state_dict(self.step)
         return {**saved, "epoch": self.pass_number, "step": self.step}
 
+    def check_state(self, saved: SavedValue) -> None:
+        """ValueError for a position that `load_state_dict` cannot take. Changes nothing."""
+        if isinstance(self.data, Dataset):
+            for name in ("epoch", "step", "shards", "start", "start_epoch"):
+                saved.field(name).whole_number(minimum=1 if name == "shards" else 0)
+            saved.field("pipeline").texts()
+            try:
+                load_position(self.data.plan, saved.value)
+            except ValueError as error:
+                raise ValueError(f"{saved.where}: {error}") from error
+            return
+        _check_loader_state(self.data, saved)
+
+    def undo_function(self) -> Callable[[], None]:
+        """A function that takes back what `load_state_dict` does to the data of the user."""
+        if isinstance(self.data, Dataset):  # a copy of the user's
+            return lambda: None
+        loader = self.data
+        attributes = dict(vars(loader))
+        generators = loader.save_generators()
+
+        def undo() -> None:
+            vars(loader).clear()
+            vars(loader).update(attributes)
+            loader.load_generators(generators)
+
+        return undo
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved position."""
         self.data.load_state_dict(state)
@@ -111,6 +143,12 @@ class Feed:
         if isinstance(self.data, Loader):
             self.data.load_generators(states)
 
+    def check_generators(self, saved: SavedValue) -> None:
+        """ValueError for states that `load_generators` cannot set. Changes nothing."""
+        saved.entries()
+        if isinstance(self.data, Loader):
+            _check_generators(self.data, saved)
+
     def announce_resume_limits(self, argument: str) -> None:
         """Warns of what a run that is stopped and resumed cannot repeat with this data.
 
@@ -124,6 +162,45 @@ class Feed:
         if isinstance(self.data, Dataset):
             return list(self.data.plan.describe())
         return [f"{type(self.data.batches).__name__} of {self.size} batches"]
+
+
+def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
+    """Refuses what Loader.load_state_dict, or the first batch after it, would stumble over."""
+    saved.field("version").whole_number()
+    step = saved.field("step").whole_number()
+    saved.field("epoch").whole_number()
+    saved.field("began_epoch").whole_number()
+    if loader.size is not None and step > loader.size:
+        saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
+    own = saved.field("own")
+    if own.value is not None and not hasattr(loader.batches, "load_state_dict"):
+        own.refuse(f"None, as {type(loader.batches).__name__} has no load_state_dict")
+
+    for name in ("began", "now"):
+        states = saved.field(name)
+        entries = states.entries()
+        # Within a pass only the loader's own generators are saved as they are now.
+        if entries and (name == "began" or not step):
+            rng.check_host_states(states)
+        if WORKERS in entries:
+            entries[WORKERS].whole_number()
+        for flag in (WORKERS_RUNNING, DRAWS_LATER):
+            if flag in entries:
+                entries[flag].flag()
+        _check_generators(loader, states)
+
+
+def _check_generators(loader: Loader, saved: SavedValue) -> None:
+    """Refuses states that the loader's generators do not take, by setting them for a moment."""
+    states = saved.entries()
+    before = loader.save_generators()
+    for name in before.keys() & states.keys():
+        try:
+            loader.load_generators({name: states[name].value})
+        except Exception:
+            states[name].refuse("the state of a random generator")
+        finally:
+            loader.load_generators(before)
 
 
 def as_batches(data: Any) -> Dataset | Loader:

@@ -253,6 +253,17 @@ def remove_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def remove_later(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps, the newest first, and the weights of the end."""
+    from halfstep import checkpoint
+    from halfstep.checkpoint.disk import remove_folder
+
+    for path in reversed(checkpoint.listing(folder)):
+        if checkpoint.step_of(path) > step:
+            (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+            remove_folder(path)
+
+
 # Weights
 
 
@@ -268,7 +279,7 @@ def load_weights(model: Any, run: Path) -> str:
         model.load(run)
         return str(run)
 
-    path = _checkpoint_in(run)
+    path = checkpoint.choose(run)
     if path is not None:
         step_state = checkpoint.load(path).tree.get("step", {})
         if "net" in step_state:
@@ -282,15 +293,6 @@ def load_weights(model: Any, run: Path) -> str:
             f"expected checkpoints step-… or {WEIGHTS_FILE}, found neither in {run}"
         )
     return load_weights(model, run / WEIGHTS_FILE)
-
-
-def _checkpoint_in(run: Path) -> Path | None:
-    """The checkpoint itself, if `run` is one, else the newest one in the folder."""
-    from halfstep import checkpoint
-
-    if (run / "manifest.json").is_file():
-        return run
-    return checkpoint.latest(run)
 
 
 def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]:
@@ -311,68 +313,7 @@ def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]
     return weights
 
 
-# Progress: finished runs, interrupted runs
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A run that has all the epochs that are requested."""
-
-    checkpoint: Path
-    epochs: int
-    steps: int
-    history: list[dict[str, Any]]
-
-    def summary(self, out: Path) -> dict[str, Any]:
-        """What `halfstep train --json` prints for it."""
-        return {
-            "out": str(out),
-            "resumed": str(self.checkpoint),
-            "steps": self.steps,
-            "history": self.history,
-        }
-
-
-def finished_run(folder: Path, epochs: int) -> FinishedRun | None:
-    """The run in the folder, if it has `epochs` or more and its weights are written, else None.
-
-    A run that was stopped inside a later epoch is refused.
-    """
-    newest, loop_state = _newest_checkpoint(folder)
-    if newest is None or loop_state is None:
-        return None
-    epochs_done = loop_state["epoch"]
-    if not loop_state["epoch_over"] or loop_state["pending"]:
-        epochs_done -= 1
-    if epochs_done >= epochs and (folder / WEIGHTS_FILE).is_file():
-        return FinishedRun(newest, epochs_done, loop_state["global_step"], loop_state["history"])
-    refuse_fewer_epochs(folder, epochs)
-    return None
-
-
-def refuse_fewer_epochs(folder: Path, epochs: int) -> None:
-    """Refuses a run that is beyond `epochs`: no step would be made, and its weights are others."""
-    _, loop_state = _newest_checkpoint(folder)
-    if loop_state is not None and loop_state["epoch"] > epochs:
-        epoch = loop_state["epoch"]
-        raise ValueError(
-            f"--epochs: {folder} is in epoch {epoch} already, "
-            f"after step {loop_state['global_step']}, and {epochs} are asked for. "
-            f"Go on with --epochs {epoch} or more."
-        )
-
-
-def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
-    """A run's newest checkpoint, or the one that is named, and the loop's state in it.
-
-    The state is None where the checkpoint has none; `fit` will refuse it.
-    """
-    from halfstep import checkpoint
-
-    newest = _checkpoint_in(folder)
-    if newest is None:
-        return None, None
-    return newest, checkpoint.load(newest).tree.get("loop")
+# Around fit
 
 
 @contextlib.contextmanager

@@ -27,13 +27,16 @@ from halfstep.model import fit_arguments, validate
 from halfstep.model.custom_step import CustomStep
 from halfstep.model.learning_rates import ScheduleTables
 from halfstep.model.no_captures import NoCaptures
-from halfstep.model.resume import check_fits, describe_run, restore_snapshot, take_snapshot
+from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
+from halfstep.model.resume_backup import ResumeBackup
+from halfstep.model.resume_check import check_snapshot, named_part
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.optional_folders import is_left_out
+from halfstep.utils.saved_state import SavedValue
 
 
 class FitInProgress(NamedTuple):
@@ -150,6 +153,9 @@ class Model:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
+        backup = ResumeBackup()
+        if resume is not None:
+            backup.add_model(self)
         try:
             loop = self._build_loop(
                 epochs,
@@ -161,10 +167,14 @@ class Model:
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
             )
+            loop.on_begun = backup.forget
             with lock_folders(loop.callbacks):
-                self._resume(loop, resume)
+                self._resume(loop, resume, backup)
                 self._schedule_tables.check()
                 loop.run_epochs()
+        except BaseException:
+            backup.put_back()
+            raise
         finally:
             self._fit = None
         return loop.run
@@ -278,7 +288,11 @@ class Model:
         feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
         return feed
 
-    def _resume(self, loop: Loop, source: str | Path | None) -> None:
+    def _resume(self, loop: Loop, source: str | Path | None, backup: ResumeBackup) -> None:
+        """Continues from a checkpoint, if one is asked for and found.
+
+        All of it is checked first. What is refused after that, `backup` takes back.
+        """
         assert self._fit is not None
         if source is None:
             fit_arguments.close_cycle(self.step)
@@ -294,12 +308,17 @@ class Model:
             fit_arguments.close_cycle(self.step)
             return
         saved = checkpoint.load(path).tree
-        check_fits(saved, self.step, path)
-        self._set_learning_rates(loop.timing, self._fit.feed, saved)
-        loop.config["began"] = saved["config"].get("began", 0)
-        restore_snapshot(
-            saved, self.step, loop, self._fit.feed, self._fit.callbacks, self._fit.valid_feed
-        )
+        fit = self._fit
+        check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feed)
+
+        backup.add_callbacks(fit.callbacks.values())
+        backup.add(fit.feed.undo_function())
+        if fit.valid_feed is not None:
+            backup.add(fit.valid_feed.undo_function())
+        with named_part(SavedValue(saved, f"resume: {path}"), "the run"):
+            self._set_learning_rates(loop.timing, fit.feed, saved)
+            loop.config["began"] = saved["config"].get("began", 0)
+            restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feed)
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
@@ -476,7 +495,7 @@ def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Pat
             )
     paths = []
     for folder in folders:
-        path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+        path = checkpoint.choose(folder)
         if path is not None:
             paths.append(path)
     if not paths and source != "auto":

@@ -139,7 +139,7 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights in a checkpoint, or in the newest one of a run."""
-    path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+    path = checkpoint.choose(folder)
     if path is None:
         raise FileNotFoundError(
             f"expected a checkpoint or a folder of them, found none in {folder}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from halfstep import checkpoint
+from halfstep.checkpoint.health import read_health
 from halfstep.engine import Callback, Row, Run
 from halfstep.experiment.builders import Builder, RunParts, call_builder
 from halfstep.reproduce.recorded import RecordedSteps
@@ -58,21 +59,25 @@ def replay(build: Builder, folder: str | Path, step: int) -> Replayed:
 
 
 def last_checkpoint_until(folder: Path, step: int) -> Path | None:
-    """The newest undamaged checkpoint at or before a step."""
+    """The newest undamaged checkpoint at or before a step; if there is one, with finite weights."""
     if not folder.is_dir():
         raise FileNotFoundError(
             f"replay: expected a folder of checkpoints, found nothing at {folder}"
         )
+    newest = None
     for path in reversed(checkpoint.listing(folder)):
         checkpoint_step = checkpoint.step_of(path)
         if checkpoint_step is None or checkpoint_step > step:
             continue
         try:
             checkpoint.verify(path)
+            health = read_health(path)
         except checkpoint.CheckpointError:
             continue
-        return path
-    return None
+        if not health.nonfinite:
+            return path
+        newest = newest or path
+    return newest
 
 
 def train_until(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.precision.module_support import check_has_values
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import (
@@ -66,6 +67,7 @@ class EvalStep:
         _applied: Callable[[], Applied] | None = None,
         _benchmark: bool = True,
     ) -> None:
+        check_has_values(net)
         first_tensor = next(iter([*net.parameters(), *net.buffers()]), None)
         self.device = torch.device("cpu")
         if first_tensor is not None:

@@ -306,6 +306,17 @@ def load_edited_state(edit: Callable[[dict[str, Any]], Any]) -> None:
     build().load_state_dict(saved)
 
 
+def load_with_hook(*, fails: bool) -> None:
+    step = build()
+
+    def hook(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if fails:
+            raise KeyError("momentum_of_mine")
+
+    step.optimizer.register_load_state_dict_pre_hook(hook)
+    step.load_state_dict(build().state_dict())
+
+
 def enter_averaged(*, train: bool = False, **options: Any) -> None:
     step = build(**options)
     with step.averaged():
@@ -704,6 +715,11 @@ STEPS = {
         lambda: load_edited_state(lambda s: s["state"].pop("skips")),
         ("expected the fields", "skips", "received steps"),
         lambda: load_edited_state(lambda s: None),
+    ),
+    "saved hook": Case(
+        lambda: load_with_hook(fails=True),
+        ("load_state_dict of SGD failed", "KeyError: 'momentum_of_mine'", "Nothing was loaded"),
+        lambda: load_with_hook(fails=False),
     ),
     "saved scale": Case(
         lambda: load_open_cycle(2.0), ("cycle is open", "same scale"), lambda: load_open_cycle(8.0)

@@ -179,8 +179,7 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
     for name in ("began", "now"):
         states = saved.field(name)
         entries = states.entries()
-        # Within a pass only the loader's own generators are saved as they are now.
-        if entries and (name == "began" or not step):
+        if entries:
             rng.check_host_states(states)
         if WORKERS in entries:
             entries[WORKERS].whole_number()
@@ -188,6 +187,9 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
             if flag in entries:
                 entries[flag].flag()
         _check_generators(loader, states)
+    generators = saved.optional_field("generators")
+    if generators is not None:
+        _check_generators(loader, generators)
 
 
 def _check_generators(loader: Loader, saved: SavedValue) -> None:

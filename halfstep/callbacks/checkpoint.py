@@ -1,6 +1,7 @@
 """Saving a run so that it can go on exactly: every n steps, epochs or seconds, and at its end."""
 
 import os
+import textwrap
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,14 +12,20 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
-from halfstep.checkpoint.disk import TRASH_PREFIX
+from halfstep.checkpoint.health import HEALTH_FILE, Health, find_nonfinite
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
-from halfstep.checkpoint.runs import finish_replacements, replace
+from halfstep.checkpoint.runs import finish_replacements, good_checkpoints, replace
 from halfstep.checkpoint.verified import VerifiedCheckpoints
 from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
+from halfstep.step import TrainStep
+from halfstep.step.overflow import LONG_STREAK
+from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
 from halfstep.utils.saved_state import SavedValue
+from halfstep.utils.text import first_line
+
+MAX_ERROR_CHARS = 120  # of the error's first line, in a checkpoint that was saved after it
 
 
 class Checkpoint(Callback):
@@ -117,20 +124,26 @@ class Checkpoint(Callback):
         """
         existing = checkpoint.listing(self.folder)
         if run.resumed is not None:
-            # A broken one does no harm: it is replaced when its step comes.
-            later = [path for path in existing if checkpoint.step_of(path) > run.position]
-            complete = [path for path in later if self._verified.is_whole(path)]
-            if complete:
+            # A broken or failed one does no harm: it is replaced when its step comes.
+            good = good_checkpoints(self.folder, self._verified)
+            if good and checkpoint.step_of(good[-1]) > run.position:
                 raise FileExistsError(
                     f"Checkpoint: this run goes on from step {run.position}, and {self.folder} "
-                    f"holds checkpoints of later steps, up to {complete[-1].name}. Go on from the "
+                    f"holds checkpoints of later steps, up to {good[-1].name}. Go on from the "
                     'newest with fit(resume="auto"), remove those of later steps, or name another '
                     "folder."
                 )
         elif existing:
-            if any(self._verified.is_whole(path) for path in existing):
+            whole = [path for path in existing if self._verified.examine(path) is not None]
+            if good_checkpoints(self.folder, self._verified):
                 what = "checkpoints of another run"
                 advice = 'Go on from them with fit(resume="auto"), or name another folder.'
+            elif whole:
+                what = "only checkpoints of training that had failed"
+                advice = (
+                    f"Go on from one of them with fit(resume={str(whole[-1])!r}), remove them, "
+                    "or name another folder."
+                )
             else:
                 what = "only broken checkpoints"
                 advice = "Remove them, or name another folder."
@@ -176,6 +189,10 @@ class Checkpoint(Callback):
             return
         if run.error is not None and not (self.on_error and isinstance(run.error, Exception)):
             return
+        # After a value that is not finite this state leads to the error again, also where it was
+        # saved already: then it is saved once more, with a mark.
+        if isinstance(run.error, FloatingPointError):
+            self._saved_step = -1
         try:
             self._save(run)
         except checkpoint.CheckpointError as error:
@@ -194,10 +211,11 @@ class Checkpoint(Callback):
         path = self.folder / checkpoint.name_of(run.position)
         if run.position != self._saved_step:
             tree = run.model.snapshot()
+            extra_files = {HEALTH_FILE: _find_health(run, tree).encode()}
             if path.exists():
-                replace(path, tree)
+                replace(path, tree, extra_files=extra_files)
             else:
-                checkpoint.save(path, tree)
+                checkpoint.save(path, tree, extra_files=extra_files)
             self._saved_step = run.position
             self._saved_time = time.monotonic()
         protect = [] if self.best_path is None else [self.best_path]
@@ -239,6 +257,30 @@ def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
                 stack.enter_context(hold_lock(callback.folder))
                 finish_replacements(callback.folder)
         yield
+
+
+def _find_health(run: Run, tree: dict[str, Any]) -> Health:
+    """What is wrong with the run at this moment. The host reads its tensors now anyway."""
+    step = run.model.step
+    if isinstance(step, TrainStep):
+        parameter_names = step.names
+        updates = int(tree["step"]["state"]["updates"])
+        skips_in_a_row = int(tree["step"]["state"]["streak"])
+    else:
+        parameter_names = [name for name, _ in run.model.net.named_parameters()]
+        updates = None
+        skips_in_a_row = 0
+    error = None
+    if isinstance(run.error, FloatingPointError):
+        text = f"{type(run.error).__name__}: {first_line(run.error)}"
+        error = textwrap.shorten(text, MAX_ERROR_CHARS, placeholder=" …")
+    return Health(
+        nonfinite=find_nonfinite(tree, parameter_names),
+        updates=updates,
+        skips_in_a_row=skips_in_a_row,
+        stalled=skips_in_a_row >= LONG_STREAK,
+        error=error,
+    )
 
 
 def _warn_not_saved(run: Run, text: str) -> None:

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from halfstep.checkpoint.disk import sync_folder
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
+from halfstep.utils.atomic_files import sync_folder
 from halfstep.utils.checks import whole_number
 from halfstep.utils.files import write_text
 from halfstep.utils.saved_state import SavedValue

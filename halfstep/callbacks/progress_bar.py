@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfstep.engine import Callback, Row, Run
 from halfstep.utils.saved_state import SavedValue
+from halfstep.utils.text import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -150,7 +151,7 @@ class ProgressBar(Callback):
                 parts.append(f"skipped {self._skipped_steps}")
         for name, score in self._scores.items():
             if isinstance(score, float):
-                parts.append(f"valid_{name} {score:.4g}")
+                parts.append(f"valid_{printable(name)} {score:.4g}")
         return parts
 
     def _moving_pace(self, run: Run) -> list[str]:

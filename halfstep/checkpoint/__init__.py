@@ -1,7 +1,7 @@
 """Checkpoints: a state tree in one folder, written atomically, with checksums, without pickle."""
 
 from halfstep.checkpoint.manifest import Manifest
-from halfstep.checkpoint.runs import latest, listing, name_of, prune, step_of
+from halfstep.checkpoint.runs import choose, latest, listing, name_of, prune, step_of
 from halfstep.checkpoint.store import Loaded, load, save, verify
 from halfstep.checkpoint.tree import check, pack, unpack
 from halfstep.errors import CheckpointError
@@ -11,6 +11,7 @@ __all__ = [
     "Loaded",
     "Manifest",
     "check",
+    "choose",
     "latest",
     "listing",
     "load",

@@ -1,36 +1,20 @@
-"""Files that are hashed while written or read, and folders that appear whole or not at all.
+"""Files that are hashed while written or read, in a folder that appears whole or not at all."""
 
-A new folder is filled under a temporary name beside its final one, then renamed. The name of a
-temporary folder says who fills it: a hash of the host, the pid, the start time of the process, and
-a random part. A later save removes temporaries whose process is gone. One from another host is
-removed when nothing in it was written for an hour.
-"""
-
-import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from halfstep.checkpoint.manifest import FileEntry
 from halfstep.errors import DAMAGED_ADVICE, CheckpointError, checkpoint_error
-
-TEMPORARY_PREFIX = ".halfstep-tmp-"
-TRASH_PREFIX = ".halfstep-trash-"
-ABANDONED_AFTER_S = 3600  # for temporaries of other hosts, whose processes cannot be looked up
+from halfstep.utils.atomic_files import atomic_folder, trash_folder
 
 NO_PERMISSION = {errno.EROFS, errno.EACCES, errno.EPERM}
 NO_SUCH_PATH = {errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENOTEMPTY}
-
-# /proc/PID/stat: its fields after the process's name in parentheses, as proc(5) numbers them.
-STATE_FIELD = 0
-START_TIME_FIELD = 19
 
 
 # Single files.
@@ -51,15 +35,6 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
                 remaining = remaining[written:]
         os.fsync(file.fileno())
     return FileEntry(size, digest.hexdigest())
-
-
-def sync_folder(folder: Path) -> None:
-    """Flushes the folder's list of names to the disk: without this, a rename may be lost."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class HashedReader:
@@ -145,53 +120,24 @@ def write_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
     It is removed when the block fails. `needed_bytes` are the bytes to come, for the message when
     the disk is full.
     """
-    parent = folder.parent
     try:
-        make_folder(parent)
         _check_name_is_free(folder)
-        remove_leftovers(parent)
-        with _temporary_folder(parent) as temporary:
+        with atomic_folder(folder) as temporary:
             yield temporary
-            sync_folder(temporary)
-            os.rename(temporary, folder)  # fails if `folder` has anything in it by now
-        sync_folder(parent)
     except OSError as error:
         raise explain_save_error(error, folder, needed_bytes) from error
 
 
-def make_folder(folder: Path) -> None:
-    """Creates the folder and its parents, and flushes their names to the disk."""
-    if folder.exists():
-        return
-    make_folder(folder.parent)
-    with contextlib.suppress(FileExistsError):  # another process was faster
-        folder.mkdir()
-    sync_folder(folder.parent)
-
-
 def remove_folder(folder: Path) -> None:
     """Removes the folder: at once for every reader, then from the disk. A link is not followed."""
-    trash = folder.parent / f"{TRASH_PREFIX}{secrets.token_hex(8)}"
     try:
-        os.rename(folder, trash)
-        sync_folder(folder.parent)
-        _delete(trash)
+        trash_folder(folder)
     except FileNotFoundError:
         pass  # another process removed it
     except OSError as error:
         reason = error.strerror or str(error)
         advice = "Check who owns the folder, or remove it by hand."
         raise checkpoint_error(folder, "a folder that can be removed", reason, advice) from error
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Removes what killed processes left in a folder: abandoned temporaries, and trash."""
-    for name in os.listdir(parent):
-        path = parent / name
-        if name.startswith(TRASH_PREFIX) or (
-            name.startswith(TEMPORARY_PREFIX) and _is_abandoned(path)
-        ):
-            _delete(path)
 
 
 def explain_save_error(error: OSError, folder: Path, needed_bytes: int) -> CheckpointError:
@@ -236,76 +182,6 @@ def _check_name_is_free(folder: Path) -> None:
         return
     advice = "Choose another name, or remove it first: a checkpoint is never overwritten."
     raise checkpoint_error(folder, "a name that is not taken", "a file or folder there", advice)
-
-
-@contextmanager
-def _temporary_folder(parent: Path) -> Iterator[Path]:
-    pid = os.getpid()
-    owner = f"{_host_id()}-{pid}-{_process_start(pid)}"
-    temporary = parent / f"{TEMPORARY_PREFIX}{owner}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    try:
-        yield temporary
-    except BaseException:
-        _delete(temporary)
-        raise
-
-
-def _is_abandoned(temporary: Path) -> bool:
-    """Whether the process that filled the temporary folder is gone."""
-    parts = temporary.name.removeprefix(TEMPORARY_PREFIX).split("-")
-    if len(parts) == 4 and parts[0] == _host_id() and parts[1].isdecimal():
-        # A process with this pid that started at another time is another process.
-        return _process_start(int(parts[1])) != parts[2]
-
-    # Another host's: its processes cannot be seen from here, but when it wrote last can.
-    try:
-        paths = [temporary, *temporary.iterdir()]
-        last_write_s = max(path.lstat().st_mtime for path in paths)
-    except OSError:  # it is gone, or its owner has just renamed it
-        return False
-    return time.time() - last_write_s > ABANDONED_AFTER_S
-
-
-def _host_id() -> str:
-    """A hash of the machine and its pid namespace: within them, a pid means the same process."""
-    host = os.uname().nodename
-    with contextlib.suppress(OSError):
-        host = f"{host} {os.readlink('/proc/self/ns/pid')}"
-    return hashlib.sha256(host.encode()).hexdigest()[:8]
-
-
-def _process_start(pid: int) -> str:
-    """When the process started, in ticks since boot; "gone" if there is no such process.
-
-    Without /proc the time is not known: then "0" for a process that runs.
-    """
-    if not Path("/proc/self/stat").exists():
-        return "0" if _is_running(pid) else "gone"
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "gone"
-    fields = text.rpartition(")")[2].split()
-    if fields[STATE_FIELD] in "ZX":  # dead, but its parent has not collected it yet
-        return "gone"
-    return fields[START_TIME_FIELD]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process
-        return True
-    return True
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink():
-        path.unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _free_bytes(folder: Path) -> int:

@@ -10,14 +10,18 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.checkpoint.disk import remove_folder, sync_folder
+from halfstep.checkpoint.disk import remove_folder
+from halfstep.checkpoint.health import Health, read_health
+from halfstep.checkpoint.manifest import MANIFEST_FILE
 from halfstep.checkpoint.store import save, verify
 from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
+from halfstep.utils.atomic_files import sync_folder
 
 REPLACEMENT_SUFFIX = ".new"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})(?:\.new)?")
@@ -62,9 +66,10 @@ def listing(root: str | Path) -> list[Path]:
 
 
 def latest(root: str | Path) -> Path | None:
-    """The newest checkpoint that is complete, checksums included; None if there is none.
+    """The newest checkpoint that is whole, checksums included, and good; None if there is none.
 
-    Broken ones are passed over, and one Notice names them.
+    Good: the weights are finite, and training had not stopped to move them. Newer ones are passed
+    over, and one Notice names them.
     """
     # If checkpoints were pruned while we looked, or names are changing, newer ones exist by now.
     while True:
@@ -74,13 +79,37 @@ def latest(root: str | Path) -> Path | None:
         if not search.some_vanished and not _changed_recently(root):
             break
 
-    if search.broken:
-        outcome = "no whole one is left"
+    if search.broken or search.bad:
+        kinds = []
+        if search.broken:
+            kinds.append(f"{len(search.broken)} broken")
+        if search.bad:
+            kinds.append(f"{len(search.bad)} of training that had failed")
+        outcome = "no good one is left" if search.bad else "no whole one is left"
         if search.newest is not None:
             outcome = f"{search.newest} is used instead"
-        reasons = "\n  ".join(search.broken)
-        warnings.warn(f"{len(search.broken)} broken, {outcome}:\n  {reasons}", Notice, stacklevel=2)
+        reasons = "\n  ".join([*search.broken, *search.bad])
+        warnings.warn(f"{' and '.join(kinds)}, {outcome}:\n  {reasons}", Notice, stacklevel=2)
     return search.newest
+
+
+def choose(source: str | Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest good one in a folder of them.
+
+    One that is named is taken as it is; a Notice says what is wrong with it.
+    """
+    path = Path(source)
+    if not (path / MANIFEST_FILE).is_file():
+        return latest(path)
+    with suppress(CheckpointError):  # whoever loads it will say that it is damaged
+        health = read_health(path)
+        if not health.is_good:
+            warnings.warn(
+                f"{path}: {health.describe()}. It is used all the same, because it was named",
+                Notice,
+                stacklevel=3,
+            )
+    return path
 
 
 def prune(
@@ -90,11 +119,13 @@ def prune(
     *,
     verified: VerifiedCheckpoints | None = None,
 ) -> list[Path]:
-    """Removes all checkpoints but the newest `keep`, the oldest first. Returns the removed.
+    """Removes all checkpoints but the newest `keep` good ones, the oldest first.
 
-    Those in `protect` stay. Nothing is removed unless the `keep` that stay are whole, checksums
-    included; damaged ones are not counted. `verified` remembers between calls which ones are whole.
-    The newest that stays is read in any case.
+    Returns the removed. Those in `protect` stay. Nothing is removed unless the ones that stay are
+    whole, checksums included; damaged ones are not counted. Neither are those that are not good
+    (see `latest`) and those inside a streak of skipped updates, which may become too long: of them
+    the newest stays beside the `keep`, or as many as good ones are missing. `verified`
+    remembers between calls what is known about each; the newest good one is read in any case.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -108,20 +139,40 @@ def prune(
         verified = VerifiedCheckpoints()
 
     # From the newest back to the one that completes the number to keep; older ones are too many.
-    whole_count = 0
+    too_many: list[Path] = []
+    judge = _Judge()
+    good_count = 0
+    uncounted: list[tuple[Path, Health]] = []
     for index in reversed(range(len(paths))):
-        if verified.is_whole(paths[index], read_again=whole_count == 0):
-            whole_count += 1
-        if whole_count == keep:
-            older = paths[:index]
-            removed = [path for path in older if os.path.realpath(path) not in protected]
-            for path in removed:
-                remove_folder(path)
-            return removed
-    return []
+        health = verified.examine(paths[index], read_again=good_count == 0)
+        if health is None:
+            continue
+        if not judge.is_good(health) or health.skips_in_a_row > 0:
+            uncounted.append((paths[index], health))
+            continue
+        good_count += 1
+        if good_count == keep:
+            too_many = paths[:index]
+            break
+    too_many = [*too_many, *_superfluous(uncounted, keep - good_count)]
+
+    removed = [path for path in too_many if os.path.realpath(path) not in protected]
+    for path in removed:
+        remove_folder(path)
+    return removed
 
 
-def replace(path: Path, tree: object) -> None:
+def _superfluous(uncounted: list[tuple[Path, Health]], missing: int) -> list[Path]:
+    """Which of the checkpoints that do not count go, the oldest first; they come newest first.
+
+    As many stay as good ones are missing, but one at least, and the newest that has finite weights.
+    """
+    stay = [path for path, _ in uncounted[: max(missing, 1)]]
+    stay += [path for path, health in uncounted if not health.is_lost][:1]
+    return [path for path, _ in reversed(uncounted) if path not in stay]
+
+
+def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None) -> None:
     """Saves the tree in place of the checkpoint at `path`.
 
     At every moment one of the two is there whole, under a name that `listing` and `latest` know.
@@ -129,7 +180,7 @@ def replace(path: Path, tree: object) -> None:
     """
     finish_replacements(path.parent)
     new = path.with_name(f"{path.name}{REPLACEMENT_SUFFIX}")
-    save(new, tree)
+    save(new, tree, extra_files=extra_files)
     try:
         verify(new)
     except CheckpointError:
@@ -165,28 +216,69 @@ def _take_place(new: Path, path: Path) -> None:
         raise checkpoint_error(path, "a free name", reason, advice) from error
 
 
+def good_checkpoints(root: Path, verified: VerifiedCheckpoints) -> list[Path]:
+    """The checkpoints in a folder that are whole and good, the oldest first."""
+    judge = _Judge()
+    good = []
+    for path in reversed(listing(root)):
+        health = verified.examine(path)
+        if health is not None and judge.is_good(health):
+            good.append(path)
+    return good[::-1]
+
+
+class _Judge:
+    """Says which checkpoints are good, when it is asked about them from the newest to the oldest.
+
+    When a run had failed with certain weights, older checkpoints of the same weights are not good
+    either: those after the first skips of a long streak, and the one right before it.
+    """
+
+    def __init__(self) -> None:
+        self._failed_updates: set[int] = set()
+
+    def is_good(self, health: Health) -> bool:
+        if not health.is_good and health.updates is not None:
+            self._failed_updates.add(health.updates)
+        return health.is_good and health.updates not in self._failed_updates
+
+
 @dataclass
 class _Search:
-    """The newest complete checkpoint, why newer ones are broken, and whether some vanished."""
+    """The newest good checkpoint, what is wrong with newer ones, and whether some vanished."""
 
     newest: Path | None = None
     broken: list[str] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
     some_vanished: bool = False
 
 
 def _search_newest(root: str | Path) -> _Search:
     search = _Search()
+    judge = _Judge()
+    stalled: list[tuple[Path, str]] = []
     for path in reversed(listing(root)):
         try:
             verify(path)
+            health = read_health(path)
         except CheckpointError as error:
             if os.path.lexists(path):
                 search.broken.append(str(error))
             else:
                 search.some_vanished = True
-        else:
+            continue
+        if judge.is_good(health):
             search.newest = path
             break
+        reason = f"{path}: {health.describe()}"
+        search.bad.append(reason)
+        if not health.is_lost:
+            stalled.append((path, reason))
+
+    # Nothing but skipped updates from the start: the scale may still be too large.
+    if search.newest is None and stalled:
+        search.newest, reason = stalled[0]
+        search.bad.remove(reason)
     return search
 
 

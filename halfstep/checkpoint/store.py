@@ -136,6 +136,14 @@ def verify(folder: str | Path) -> Manifest:
     return manifest
 
 
+def read_extra_file(folder: Path, name: str) -> bytes | None:
+    """The content of one extra file, checked by its checksum; None if there is none."""
+    manifest = read_manifest(folder)
+    if name not in manifest.files:
+        return None
+    return _read_small_file(folder / name, manifest.files[name])
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a folder that has exactly the listed files, each of its size.
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from halfstep.checkpoint.health import Health, read_health
 from halfstep.checkpoint.store import verify
 from halfstep.errors import CheckpointError
 
@@ -31,31 +32,35 @@ class FileSignature(NamedTuple):
 
 
 class VerifiedCheckpoints:
-    """Says whether checkpoints are whole, checksums included, and remembers those that are."""
+    """Says whether checkpoints are whole, and their health, and remembers both."""
 
     def __init__(self) -> None:
-        self._signatures: dict[str, tuple[FileSignature, ...]] = {}
+        self._known: dict[str, tuple[tuple[FileSignature, ...], Health]] = {}
 
-    def is_whole(self, path: Path, *, read_again: bool = False) -> bool:
-        """Whether every file has its checksum. Reads it unless it is known and unchanged."""
+    def examine(self, path: Path, *, read_again: bool = False) -> Health | None:
+        """The health of a checkpoint whose files all have their checksums; None for any other.
+
+        Reads it unless it is known and unchanged.
+        """
         key = os.path.realpath(path)
         try:
             before = _sign_files(path)
-            if not read_again and before and self._signatures.get(key) == before:
-                return True
+            if not read_again and key in self._known and self._known[key][0] == before:
+                return self._known[key][1]
             verify(path)
+            health = read_health(path)
             after = _sign_files(path)
         except (CheckpointError, OSError):
-            self._signatures.pop(key, None)
-            return False
+            self._known.pop(key, None)
+            return None
 
         last_change_ns = max(file.st_ctime_ns for file in after)
         is_settled = time.time_ns() - last_change_ns > RECENT_CHANGE_S * 1e9
         if before == after and is_settled:
-            self._signatures[key] = after
+            self._known[key] = (after, health)
         else:
-            self._signatures.pop(key, None)
-        return True
+            self._known.pop(key, None)
+        return health
 
 
 def _sign_files(folder: Path) -> tuple[FileSignature, ...]:

@@ -18,8 +18,9 @@ from halfstep.cli.options import (
     TrustOption,
     option_flag,
 )
-from halfstep.cli.output import format_scores, print_json
+from halfstep.cli.output import echo, format_scores, print_json
 from halfstep.experiment import training_run
+from halfstep.utils.text import printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
@@ -75,7 +76,7 @@ def evaluate(
     if as_json:
         print_json({"weights": weights_path, "split": split, "scores": scores})
     else:
-        typer.echo(f"{weights_path}, {split} data: {format_scores(scores)}")
+        echo(f"{printable(weights_path)}, {split} data: {format_scores(scores)}")
 
 
 def settings_of_run(

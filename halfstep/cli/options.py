@@ -3,12 +3,15 @@
 No torch is imported here: help and shell completion stay fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from halfstep.utils.text import printable
 
 # The tables that define these names live behind torch's import, so the names are written out.
 # A test compares them with the tables.
@@ -36,6 +39,29 @@ class Command(TyperCommand):
         except typer.BadParameter as error:
             error.message = _parse_error_message(error)
             raise
+
+
+class Group(TyperGroup):
+    """The commands together. What was typed is quoted in errors without acting on the terminal."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage_errors():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    """A name of a file may be taken for an option: `halfstep data check *`."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own errors, whichever click it brings
+            error.message = printable(error.message)  # type: ignore[attr-defined]
+        raise
 
 
 def _parse_error_message(error: typer.BadParameter) -> str:

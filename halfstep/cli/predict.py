@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +17,11 @@ from halfstep.cli.options import (
     RunPrecisionOption,
     TrustOption,
 )
-from halfstep.cli.output import print_json
+from halfstep.cli.output import echo, print_json
 from halfstep.experiment import training_run
-from halfstep.utils.files import to_json
-from halfstep.utils.text import dtype_name, plural
+from halfstep.utils.atomic_files import atomic_file
+from halfstep.utils.files import to_json, write_text
+from halfstep.utils.text import dtype_name, plural, printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
@@ -83,12 +83,12 @@ def predict(
         return
     rows = _prediction_rows(outputs, inputs.names, _class_names(built, settings))
     if out is not None:
-        out.write_text(to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
-        typer.echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
+        write_text(out, to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
+        echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
     elif as_json:
         print_json(rows)
     else:
-        sys.stdout.write(_to_csv(rows))
+        echo(_to_csv(rows), nl=False)
 
 
 def _class_names(built: "RunParts", settings: training_run.TrainSettings) -> list[str]:
@@ -110,9 +110,13 @@ def _write_array(outputs: Any, path: Path) -> None:
             f"--out {path}: expected one tensor per batch from the network, "
             f"got {type(outputs[0]).__name__}"
         )
-    with path.open("wb") as file:
-        np.save(file, outputs.numpy(), allow_pickle=False)
-    typer.echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
+    # Not np.save, which writes past the file object and hides the disk's error.
+    array = np.ascontiguousarray(outputs.numpy())
+    with atomic_file(path) as file:
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data)
+    echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
 
 
 def _prediction_rows(
@@ -139,8 +143,14 @@ def _prediction_rows(
 
 
 def _to_csv(rows: list[dict[str, Any]]) -> str:
+    """The table as CSV. Names are printable here; JSON has them as they are."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({column: _csv_cell(value) for column, value in row.items()})
     return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value

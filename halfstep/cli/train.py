@@ -31,7 +31,7 @@ from halfstep.cli.options import (
     TestSamplesOption,
     option_flag,
 )
-from halfstep.cli.output import command_line, exit_code, format_scores, print_json
+from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
 from halfstep.experiment import training_run
 from halfstep.experiment.run_progress import (
     FinishedRun,
@@ -40,7 +40,7 @@ from halfstep.experiment.run_progress import (
     refuse_fewer_epochs,
 )
 from halfstep.experiment.training_run import WeightRescue, silence_signal_message
-from halfstep.utils.text import plural
+from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
     from halfstep.engine import Callback, Run
@@ -129,13 +129,13 @@ def train(
 
         finished = finished_run(out, settings.epochs) if resume == "auto" else None
         if finished is not None and finished.missing is not None:
-            typer.echo(
+            echo(
                 f"note: {out}: {finished.missing}. Training is done, and what is missing is "
                 f"written again from {finished.checkpoint.name}",
                 err=True,
             )
         if finished is not None and finished.missing is None:
-            print(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
+            echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:
             summary = _fit(built, settings, out, resume, sink, plain=plain, log_file=log_file)
@@ -189,7 +189,7 @@ def _with_epochs(
 def _warn_useless_verify(built: "RunParts") -> None:
     graphs = built.model.captures
     if graphs.verify and graphs.device.type != "cuda":
-        typer.echo(
+        echo(
             f"note: verify={graphs.verify}: there is nothing to verify on {graphs.device.type}, "
             "where no step is replayed from a graph",
             err=True,
@@ -204,9 +204,7 @@ def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str |
     if resume == "auto":
         training_run.check_same_run(out, settings)
         if not checkpoints:
-            typer.echo(
-                f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
-            )
+            echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
     elif resume is None and checkpoints:
         raise ValueError(
             f"out: {out} holds a run already, up to {checkpoints[-1].name}. Go on with "
@@ -243,7 +241,7 @@ def _later_checkpoints(out: Path, resume: Path) -> list[Path]:
     """The checkpoints in OUT of later steps than the one to go on from."""
     from halfstep import checkpoint
 
-    path = training_run.checkpoint_in(resume)
+    path = checkpoint.choose(resume)
     if path is None:
         return []
     loop = checkpoint.load(path, verify=False).tree
@@ -272,6 +270,7 @@ def _fit(
     log_file: TextIO,
 ) -> dict[str, Any]:
     """Trains, writes the log and the weights into the folder, and returns the summary."""
+    from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
     from halfstep.model.fit_arguments import check_callbacks
 
@@ -291,8 +290,8 @@ def _fit(
         training_run.write_run_file(out, settings, command_line())
 
     log = JSONLLog(out / training_run.LOG_FILE, overwrite=True)
-    if resume not in (None, "auto"):
-        checkpoint_path = training_run.checkpoint_in(Path(resume))
+    if resume is not None and resume != "auto":
+        checkpoint_path = checkpoint.choose(resume)
         if checkpoint_path is not None:
             log.copy_from = checkpoint_path.parent / training_run.LOG_FILE
     rescue = WeightRescue()
@@ -317,7 +316,7 @@ def _fit(
         with silence_signal_message():
             run = built.model.fit(data=built.data, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
-        typer.echo(_stop_message(out), err=True)
+        echo(_stop_message(out), err=True)
         raise typer.Exit(exit_code(stop)) from None
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
@@ -326,7 +325,7 @@ def _fit(
     record_weights(out)
 
     files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
-    print(f"written: {out}/{files} and checkpoints", file=log_file)
+    echo(f"written: {printable(out)}/{files} and checkpoints", file=log_file)
     return {
         "out": str(out),
         "resumed": run.resumed,
@@ -360,20 +359,15 @@ def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
     def print_resumed(run: "Run") -> None:
         if run.resumed:
             epoch = min(run.epoch + run.epoch_over, run.epochs)
-            print(
+            echo(
                 f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                f"from {run.resumed}",
+                f"from {printable(run.resumed)}",
                 file=log_file,
-                flush=True,
             )
 
     def print_epoch(run: "Run") -> None:
         scores = format_scores(run.history[-1])
-        print(
-            f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s",
-            file=log_file,
-            flush=True,
-        )
+        echo(f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s", file=log_file)
 
     callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
     if sys.stderr.isatty() and not plain:

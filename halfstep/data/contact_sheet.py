@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep.data.pipeline.dataset import Dataset
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.transforms.axes import Layout, check_layout, image_axes
+from halfstep.utils.atomic_files import atomic_file
 from halfstep.utils.checks import whole_number
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def sheet(
         labels = [str(int(number)) for number in numbers]
     page = _draw_page(rows, labels, layout)
     if path is not None:
-        page.save(Path(path), format="PNG")
+        with atomic_file(path) as file:
+            page.save(file, format="PNG")
     return page
 
 

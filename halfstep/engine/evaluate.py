@@ -12,7 +12,7 @@ from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.feed import Args, Feed
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.step.eval_step import EvalRecord, eval_mode
+from halfstep.step.eval_step import AMBIGUOUS_TARGET, EvalRecord, eval_mode
 from halfstep.step.objective import batch_size
 
 Labels = Callable[[Any], Any]
@@ -91,6 +91,11 @@ def metric_arguments(
         )
     if labels is not None:
         batch_labels = labels(args[0] if len(args) == 1 else args)
+    elif record.target is AMBIGUOUS_TARGET:
+        raise ValueError(
+            "metrics: the loss has more than two arguments, and none is called target, label or y, "
+            "so that nothing says what the labels are. Say it: Model(labels=lambda batch: batch[1])"
+        )
     elif record.target is not None:
         batch_labels = record.target
     else:
@@ -180,9 +185,12 @@ def to_host(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def without_target(args: Args, *, targets: bool) -> Args:
-    """A batch without its target: the last of several, or the labels of a dict."""
-    if len(args) == 1 and isinstance(args[0], dict):
+def without_target(args: Args, *, targets: bool | None) -> Args:
+    """A batch without its target: the last of several, or the labels of a dict.
+
+    `targets` says whether there are any; None: only a dict may have labels.
+    """
+    if len(args) == 1 and isinstance(args[0], dict) and targets is not False:
         inputs = {name: value for name, value in args[0].items() if name not in LABEL_NAMES}
         return (inputs,)
     return args[:-1] if targets and len(args) > 1 else args

@@ -149,10 +149,13 @@ class Feed:
         if isinstance(self.data, Loader):
             _check_generators(self.data, saved)
 
-    def announce_resume_limits(self) -> None:
-        """Warns of what a run that is stopped and resumed cannot repeat with this data."""
+    def announce_resume_limits(self, argument: str) -> None:
+        """Warns of what a run that is stopped and resumed cannot repeat with this data.
+
+        `argument` is the data's name in `fit`.
+        """
         for limit in self.data.resume_limits():
-            warnings.warn(f"fit: {limit}", Notice, stacklevel=5)
+            warnings.warn(f"fit: {argument}: {limit}", Notice, stacklevel=5)
 
     def describe(self) -> list[str]:
         """What it is, in lines that can be compared with those of a saved run."""

@@ -16,6 +16,8 @@ from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
+from halfstep.engine.streaks import StreakWatch
+from halfstep.errors import NonFiniteError
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
@@ -79,6 +81,8 @@ class Loop:
         step_options = getattr(step, "options", None)
         self.fingerprints = bool(getattr(step_options, "fingerprint_every", 0))
 
+        self.streaks = StreakWatch()
+
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
@@ -114,6 +118,7 @@ class Loop:
                                 self._records.append(self.step(*args))
                             except Exception as error:
                                 self._explain(error, run.position + 1, args)
+                                self._take_over_step(error, args)
                                 raise
                     self._deliver_rows()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
@@ -222,7 +227,17 @@ class Loop:
             run.stop(self.signals.caught.name)
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
-            raise_device_errors(self.step)
+            raise_device_errors(self.step, rows)
+        self.streaks.warn()
+
+    def _take_over_step(self, error: Exception, args: Args) -> None:
+        """After an error that a step raised at its end: the step counts, and has a row."""
+        if isinstance(error, NonFiniteError) and error.record is not None:
+            self._records.append(error.record)
+            self.feed.advance(1)
+            self._add_position(batch_size(args))
+            if self.feed.step == self.feed.size:
+                self._end_pass()
 
     def _advance_run(self, rows: list[Row]) -> Iterator[Row]:
         """Moves the run from row to row while they are handed out."""
@@ -230,6 +245,7 @@ class Loop:
         for row in rows:
             run.step = row.step
             run.global_step = row.global_step
+            self.streaks.take(row)
             if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples
@@ -251,14 +267,21 @@ class Loop:
         self.flushing = True
         if self.captured_runner is not None:
             self.captured_runner.flush()
-            tail = None
         else:
-            tail = self.step.flush()
+            self._flush_step()
         self.flushing = False
 
-        # The update of the tail belongs to the last step, which keeps its own loss.
-        if self._records and isinstance(tail, Record):
-            self._records[-1] = tail._replace(loss=self._records[-1].loss)
+    def _flush_step(self) -> None:
+        """The update of the tail belongs to the last step, which keeps its own loss."""
+        tail = None
+        try:
+            tail = self.step.flush()
+        except NonFiniteError as error:
+            tail = error.record
+            raise
+        finally:
+            if self._records and isinstance(tail, Record):
+                self._records[-1] = tail._replace(loss=self._records[-1].loss)
 
     def _steps_until_visit(self) -> int:
         """Steps until the host must look in."""

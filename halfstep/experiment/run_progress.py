@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfstep.experiment.training_run import LOG_FILE, RUN_FILE, WEIGHTS_FILE, checkpoint_in
+from halfstep.experiment.training_run import LOG_FILE, RUN_FILE, WEIGHTS_FILE
 from halfstep.utils.files import read_json, write_json
 
 CHECKPOINT_WORD = "the newest checkpoint"
@@ -93,7 +93,7 @@ def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
     """A run's newest checkpoint, or the one that is named, and its tree."""
     from halfstep import checkpoint
 
-    newest = checkpoint_in(folder)
+    newest = checkpoint.choose(folder)
     return newest, None if newest is None else checkpoint.load(newest, verify=False).tree
 
 

@@ -281,7 +281,7 @@ def load_weights(model: Any, run: Path) -> str:
         model.load(run)
         return str(run)
 
-    path = checkpoint_in(run)
+    path = checkpoint.choose(run)
     if path is not None:
         step_state = SavedValue(checkpoint.load(path).tree, str(path)).field("step")
         if "net" in step_state.entries():
@@ -295,15 +295,6 @@ def load_weights(model: Any, run: Path) -> str:
             f"expected checkpoints step-… or {WEIGHTS_FILE}, found neither in {run}"
         )
     return load_weights(model, run / WEIGHTS_FILE)
-
-
-def checkpoint_in(run: Path) -> Path | None:
-    """The checkpoint itself, if `run` is one, else the newest one in the folder."""
-    from halfstep import checkpoint
-
-    if (run / "manifest.json").is_file():
-        return run
-    return checkpoint.latest(run)
 
 
 def _evaluated_weights(model: Any, step_state: "SavedValue") -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Accuracy(Ratio):
       does a label above 0.5.
 
     Labels equal to `ignore_index` do not count. On a CPU, where looking at values does not wait,
-    labels outside 0 to 1 for one score and labels of several classes at once are refused.
+    labels that no score stands for and labels of several classes at once are refused.
     """
 
     def __init__(self, top: int = 1, *, ignore_index: int = -100, threshold: float = 0.0) -> None:
@@ -191,6 +191,9 @@ class Accuracy(Ratio):
             _check_binary_labels(scores, counted_labels)
             if self.threshold == 0.0 and not self._has_warned:
                 self._has_warned = _warn_of_probabilities(scores, counted_labels)
+
+        if not is_binary and labels.device.type == "cpu":
+            _check_class_numbers(labels if counts is None else labels[counts], scores.shape[1])
 
         classes = labels > 0.5 if is_binary else labels
         if counts is not None:
@@ -283,6 +286,21 @@ def _check_binary_labels(scores: Tensor, labels: Tensor) -> None:
             f"Accuracy: for one score per sample, {tuple(scores.shape)}, expected labels 0 or 1, "
             f"received {labels.min().item()} to {labels.max().item()}; "
             "give scores of every class, [N, classes]"
+        )
+
+
+def _check_class_numbers(labels: Tensor, class_count: int) -> None:
+    """Refuses class numbers that no score stands for: they would count as wrong answers."""
+    if not labels.numel():
+        return
+    lowest = int(labels.min())
+    highest = int(labels.max())
+    if lowest < 0 or highest >= class_count:
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"Accuracy: expected labels from 0 to {class_count - 1}, as there are {class_count} "
+            f"scores, received {lowest} to {highest}; to leave out the label {outside}, write "
+            f"Accuracy(ignore_index={outside})"
         )
 
 

@@ -97,6 +97,7 @@ class Model:
         self.schedule = schedule
         self.metrics = Metrics(metrics)
         self.labels = labels
+        validate.warn_ignored_labels(loss, self.metrics)
 
         # The training step: the user's own, or ours.
         self._chose_fused = False
@@ -226,9 +227,9 @@ class Model:
         self._set_learning_rates(timing, feed)
         valid_feed = None if valid is None else self._make_feed(valid)
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
-            feed.announce_resume_limits()
+            feed.announce_resume_limits("data")
             if valid_feed is not None:
-                valid_feed.announce_resume_limits()
+                valid_feed.announce_resume_limits("valid")
 
         run = Run(
             model=self,
@@ -364,15 +365,16 @@ class Model:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
 
         One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
-        iterator of batches. `targets`: batches end with one, which is left out (None: if there is a
-        loss).
+        iterator of batches. `targets`: batches end with one, which is left out. None: they do if
+        there is a loss, and dicts lose their labels; False: batches are inputs as they are.
         """
-        has_targets = self.loss is not None if targets is None else targets
-        outputs = self._predict_batches(data, batch, has_targets, stream)
+        if targets is None and self.loss is not None:
+            targets = True
+        outputs = self._predict_batches(data, batch, targets, stream)
         return outputs if stream else join_outputs(list(outputs))
 
     def _predict_batches(
-        self, data: Any, batch: int, has_targets: bool, stream: bool
+        self, data: Any, batch: int, has_targets: bool | None, stream: bool
     ) -> Iterator[Any]:
         feed = self._make_feed(split_batches(data, batch))
         if feed.size == 0:
@@ -397,7 +399,7 @@ class Model:
         if batch_number == 0:
             raise ValueError(_nothing_to_predict())
 
-    def _predict_batch(self, args: tuple[Any, ...], has_targets: bool) -> Any:
+    def _predict_batch(self, args: tuple[Any, ...], has_targets: bool | None) -> Any:
         # A forward of the user's own takes the batch as it is.
         is_dict_with_target = has_targets and not isinstance(args[0], Tensor)
         if self._has_own_forward and (len(args) > 1 or is_dict_with_target):
@@ -493,7 +495,7 @@ def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Pat
             )
     paths = []
     for folder in folders:
-        path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+        path = checkpoint.choose(folder)
         if path is not None:
             paths.append(path)
     if not paths and source != "auto":

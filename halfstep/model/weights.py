@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep import checkpoint
+from halfstep.checkpoint.safetensors_file import write_safetensors
 from halfstep.utils.saved_state import SavedValue, describe_value, dtype_kind
 from halfstep.utils.text import list_some
 
@@ -79,14 +80,8 @@ def only_tensors(tree: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def save_weights(net: nn.Module, path: str | Path) -> None:
-    """Writes every tensor of the state_dict; tied ones once for each name, contiguous."""
-    from safetensors import torch as safetensors_torch
-
-    tensors = {}
-    for name, tensor in only_tensors(net.state_dict()).items():
-        tensors[name] = tensor.detach().contiguous().clone().cpu()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(safetensors_torch.save(tensors, metadata={"format": "pt"}))
+    """Writes every tensor of the state_dict, whole or not at all; tied ones once for each name."""
+    write_safetensors(path, only_tensors(net.state_dict()), {"format": "pt"})
 
 
 def load_weights(
@@ -180,7 +175,7 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def _read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights in a checkpoint, or in the newest one of a run."""
-    path = folder if (folder / "manifest.json").is_file() else checkpoint.latest(folder)
+    path = checkpoint.choose(folder)
     if path is None:
         raise FileNotFoundError(
             f"expected a checkpoint or a folder of them, found none in {folder}"

@@ -36,7 +36,7 @@ from halfstep.precision.cpu_half import FastHalf, has_native
 from halfstep.precision.layout import NetworkLayout, is_scripted
 from halfstep.precision.low_params import LowCopies
 from halfstep.precision.module_support import check_modules
-from halfstep.precision.op_rules import OpRules
+from halfstep.precision.op_rules import OpRules, needs_no_rules, without_rules
 from halfstep.precision.policy import BF16, F16, Cast, Precision
 from halfstep.utils.text import dtype_name, list_some
 
@@ -250,7 +250,12 @@ class Applied:
             if observing and not is_network and _is_observed(module):
                 forward = observe(forward, module, name, self.observed)
             kept = self.kept_inputs.get(name)
-            forward = self._add_casts(self.module_dtypes[name], module, forward, kept)
+            dtypes = self.module_dtypes[name]
+            forward = self._add_casts(dtypes, module, forward, kept)
+            if self._op_rules is not None and not is_network:
+                torchs = not self.rounds_fp32_products
+                if needs_no_rules(module, dtypes.inside, products_are_torchs=torchs):
+                    forward = without_rules(forward)
             if is_network and self.cast != "none":
                 forward = self._unrounded.cast_network_output(forward, self.precision.output)
             if is_network and observing:

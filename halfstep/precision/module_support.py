@@ -6,6 +6,17 @@ from halfstep.precision.layout import is_scripted
 from halfstep.precision.policy import Precision
 
 
+def check_has_values(net: nn.Module) -> None:
+    """Raises a ValueError for a network on the meta device, whose tensors have no memory."""
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"net: {name!r} is on the meta device, which has shapes and no values; "
+                "before building optimizer and step call net.to_empty(device=...) and set the "
+                "weights: load_state_dict, or each module's reset_parameters()"
+            )
+
+
 def check_modules(net: nn.Module, precision: Precision) -> None:
     """Raises a ValueError for a module that cannot run as asked, with what to do instead."""
     for name, module in net.named_modules():
@@ -16,7 +27,7 @@ def check_modules(net: nn.Module, precision: Precision) -> None:
                 f"{label} is a DataParallel over {len(module.device_ids)} devices, and a step runs "
                 "on one; give the module inside, net.module"
             )
-        for key, tensor in (*module.named_buffers(recurse=False),):
+        for key, tensor in module.named_buffers(recurse=False):
             if nn.parameter.is_lazy(tensor):
                 buffer_name = f"{name}.{key}" if name else key
                 raise ValueError(

@@ -1,5 +1,6 @@
 """The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.precision.module_support import check_has_values
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import (
@@ -24,6 +26,12 @@ from halfstep.step.objective import (
     to_device,
 )
 
+# Names of the parameter of a loss that is its target.
+TARGET_PARAMETERS = ("target", "targets", "label", "labels", "y", "y_true")
+
+# In an EvalRecord: the loss has three or more arguments, and none is called a target.
+AMBIGUOUS_TARGET = object()
+
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
@@ -31,8 +39,9 @@ class EvalRecord:
 
     `loss` is the mean over its `count` terms (0 when there are none): Σ loss·count / Σ count is the
     mean over a whole data set, a last short batch included. `outputs` are in float32 or wider, and
-    None where only the loss was returned. `target` is the second argument of the loss; None where
-    the network or the forward computes the loss itself.
+    None where only the loss was returned. `target` is the target that the loss was called with;
+    None where the network or the forward computes the loss itself, AMBIGUOUS_TARGET where the loss
+    has several arguments and none of them is called one.
     """
 
     loss: Tensor
@@ -58,6 +67,7 @@ class EvalStep:
         _applied: Callable[[], Applied] | None = None,
         _benchmark: bool = True,
     ) -> None:
+        check_has_values(net)
         first_tensor = next(iter([*net.parameters(), *net.buffers()]), None)
         self.device = torch.device("cpu")
         if first_tensor is not None:
@@ -67,6 +77,7 @@ class EvalStep:
         # A function, because the training step that shares its precision may switch to another.
         self._get_applied = _applied or self._apply_precision(Precision.parse(precision))
         self.objective = Objective(net, loss, forward, count)
+        self._target_position = _find_target_parameter(loss)
 
     @property
     def applied(self) -> Applied:
@@ -134,7 +145,7 @@ class EvalStep:
                 raise
             count = objective.count_terms(batch, arguments)
             outputs = arguments[0]
-            target = arguments[1] if len(arguments) > 1 else None
+            target = self._find_target(arguments)
 
         # A sum counts once. A loss that is not known is taken to average over the batch.
         if count is None:
@@ -143,6 +154,28 @@ class EvalStep:
             count = torch.full((), count, device=loss.device)
         mean_loss = torch.where(count > 0, loss.sum(), 0)
         return EvalRecord(loss=mean_loss, count=count, outputs=outputs, target=target)
+
+    def _find_target(self, arguments: tuple[Any, ...]) -> Any:
+        """The target among the arguments of the loss: the second of two, or the one of that name.
+
+        None where there is only one.
+        """
+        if len(arguments) <= 2:
+            return arguments[1] if len(arguments) == 2 else None
+        if self._target_position is None or self._target_position >= len(arguments):
+            return AMBIGUOUS_TARGET
+        return arguments[self._target_position]
+
+
+def _find_target_parameter(loss: Any) -> int | None:
+    """The position of the parameter of a loss that is called a target; None where none is."""
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # no loss, or a function of C
+        return None
+    positions = [i for i, name in enumerate(names) if name in TARGET_PARAMETERS]
+    return positions[0] if len(positions) == 1 else None
 
 
 @contextmanager

@@ -59,6 +59,20 @@ def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
     return overflow
 
 
+def nonfinite_flags(grads: list[Tensor]) -> Tensor:
+    """Whether each gradient has an element that is inf or NaN, in few launches and one pass.
+
+    The largest absolute value says it. A norm does not: that of a finite gradient may be infinite.
+    """
+    # There is no largest value of nothing.
+    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    maxima = torch._foreach_norm(grads, float("inf"))
+    dtype = maxima[0].dtype
+    if any(maximum.dtype != dtype for maximum in maxima):
+        maxima = tuple(maximum.double() for maximum in maxima)
+    return ~torch.isfinite(torch.stack(maxima))
+
+
 def average_(grads: list[Tensor], weight: Tensor) -> None:
     """Divides by N, the summed weight of a cycle's micro-batches."""
     # N is 0 for a cycle without terms. Its update does not happen, so any divisor will do.

@@ -58,6 +58,11 @@ class Objective:
         # The loss is torch's or the network's own: it cannot read weights outside their forward.
         self.is_known_loss = loss is None or self.terms.is_known
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules and functions that a step calls."""
+        return self.net, self.loss, self.forward, self.count_fn
+
     def __call__(
         self, applied: Applied, batch: Batch, *, weighted: bool
     ) -> tuple[Tensor, Count | None]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import Notice
 from halfstep.precision import Precision
 from halfstep.precision.casting import batch_dependent_modules
+from halfstep.precision.module_support import check_has_values
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import OptimizerKind, named_parameters
 from halfstep.utils.checks import expect
@@ -183,13 +184,7 @@ def unreached_message(names: list[str], params: list[Tensor], step: int) -> str:
 
 def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
     """The one device of all parameters and buffers."""
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"net: {name!r} is on the meta device, which has shapes and no values; "
-                "before building optimizer and step call net.to_empty(device=...) and set the "
-                "weights: load_state_dict, or each module's reset_parameters()"
-            )
+    check_has_values(net)
     devices = {t.device for t in (*params, *net.parameters(), *net.buffers())}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))

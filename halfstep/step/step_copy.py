@@ -11,10 +11,10 @@ from dataclasses import fields
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.errors import Notice
+from halfstep.utils.python_state import values_around
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -76,21 +76,10 @@ def _check_function(step: "TrainStep", name: str, function: Any) -> None:
 
 
 def _captured_values(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function takes from around it, by name: closures and globals. Others are copied."""
+    """What a function takes from around it, by name, and what functions that it calls do."""
     if not isinstance(function, FunctionType):
         return
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
-    named = [(name, cell.cell_contents) for name, cell in cells if cell.cell_contents is not None]
-    named += [(n, function.__globals__[n]) for n in code.co_names if n in function.__globals__]
-    for name, value in named:
-        if isinstance(value, (nn.Module, Tensor, Optimizer)):
-            yield name, value
-        elif isinstance(value, FunctionType) and value is not function:
-            yield from ((f"{name}.{inner}", v) for inner, v in _closure_modules(value))
-
-
-def _closure_modules(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """The modules in the closure of a function that a function calls."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    yield from ((name, cell.cell_contents) for name, cell in cells)
+    for name, value in values_around(function):
+        yield name, value
+        if isinstance(value, FunctionType):
+            yield from ((f"{name}.{inner}", v) for inner, v in values_around(value))

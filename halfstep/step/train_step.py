@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from halfstep.errors import Notice
+from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
@@ -98,6 +98,8 @@ class TrainStep:
         # Host reads, buffers to roll back, learning rates.
         self.host_reads = HostReads()
         self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+        self.skips_at_visit = 0  # in a row, when the host last looked in
+        self.postponed_streak: overflow.SkipStreak | None = None
         self.buffers = Buffers(net, loss)
         self._classify_optimizer(lr_table=self.options.lr)
         self._params_with_state: set[int] = set()  # moved by a committed update
@@ -172,9 +174,11 @@ class TrainStep:
 
         For decide="device", where steps do not wait.
         """
-        halted_cycle = int(self.host_reads.read(self.state.halted))
-        skips_in_a_row = int(self.host_reads.read(self.state.streak))
-        overflow.raise_or_fall_back(self, halted_cycle, skips_in_a_row)
+        counters = (self.state.halted, self.state.streak, self.update.cycles_ended)
+        halted_cycle, skips_in_a_row, cycles_ended = (
+            int(self.host_reads.read(counter)) for counter in counters
+        )
+        overflow.raise_for_counters(self, halted_cycle, skips_in_a_row, cycles_ended)
 
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
@@ -347,6 +351,8 @@ class TrainStep:
         self._params_with_state.clear()
         self.channels_last.match_step_state(self.state, self.optimizer, self.params)
         self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+        self.skips_at_visit = int(self.state.streak.item())
+        self.postponed_streak = None
 
     # Changes of the network between two steps, and inside a forward.
 
@@ -431,8 +437,13 @@ class TrainStep:
                 self._params_with_state.update(grad_indices)
         self.count_cycle()
         state.cycle.close()
-        overflow.check_after_update(self, result)
-        return self.record_update(loss, result)
+        record = self.record_update(loss, result)
+        try:
+            overflow.check_after_update(self, result)
+        except NonFiniteError as error:
+            error.record = self._with_fingerprint(record)  # the step is over, and has one
+            raise
+        return record
 
     def _check_reach(self) -> None:
         """Of a loss that gave no parameter a gradient: an error at first, later a Notice, once."""

@@ -1,11 +1,12 @@
-"""Small files: JSON that every reader understands, and texts that appear whole or not at all."""
+"""Small files: texts, and JSON that every reader understands."""
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from halfstep.utils.atomic_files import write_chunks
 
 
 def strict_json_value(value: Any) -> Any:
@@ -25,21 +26,8 @@ def to_json(value: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file that a reader sees whole, as before or as after, even if the machine dies.
-
-    The text goes into a temporary file in the same folder, is flushed to the disk, and takes the
-    name of the old file in one step.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Writes a text in UTF-8, whole or not at all."""
+    write_chunks(path, [text.encode()])
 
 
 def write_json(path: Path, value: Any) -> None:

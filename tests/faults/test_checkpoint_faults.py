@@ -37,7 +37,8 @@ from halfstep.checkpoint import (
     step_of,
     verify,
 )
-from halfstep.checkpoint.disk import _host_id, _process_start, explain_save_error
+from halfstep.checkpoint.disk import explain_save_error
+from halfstep.utils.atomic_files import _host_id, _process_start
 
 EXTRA = {"notes.txt": b"the learning rate was lowered by hand\n"}
 MIB = 1 << 20

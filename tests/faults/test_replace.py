@@ -97,7 +97,7 @@ def test_a_replacement_that_is_not_whole_on_the_disk_removes_nothing(
     """A disk that keeps other bytes than it was given."""
     path = save(tmp_path / name_of(3), OLD)
 
-    def save_and_damage(folder: Path, tree: object) -> None:
+    def save_and_damage(folder: Path, tree: object, extra_files: object) -> None:
         save(folder, tree)
         damage(folder)
 

@@ -7,6 +7,7 @@ evaluates within a pass and at its end.
 import re
 import signal
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,6 +31,7 @@ from tests.support.data_kinds import (
     AugmentedByOwnGenerator,
     add_noise,
     loader,
+    make_columns,
     plain,
 )
 from tests.support.killed_run import seed_all
@@ -100,7 +102,13 @@ def dict_loss(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 
 def train(
-    folder: Path, data: Any, *, resume: Any = None, seed: int = 0, stop_in_evaluation_at: int = 0
+    folder: Path,
+    data: Any,
+    *,
+    resume: Any = None,
+    seed: int = 0,
+    stop_in_evaluation_at: int = 0,
+    steps_per_epoch: int | None = None,
 ) -> dict[str, Any]:
     """All leaves of the run's state at its end."""
     seed_all(0)
@@ -134,6 +142,7 @@ def train(
         valid=valid,
         valid_every_steps=5,
         callbacks=[saver, history, end],
+        steps_per_epoch=steps_per_epoch,
         resume=resume,
     )
     return leaves_by_path(end.tree)
@@ -193,6 +202,21 @@ def test_a_stopped_run_ends_with_equal_bits(kind: str, place: str, tmp_path: Pat
     assert differences(end, uninterrupted(kind)[1]) == []
 
 
+@pytest.mark.filterwarnings("ignore:.* cannot seek")
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "DataLoader" else pytest.mark.slow) for kind in EXACT],
+)
+def test_epochs_that_end_within_a_pass(kind: str, tmp_path: Path) -> None:
+    """The next epoch goes on in the data, and so does a resumed one."""
+    expected = train(tmp_path / "whole", build(kind), steps_per_epoch=5)
+    for step in (5, 8, 10):
+        source = tmp_path / "whole" / checkpoint.name_of(step)
+        folder = tmp_path / str(step)
+        end = train(folder, build(kind), steps_per_epoch=5, resume=source, seed=99)
+        assert differences(end, expected) == []
+
+
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
 def test_any_number_of_workers_trains_alike(tmp_path: Path) -> None:
     """With dropout, which draws from the generator of the process."""
@@ -216,3 +240,56 @@ def test_what_cannot_be_equal_is_announced(kind: str, place: str, tmp_path: Path
 def test_it_is_announced_before_anything_is_stopped(kind: str, tmp_path: Path) -> None:
     with pytest.warns(Notice, match=ANNOUNCED[kind][1]):
         train(tmp_path, build(kind))
+
+
+class Seekable:
+    """A loader with a state of its own, as torchdata's, which notes what it gave."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return PASS
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = make_columns()
+        while self.position < PASS:
+            rows = slice(self.position * BATCH, (self.position + 1) * BATCH)
+            self.position += 1
+            self.given.append(self.position)
+            yield x[rows], y[rows]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.filterwarnings("ignore:.* cannot seek")
+@pytest.mark.parametrize("make_data", [Seekable, EXACT["DataLoader"]])
+def test_the_batch_of_a_failed_step_comes_again(make_data: Any, tmp_path: Path) -> None:
+    """The loader has given it, but nothing was trained on it."""
+    seen: list[Tensor] = []
+
+    def fit(fails_at: int, resume: Any = None) -> None:
+        seed_all(0)
+        net = nn.Sequential(nn.Linear(6, 3))
+
+        def forward(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            seen.append(y)
+            if len(seen) == fails_at:
+                raise LookupError("a mistake")
+            return nn.functional.cross_entropy(net(x), y)
+
+        model = hs.Model(net, None, torch.optim.SGD(net.parameters(), lr=0.1), forward=forward)
+        model.fit(1, make_data(), callbacks=[hs.Checkpoint(tmp_path)], resume=resume)
+
+    with pytest.raises(LookupError):
+        fit(fails_at=4)
+    fit(fails_at=-1, resume="auto")
+    assert len(seen) == PASS + 1
+    assert torch.equal(seen[3], seen[4])
+    assert torch.equal(torch.cat(seen[:3] + seen[4:]).sort()[0], make_columns()[1].sort()[0])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED_FOLDERS = ("halfstep", "tests", "docs", "benchmarks")
+COPIED_FOLDERS = ("halfstep", "tests", "docs", "benchmarks", "tools")
 
 
 class Mutant(NamedTuple):

@@ -1,4 +1,4 @@
-"""Forks a child that is killed with SIGKILL right before its n-th call of the system."""
+"""Forks a child that is killed with SIGKILL right before or after its n-th call of the system."""
 
 import os
 import signal
@@ -47,10 +47,13 @@ def is_disk_call(function: Any) -> bool:
     return module in DISK_MODULES or function.__name__ == "tofile"
 
 
-def run_killed(action: Callable[[], Any], at_call: int) -> int | None:
+def run_killed(
+    action: Callable[[], Any], at_call: int, events: tuple[str, ...] = ("c_call",)
+) -> int | None:
     """Runs the action in a child that dies before its `at_call`-th call of the disk, from 1.
 
-    None if it was killed; else, when there were fewer calls, how many there were.
+    With events=("c_call", "c_return") the end of each call counts too. None if it was killed; else,
+    when there were fewer, how many there were.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -62,7 +65,7 @@ def run_killed(action: Callable[[], Any], at_call: int) -> int | None:
 
             def count(frame: Any, event: str, function: Any) -> None:
                 nonlocal calls
-                if event == "c_call" and is_disk_call(function):
+                if event in events and is_disk_call(function):
                     calls += 1
                     if calls == at_call:
                         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,7 +17,6 @@ import io
 import lzma
 import os
 import re
-import shutil
 import stat
 import tarfile
 import unicodedata
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from halfstep.data.download.fetch import temporary_path
+from halfstep.utils.atomic_files import atomic_folder, sync_tree
 
 # What is read at once. Also the longest tar header: tarfile searches a header in quadratic time,
 # and holds it in memory.
@@ -73,11 +72,13 @@ def unpack(
         raise FileExistsError(
             errno.EEXIST, "expected a new folder to unpack into, this one is there", str(folder)
         )
-    temporary = temporary_path(folder)
     try:
-        with _naming(str(archive)), BoundedFile(archive, limit_files) as file:
-            # Before the scan: a place that cannot be written to is an error at once.
-            temporary.mkdir(parents=True)
+        # The folder before the scan: a place that cannot be written to is an error at once.
+        with (
+            _naming(str(archive)),
+            BoundedFile(archive, limit_files) as file,
+            atomic_folder(folder) as temporary,
+        ):
             inventory = Inventory(limit_bytes, limit_files)
             signature = file.read(6)
             if signature.startswith(ZIP_SIGNATURES):
@@ -89,7 +90,7 @@ def unpack(
                 max_tar_bytes = limit_bytes + TAR_OVERHEAD_PER_MEMBER * limit_files + TAR_OVERHEAD
                 _scan_tar(TarStream(file, signature, max_tar_bytes), inventory)
                 _extract_tar(TarStream(file, signature, max_tar_bytes), temporary)
-        temporary.rename(folder)
+            sync_tree(temporary)
     except ArchiveRefused as refused:
         raise ValueError(f"{refused}. {ADVICE}") from refused
     except OSError as error:
@@ -98,8 +99,6 @@ def unpack(
                 errno.EEXIST, "another process was quicker to unpack", str(folder)
             ) from error
         raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 

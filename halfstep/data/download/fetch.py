@@ -3,13 +3,8 @@
 It is checked while it streams, and gets its final name only when it is complete.
 """
 
-import glob
 import hashlib
-import os
-import secrets
-import shutil
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 from urllib.parse import urlsplit
 
 from halfstep.data.download.catalog import Checksum
+from halfstep.utils.atomic_files import atomic_file
+from halfstep.utils.text import printable
 
 CHUNK_BYTES = 1 << 16
-# No download takes this long: what is older was left by a killed process.
-ABANDONED_AFTER_S = 24 * 3600
+PROVING_ALGORITHM = "sha256"  # nobody can make another file of the same sha256
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,31 @@ def fetch_file(
     If none does, an OSError lists the failure of each. A file that is already there is replaced in
     one step, and only by a complete one. `timeout_s` is the longest silence, not the longest
     download. A progress bar is drawn on a terminal unless `progress` is False.
+
+    Over http anybody on the way can change the file, and md5 does not show it: such an address
+    needs a sha256. Addresses of this machine need none.
     """
     mirrors = [urls] if isinstance(urls, str) else list(urls)
-    _check_urls(mirrors)
+    _check_urls(mirrors, checksum)
+    proves_content = checksum is not None and checksum.algorithm == PROVING_ALGORITHM
     target = Path(target)
     failures = []
     for url in mirrors:
         try:
-            with _open_url(url, timeout_s) as response, _temporary_file(target) as temporary:
+            with (
+                _open_url(url, timeout_s, allow_downgrade=proves_content) as response,
+                _write_target(target) as file,
+            ):
                 size, sha256 = _save_response(
                     response,
-                    temporary,
+                    file,
                     checksum=checksum,
                     limit_bytes=limit_bytes,
                     timeout_s=timeout_s,
                     title=target.name,
                     progress=progress,
                 )
-                os.replace(temporary, target)
-                return FetchedFile(target, url, sha256, size)
+            return FetchedFile(target, url, sha256, size)
         except MirrorError as failure:
             failures.append(f"\n  {url}: {failure}")
     raise OSError(
@@ -86,29 +89,24 @@ def fetch_file(
     )
 
 
-def temporary_path(target: Path) -> Path:
-    """A new hidden path beside `target` for unfinished work.
-
-    Also removes what killed processes left there more than a day ago.
-    """
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        try:
-            if time.time() - path.lstat().st_mtime > ABANDONED_AFTER_S:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-        except OSError:
-            continue  # another process was quicker, or it is not ours to remove
-    return target.with_name(f".{target.name}.{secrets.token_hex(8)}.part")
-
-
-def _check_urls(urls: list[str]) -> None:
+def _check_urls(urls: list[str], checksum: Checksum | None) -> None:
     if not urls:
         raise ValueError("expected at least one address to download from, got none")
     for url in urls:
         if not (isinstance(url, str) and _is_web_address(url)):
             raise ValueError(f"expected an address like https://host/file, got {url!r}")
+        if checksum is not None and checksum.algorithm != PROVING_ALGORITHM and is_open(url):
+            raise ValueError(
+                f"expected https, or a sha256, got {url} with an {checksum.algorithm}: over http "
+                "anybody on the way can change a file and keep its md5. Write https://, or "
+                "#sha256=… after the address."
+            )
+
+
+def is_open(url: str) -> bool:
+    """Whether anybody on the way can change what the address delivers: http to other machines."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and parts.hostname not in LOCAL_HOSTS
 
 
 def _is_web_address(url: str) -> bool:
@@ -117,7 +115,13 @@ def _is_web_address(url: str) -> bool:
 
 
 class _WebRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirects stay on http and https: urllib itself would also follow one to ftp."""
+    """Redirects stay on http and https: urllib itself would also follow one to ftp.
+
+    From https they stay on https, unless the file has a sha256 (`allow_downgrade`).
+    """
+
+    def __init__(self, *, allow_downgrade: bool) -> None:
+        self.allow_downgrade = allow_downgrade
 
     def redirect_request(
         self,
@@ -131,16 +135,20 @@ class _WebRedirects(urllib.request.HTTPRedirectHandler):
         if urlsplit(newurl).scheme not in ("http", "https"):
             fp.close()
             raise MirrorError(f"redirected to {newurl}, expected an http or https address")
+        was_private = urlsplit(req.full_url).scheme == "https"
+        if was_private and is_open(newurl) and not self.allow_downgrade:
+            fp.close()
+            raise MirrorError(f"redirected from https to {newurl}, expected https or a sha256")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 @contextmanager
-def _open_url(url: str, timeout_s: float) -> Iterator[HTTPResponse]:
+def _open_url(url: str, timeout_s: float, *, allow_downgrade: bool) -> Iterator[HTTPResponse]:
     # identity: the bytes as they were published, which checksums and lengths are about.
     headers = {"Accept-Encoding": "identity", "User-Agent": "halfstep"}
     request = urllib.request.Request(url, headers=headers)
     with _as_mirror_errors(timeout_s):
-        opener = urllib.request.build_opener(_WebRedirects)
+        opener = urllib.request.build_opener(_WebRedirects(allow_downgrade=allow_downgrade))
         response = opener.open(request, timeout=timeout_s)
     with response:
         yield response
@@ -163,7 +171,7 @@ def _as_mirror_errors(timeout_s: float) -> Iterator[None]:
 
 def _save_response(
     response: HTTPResponse,
-    path: Path,
+    file: BinaryIO,
     *,
     checksum: Checksum | None,
     limit_bytes: int,
@@ -171,7 +179,7 @@ def _save_response(
     title: str,
     progress: bool | None,
 ) -> tuple[int, str]:
-    """Writes the body of a response to a new file; returns its size and its sha256.
+    """Writes the body of a response to a file; returns its size and its sha256.
 
     A MirrorError if it is too long, shorter than the server said, or has another checksum.
     """
@@ -184,7 +192,7 @@ def _save_response(
     size = 0
     sha256 = hashlib.sha256()
     hasher = None if checksum is None else checksum.hasher()
-    with _progress_bar(title, declared_size, progress) as show, open(path, "xb") as file:
+    with _progress_bar(title, declared_size, progress) as show:
         for chunk in _read_chunks(response, timeout_s):
             size += len(chunk)
             if size > limit_bytes:
@@ -194,9 +202,6 @@ def _save_response(
             if hasher is not None:
                 hasher.update(chunk)
             show(size)
-        # Without this, a power cut could leave the final name without the bytes.
-        file.flush()
-        os.fsync(file.fileno())
 
     if declared_size is not None and size != declared_size:
         raise MirrorError(f"expected {declared_size} bytes, the connection ended after {size}")
@@ -238,21 +243,19 @@ def _progress_bar(
         console=Console(stderr=True),
     )
     with bar:
-        task = bar.add_task(escape(title), total=total)
+        task = bar.add_task(escape(printable(title)), total=total)
         yield lambda size: bar.update(task, completed=size)
 
 
 @contextmanager
-def _temporary_file(target: Path) -> Iterator[Path]:
-    """A path for unfinished work, removed afterwards.
+def _write_target(target: Path) -> Iterator[BinaryIO]:
+    """The file to write. It gets its name at the end of the block.
 
     An OSError inside is this machine's, not the server's; it is raised with advice.
     """
-    temporary = None
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = temporary_path(target)
-        yield temporary
+        with atomic_file(target) as file:
+            yield file
     except OSError as error:
         raise OSError(
             error.errno,
@@ -260,6 +263,3 @@ def _temporary_file(target: Path) -> Iterator[Path]:
             "Free space there, make the folder writable, "
             "or name another (find() writes to $HALFSTEP_CACHE)",
         ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)

@@ -132,11 +132,13 @@ class Loader:
             step = self.step
         own_state = None
         present_states = {}
+        generators = {}
         if step == self.step:
             if hasattr(self.batches, "state_dict") and (step or newest.is_over):
                 own_state = self.batches.state_dict()
-            present_states = save_own_states(self.batches)
-            if not step:
+            if step:
+                generators = save_own_states(self.batches)
+            else:
                 present_states = save_random_states(self.batches)
         elif not newest.start_states:
             raise CheckpointError(
@@ -152,6 +154,7 @@ class Loader:
             "began": dict(newest.start_states),
             "began_epoch": newest.epoch,
             "now": present_states,
+            **({"generators": generators} if generators else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -205,7 +208,7 @@ class Loader:
             match_workers(self.batches, new_pass.start_states)
             batches = self._replay(new_pass)
             # Whatever else draws from the loader's own generators has drawn since.
-            load_own_states(self.batches, state["now"])
+            load_own_states(self.batches, state.get("generators", {}))
             return new_pass, batches
         else:
             new_pass.start_states = save_random_states(self.batches)

@@ -63,9 +63,8 @@ def describe_changes(batches: Any, state: dict[str, Any]) -> Iterator[str]:
             "on, in turns with the training, which cannot be repeated: the rest of the pass may "
             f"repeat or miss samples. {OWN_GENERATOR_ADVICE}"
         )
-    saved_count = (state["now"] or {}).get(WORKERS, state["began"].get(WORKERS))
-    if state["step"]:
-        saved_count = state["began"].get(WORKERS)
+    pass_states = state["began"] if state["step"] else state["now"]
+    saved_count = pass_states.get(WORKERS)
     count = getattr(batches, "num_workers", saved_count)
     if saved_count is not None and count != saved_count:
         effect = "what is drawn at random while samples are fetched is other from here on"

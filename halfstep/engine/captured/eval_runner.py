@@ -18,9 +18,7 @@ from halfstep.cuda_graphs.capture import CapturedGraph, GraphCache, rng_generati
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     addresses,
-    module_attributes,
     module_guards,
-    restore_attributes,
 )
 from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import (
@@ -32,12 +30,13 @@ from halfstep.engine.captured.inputs import (
 )
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import HostThrottle
-from halfstep.engine.captured.uncapturable import locate_error
+from halfstep.engine.captured.uncapturable import locate_error, unrepeatable_reason
 from halfstep.engine.evaluate import Labels, final_scores, metric_arguments
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
 from halfstep.step import EvalStep
+from halfstep.utils.python_state import PythonState
 
 
 class CapturedForward:
@@ -106,21 +105,28 @@ class CapturedForward:
         self.record_buffer.next_row.add_(1)
 
     def _capture(self, kind: Hashable, body: Callable[[], Any]) -> CapturedGraph | None:
-        attributes = module_attributes(self.net)
+        python_state = PythonState(self.net)
+        reason = ""
+        captured = None
         try:
             with self._container_tensors.during_capture():
-                return self.graphs.capture(kind, body)
+                captured = self.graphs.capture(kind, body)
         except Exception as error:
-            restore_attributes(attributes)
-            self.graphs.clear()
-            self.graphs.stop()
-            message = (
-                "evaluation cannot be captured as a CUDA graph:\n"
-                f"  {locate_error(error, self.net)}\n"
-                "It runs eagerly."
-            )
-            warnings.warn(message, Notice, stacklevel=3)
-            return None
+            reason = str(locate_error(error, self.net))
+        changes = python_state.changes()
+        if not reason and not changes:
+            return captured
+
+        python_state.restore()
+        self.graphs.clear()
+        self.graphs.stop()
+        message = (
+            "evaluation cannot be captured as a CUDA graph:\n"
+            f"  {reason or unrepeatable_reason(changes)}\n"
+            "It runs eagerly."
+        )
+        warnings.warn(message, Notice, stacklevel=3)
+        return None
 
 
 class EvalRunner:

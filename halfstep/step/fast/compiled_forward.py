@@ -28,6 +28,7 @@ from halfstep.step.loss_terms import Count
 from halfstep.step.objective import Batch, Objective
 from halfstep.step.options import AutoFlag
 from halfstep.utils import rng
+from halfstep.utils.python_state import PythonState
 
 MAX_COMPILED_SHAPES = 6  # torch keeps 8 programs; two are left for a frozen layer or eval mode
 MAX_SHAPES_SEEN = 256  # shapes remembered; beyond that every batch has one of its own
@@ -190,7 +191,7 @@ class CompiledForward:
         self, applied: Applied, batch: Batch, weighted: bool, shape: Any
     ) -> tuple[Tensor, Count | None]:
         """A new shape's first run. What fails here and works uncompiled is the compiler's."""
-        snapshot = _Snapshot(self.objective.net, self.device)
+        snapshot = _Snapshot(self.objective, self.device)
         try:
             # One of torch's warnings is that strict fp32 could be TF32: strict was asked for.
             with warnings.catch_warnings(action="ignore"):
@@ -209,7 +210,7 @@ class CompiledForward:
 
     def _run_without_effects(self, applied: Applied, batch: Batch, weighted: bool) -> None:
         """Runs uncompiled, as each shape does at first, and restores what that has changed."""
-        snapshot = _Snapshot(self.objective.net, self.device)
+        snapshot = _Snapshot(self.objective, self.device)
         with torch.no_grad():
             self.objective(applied, batch, weighted=weighted)
         snapshot.restore()
@@ -303,15 +304,17 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 class _Snapshot:
-    """Buffers and random states as they were, to restore after a program that failed."""
+    """Buffers, attributes and random states as they were, for after a program that failed."""
 
-    def __init__(self, net: nn.Module, device: torch.device) -> None:
+    def __init__(self, objective: Objective, device: torch.device) -> None:
         self.device = device
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
+        self.python_state = PythonState(*objective.parts)
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in objective.net.buffers()]
         self.host_rng = rng.host_states()
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
+        self.python_state.restore()
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)

@@ -10,7 +10,7 @@ import halfstep as hs
 from tests.support.captured_runs import differing_tensors
 from tests.unit.step.test_complex_parameters import Wave, make_batches
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -248,6 +248,77 @@ def test_a_batch_with_two_columns_of_labels_is_refused_where_nothing_says_which(
     assert result["mae"] == pytest.approx(mean_absolute_error(net), rel=1e-6)  # float32 terms
 
 
+class TwoInputs(nn.Module):
+    """Two embeddings of its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(a), self.linear(b)
+
+
+def by_position(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    return (a - b).square().mean() + c.float().mean()
+
+
+def signs_of_pairs() -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(n, 4, generator=generator),
+            torch.randn(n, 4, generator=generator),
+            torch.randint(0, 2, (n,), generator=generator) * 2 - 1,
+        )
+        for n in BATCH_SIZES
+    ]
+
+
+def share_of_ones(outputs: Tensor, labels: Tensor) -> Tensor:
+    assert labels.shape == outputs.shape[:1], "the signs, not an embedding"
+    return labels == 1
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.CosineEmbeddingLoss(), F.cosine_embedding_loss], ids=["module", "function"]
+)
+def test_the_target_of_a_loss_of_three_arguments_is_the_one_of_that_name(
+    loss: Any, scores: Callable[..., Any]
+) -> None:
+    data = signs_of_pairs()
+    eval_step = hs.EvalStep(TwoInputs(), loss, forward=lambda net, a, b, sign: (*net(a, b), sign))
+    result = scores(eval_step, data, {"ones": share_of_ones})
+    assert result["ones"] == torch.cat([sign == 1 for *_, sign in data]).double().mean().item()
+
+
+def test_a_target_that_no_name_tells_is_refused(scores: Callable[..., Any]) -> None:
+    data = signs_of_pairs()
+    eval_step = hs.EvalStep(
+        TwoInputs(), by_position, forward=lambda net, a, b, sign: (*net(a, b), sign)
+    )
+    with pytest.raises(ValueError, match=r"more than two arguments.*Model\(labels=lambda batch"):
+        scores(eval_step, data, {"ones": share_of_ones})
+    assert scores(eval_step, data, {"mean": Loss()})["mean"] > 0, "nothing asks for labels"
+    result = scores(eval_step, data, {"ones": share_of_ones}, lambda batch: batch[2])
+    assert 0 < result["ones"] < 1
+
+
+class TakesTarget(nn.Module):
+    """An input of the name of a label, as a decoder has."""
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        return x if target is None else x + target
+
+
+def test_inputs_with_the_name_of_a_label_are_kept_where_there_are_no_targets() -> None:
+    data = [{"x": torch.ones(3, 2), "target": torch.ones(3, 2)}]
+    model = Model(TakesTarget(), None)
+    assert torch.equal(model.predict(data, targets=False), torch.full((3, 2), 2.0))
+    assert torch.equal(model.predict(data), torch.ones(3, 2)), "labels are left out by default"
+
+
 # --- Nothing to evaluate ---
 
 

@@ -813,3 +813,24 @@ def test_probabilities_that_are_taken_for_logits_are_announced_once() -> None:
 )
 def test_logits_are_not_taken_for_probabilities(scores: Tensor, labels: Tensor) -> None:
     Accuracy().update(scores, labels)
+
+
+@pytest.mark.parametrize("label", [-1, 6, 255])
+@pytest.mark.parametrize("top", [1, 2])
+def test_labels_that_no_score_stands_for_are_refused(label: int, top: int) -> None:
+    """Padding that the loss ignores by another number would count as wrong answers."""
+    scores, labels = random_batch(8, 5, ignored=0.0)
+    labels[2, 3] = label
+    with pytest.raises(ValueError, match=rf"labels from 0 to 5.*Accuracy\(ignore_index={label}\)"):
+        Accuracy(top).update(scores, labels)
+    by_advice = Accuracy(top, ignore_index=label)
+    by_advice.update(scores, labels)
+    assert int(by_advice.count) == 39
+
+
+def test_a_loss_that_ignores_another_label_is_announced() -> None:
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    with pytest.warns(hs.Notice, match=r"ignores the label 255, and 'acc' counts it.*index=255\)"):
+        hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy()})
+    hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy(ignore_index=255)})
+    hs.Model(nn.Linear(3, 2), nn.CrossEntropyLoss(), metrics={"acc": Accuracy(ignore_index=0)})

@@ -1,0 +1,82 @@
+"""Warns about training that goes on and learns nothing: skipped updates in a row, losses of NaN.
+
+It reads the rows that the host gets anyway, those of eager and of captured steps alike.
+"""
+
+import math
+import warnings
+
+from halfstep.engine.run import Row
+from halfstep.errors import Notice
+from halfstep.step.overflow import LONG_STREAK
+
+# So many good updates after a streak that a new one is told again.
+RECOVERED_AFTER = 50
+
+# From warnings.warn to the user's call of fit: warn, _warn, Loop._deliver_rows, run_epochs, fit.
+STACK_LEVEL = 5
+
+
+class StreakWatch:
+    """Follows the rows of a run; `warn` says once for each streak what has gone on too long."""
+
+    def __init__(self) -> None:
+        self._first_skip = 0
+        self._skips = 0
+        self._first_nonfinite = 0
+        self._nonfinite_loss = 0.0
+        self._good_updates = 0
+        self._has_warned_skips = False
+        self._has_warned_loss = False
+        self._is_quiet = True  # nothing is open: a good row changes nothing
+
+    def take(self, row: Row) -> None:
+        """One step. The batches of an open cycle move nothing, and say nothing yet."""
+        is_lost = row.updated and not math.isfinite(row.cycle_loss)
+        if self._is_quiet and not is_lost and not row.skipped:
+            return
+        self._is_quiet = False
+        if row.skipped:
+            if self._skips == 0:
+                self._first_skip = row.global_step
+            self._skips += 1
+            self._good_updates = 0
+        elif is_lost:
+            if self._first_nonfinite == 0:
+                self._first_nonfinite = row.global_step
+                self._nonfinite_loss = row.cycle_loss
+            self._skips = 0
+            self._good_updates = 0
+        elif row.updated:
+            self._skips = 0
+            self._first_nonfinite = 0
+            self._good_updates += 1
+            if self._good_updates >= RECOVERED_AFTER:
+                self._has_warned_skips = False
+                self._has_warned_loss = False
+                self._good_updates = 0
+                self._is_quiet = True
+
+    def warn(self) -> None:
+        """At a visit: the notices that are due."""
+        if self._skips >= LONG_STREAK and not self._has_warned_skips:
+            self._has_warned_skips = True
+            _warn(
+                f"{self._skips} updates in a row were skipped since step {self._first_skip}, "
+                "because gradients were inf or NaN: the weights have not moved since, and the "
+                "mean loss of the history leaves these steps out. If a learning rate was too "
+                "high, lower it and go on from a checkpoint from before that step. "
+                "docs/guide/nan.md says how to find the cause"
+            )
+        if self._first_nonfinite and not self._has_warned_loss:
+            self._has_warned_loss = True
+            _warn(
+                f"the loss is {self._nonfinite_loss} at step {self._first_nonfinite}, and the "
+                "update was made: the weights may be lost. Look for log(0), 0/0 or a learning "
+                "rate that diverged, and go on from a checkpoint from before that step. "
+                "docs/guide/nan.md says how to find the cause"
+            )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, Notice, stacklevel=STACK_LEVEL + 1)

@@ -17,6 +17,7 @@ from torch import nn
 
 import halfstep as hs
 from halfstep import checkpoint
+from halfstep.checkpoint.health import read_health
 from halfstep.experiment.run_progress import finished_run
 from halfstep.experiment.training_run import load_weights
 from halfstep.metrics import Metrics
@@ -237,3 +238,14 @@ def test_a_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
         (tmp_path / "w.safetensors").write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"w\.safetensors: expected a safetensors file"):
             model.load(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b"{", b'{"nonfinite": 3}', b'{"updates": "x"}', b'{"stalled": null}']
+)
+def test_a_mutated_health_file_is_named(content: bytes, tmp_path: Path) -> None:
+    tree, _ = saved_run(next(iter(RUNS)))
+    folder = tmp_path / checkpoint.name_of(SAVED_STEP)
+    checkpoint.save(folder, tree, extra_files={"health.json": content})
+    with pytest.raises(checkpoint.CheckpointError, match=r"health\.json: expected what halfstep"):
+        read_health(folder)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.metrics.counters import Accuracy, Average, Loss, logits_of
+from halfstep.utils.saved_state import SavedValue
 
 ACCEPTED = (
     "a metric of halfstep.metrics, one of torchmetrics, any object with update(outputs, labels), "
@@ -146,10 +147,20 @@ class AdaptedMetric:
             return
 
         expected = sorted(["updates", *metric.metric_state])
-        if sorted(saved) != expected:
+        received = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        if received != expected:
             raise ValueError(
-                f"{type(metric).__name__}: expected the states {expected}, received {sorted(saved)}"
+                f"{type(metric).__name__}: expected the states {expected}, received {received}"
             )
+        states_of_metric = SavedValue(saved, type(metric).__name__)
+        states_of_metric.field("updates").whole_number()
+        for name, present in metric.metric_state.items():
+            state = states_of_metric.field(name)
+            if isinstance(present, Tensor):
+                state.tensor(present.dtype)
+            else:  # what was appended, or all of it as one tensor
+                for item in state.items() if isinstance(state.value, list) else [state]:
+                    item.tensor()
 
         def to_device(value: Any) -> Any:
             return value.to(metric.device) if isinstance(value, Tensor) else value

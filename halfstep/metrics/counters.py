@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import Notice
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.utils.checks import whole_number
+from halfstep.utils.saved_state import describe_value
 
 COUNTER_NAMES = ("total", "count")
 
@@ -61,18 +62,23 @@ class Ratio:
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Copies saved counters into these, so that a captured graph goes on with them."""
-        if sorted(saved) != sorted(COUNTER_NAMES):
+        received = sorted(map(str, saved)) if isinstance(saved, dict) else [type(saved).__name__]
+        if received != sorted(COUNTER_NAMES):
             raise ValueError(
                 f"{self!r}: expected the counters {', '.join(COUNTER_NAMES)}, "
-                f"received {', '.join(saved)}"
+                f"received {', '.join(received)}"
             )
         # Check all before the first is written.
         for name, value in saved.items():
             counter: Tensor = getattr(self, name)
-            if value.dtype != counter.dtype or value.dim():
+            is_counter = isinstance(value, Tensor) and value.dtype == counter.dtype
+            if not is_counter or value.dim():
+                received_value = describe_value(value)
+                if isinstance(value, Tensor):
+                    received_value = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise ValueError(
                     f"{self!r}: expected {name} as one {counter.dtype} number, "
-                    f"received {value.dtype} of shape {tuple(value.shape)}"
+                    f"received {received_value}"
                 )
         for name, value in saved.items():
             getattr(self, name).copy_(value)

@@ -42,12 +42,14 @@ class NetworkLayout:
         dictionaries: list[dict[str, Any]] = []
         for module in modules:
             dictionaries += [module._parameters, module._modules]
-        self._views = [dictionary.values() for dictionary in dictionaries]
+        self._views = [dictionary.values() for dictionary in dictionaries if dictionary]
         self._entries = list(chain.from_iterable(self._views))
 
         # Buffers may be replaced by forward, as long as none is added.
-        self._buffers = [module._buffers for module in modules]
+        buffers = [module._buffers for module in modules]
+        self._buffers = [dictionary for dictionary in buffers if dictionary]
         self._buffer_count = sum(map(len, self._buffers))
+        self._empty = [dictionary for dictionary in (*dictionaries, *buffers) if not dictionary]
 
         # Where forward makes layers, if it does.
         parents = [module for module in modules if module._modules or module is net]
@@ -73,7 +75,8 @@ class NetworkLayout:
         entries = list(chain.from_iterable(self._views))
         forwards = self._all_forwards if every_forward else self._wrapped_forwards
         return (
-            len(entries) == len(self._entries)
+            not any(self._empty)
+            and len(entries) == len(self._entries)
             and all(map(is_, entries, self._entries))
             and sum(map(len, self._buffers)) == self._buffer_count
             and list(map(_dtype_of, self._params)) == self._param_dtypes

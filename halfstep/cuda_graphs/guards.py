@@ -43,6 +43,7 @@ def module_guards(*roots: Any) -> Iterator[Any]:
         for module in root.modules():
             attributes = vars(module).items()
             yield module
+            yield vars(module).get("forward"), getattr(type(module), "forward", None)
             yield tuple([(name, value) for name, value in attributes if _is_plain(value)])
             yield tuple(
                 [

@@ -107,9 +107,6 @@ class Applied:
             self.converted_names = _convert_parameters(net, self.module_dtypes)
             self.rounded_buffers = _convert_buffers(net, self.module_dtypes)
 
-        # What all of this was planned for. A change of the network needs another Applied.
-        self.layout = NetworkLayout(net)
-
         # Whether products run as round(fp32 product), on a CPU without half units.
         low = precision.compute
         may_be_fast = device.type == "cpu" and precision.kernels == "auto" and low in (F16, BF16)
@@ -128,6 +125,10 @@ class Applied:
         self._swap = SlotSwap()
         self._forwards = self._wrap_forwards(observing=True)
         self._weights, self._copies = self._low_weights()
+
+        # What all of this was planned for. A change of the network needs another Applied.
+        owners = {id(slot.owner) for slot, _ in self._wrap_forwards(observing=False)}
+        self.layout = NetworkLayout(net, [m for m in net.modules() if id(vars(m)) in owners])
         self._buffers = _floating_buffers(net)
 
         # What is entered while active; and of that, what a forward repeated in backward needs.
@@ -137,6 +138,14 @@ class Applied:
 
         # What the last forward used, until its backward pass is over.
         self._forward_copies: tuple[Tensor, ...] = ()
+
+    def is_current(self, *, every_forward: bool = False) -> bool:
+        """Whether the network is still what this was planned for.
+
+        `every_forward`: also the forwards that are called as they are, for what runs no Python.
+        """
+        every_forward = every_forward or self._observing  # the first forward wraps all of them
+        return self.layout.is_current(every_forward=every_forward)
 
     def __enter__(self) -> "Applied":
         assert not self._swap, "a precision is not re-entrant on one network"

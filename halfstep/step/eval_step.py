@@ -90,7 +90,7 @@ class EvalStep:
         def current() -> Applied:
             """Planned anew where modules or parameters of the network were exchanged."""
             nonlocal applied
-            if not applied.layout.is_current():
+            if not applied.is_current():
                 applied = Applied(self.net, precision, self.device, convert=False)
             return applied
 

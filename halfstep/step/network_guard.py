@@ -37,11 +37,14 @@ class NetworkGuard:
         self._checked_layout: NetworkLayout | None = None
         self._loss_layout = self._layout_of_loss()
 
-    def is_current(self, applied: Applied) -> bool:
+    def is_current(self, applied: Applied, *, every_forward: bool) -> bool:
         """Whether network and loss are still what they were at the last check that passed."""
-        if applied.layout is not self._checked_layout or not applied.layout.is_current():
+        if applied.layout is not self._checked_layout:
             return False
-        return self._loss_layout is None or self._loss_layout.is_current()
+        if not applied.is_current(every_forward=every_forward):
+            return False
+        loss_layout = self._loss_layout
+        return loss_layout is None or loss_layout.is_current(every_forward=every_forward)
 
     def check(self, *, after_forward: bool = False) -> None:
         """Refuses what the optimizer cannot follow. Names parameters that nobody trains.

@@ -356,33 +356,37 @@ class TrainStep:
 
     # Changes of the network between two steps, and inside a forward.
 
-    def check_network(self) -> None:
-        """Follows a change of the network, or refuses it where the optimizer cannot follow."""
+    def check_network(self, *, for_replays: bool = False) -> None:
+        """Follows a change of the network, or refuses it where the optimizer cannot follow.
+
+        Graphs and programs run no Python: for them each forward must be the one that they know.
+        """
         self._optimizer_guard.check()
         guard = self._network_guard
-        if guard.is_current(self.applied):
+        every_forward = for_replays or self.compiled.on
+        if guard.is_current(self.applied, every_forward=every_forward):
             return
         guard.check()
         self.names = guard.current_names(self.names)
-        guard.passed(self.follow_network())
+        guard.passed(self.follow_network(every_forward=every_forward))
 
-    def follow_network(self) -> Applied:
+    def follow_network(self, *, every_forward: bool = False) -> Applied:
         """The network under the precision, planned anew if the network is not what it was."""
-        if not self.applied.layout.is_current():
+        if not self.applied.is_current(every_forward=every_forward):
             self.buffers.collect_again()
             self._set_precision(self.precision)
         return self.applied
 
     def _check_after_forward(self) -> None:
         """Refuses layers that forward has made: after the first one, and when some were added."""
-        if self._forward_was_checked and not self.applied.layout.has_other_count():
+        if self._forward_was_checked and not self.applied.layout.has_new_children():
             return
         self._network_guard.check(after_forward=True)
         self._forward_was_checked = True
 
     def _explain_new_layers(self, error: Exception) -> None:
         """A layer that is new inside forward has no casts: says so, and not which dtypes met."""
-        if self.applied.layout.is_current():
+        if self.applied.is_current():
             return
         try:
             self._network_guard.check(after_forward=True)

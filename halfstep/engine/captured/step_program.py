@@ -132,7 +132,7 @@ class StepProgram:
         """Drops graphs that are stale after whatever happened since the last visit."""
         step = self.step
         self._in_eager_step = False
-        step.check_network()
+        step.check_network(for_replays=True)
         self._has_step_hooks = has_step_hooks(step.optimizer)
         step.compiled.inside_whole_step = (
             self._compiles and not self.refusal_reason and step.compiled.on

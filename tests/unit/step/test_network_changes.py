@@ -20,8 +20,8 @@ import halfstep as hs
 from halfstep.errors import Notice
 from tests.support.emulated_graphs import sink_with_emulated_graphs
 
-STEPS = 24
-CHANGED_AT = 12
+STEPS = 16
+CHANGED_AT = 8
 WAYS = ("eager", "captured", "compiled")
 PRECISIONS = ("fp32", "O2+bf16", "bf16")
 
@@ -325,8 +325,10 @@ def test_new_parameters_that_nobody_trains_are_announced(
         assert step_losses(step, way, change) == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "way"),
+    [*((p, way) for p in PRECISIONS for way in ("eager", "captured")), ("O2+bf16", "compiled")],
+)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_change_that_the_optimizer_cannot_follow_is_refused(
     name: str, precision: str, way: str

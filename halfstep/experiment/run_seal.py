@@ -109,10 +109,9 @@ def _read_key() -> bytes | None:
             key = file.read(KEY_BYTES + 1)
     except OSError:
         return None
-    is_private = status.st_uid == os.geteuid() and not status.st_mode & (
-        stat.S_IRWXG | stat.S_IRWXO
-    )
-    return key if is_private and len(key) == KEY_BYTES else None
+    is_own = status.st_uid == os.geteuid()
+    is_private = not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return key if is_own and is_private and len(key) == KEY_BYTES else None
 
 
 def _create_key() -> bytes | None:

@@ -260,6 +260,7 @@ class Model:
     def _resume(self, loop: Loop, source: str | Path | None) -> None:
         assert self._fit is not None
         if source is None:
+            _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
             return
         if not isinstance(source, str | Path):
@@ -270,10 +271,12 @@ class Model:
         loop.run.resume = str(source)
         path = _newest_checkpoint(source, loop.callbacks)
         if path is None:
+            _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
             return
         saved = checkpoint.load(path).tree
         check_fits(saved, self.step, path)
+        _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
         self._set_learning_rates(loop.timing, self._fit.feed, saved)
         loop.config["began"] = saved["config"].get("began", 0)
         restore_snapshot(saved, self.step, loop, self._fit.feed, self._fit.callbacks)
@@ -402,6 +405,13 @@ def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Pat
     if not paths and source != "auto":
         raise FileNotFoundError(f"resume: no checkpoint in {source}")
     return max(paths, key=lambda path: path.name, default=None)
+
+
+def _check_folders(callbacks: Sequence[Callback], *, resumed_step: int | None) -> None:
+    """Refuses folders with checkpoints of another run before logs are cut or begun anew."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            callback.check_no_other_run(resumed_step)
 
 
 def split_batches(data: Any, batch: int) -> Any:

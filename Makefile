@@ -1,7 +1,10 @@
-# Every target sets up .venv first, from requirements.lock, and only when the lock or pyproject.toml changed.
+# Every target sets up .venv first, from requirements.lock (hashed) and requirements-torch.lock, and only when these or
+# pyproject.toml changed. With TORCH=2.11.0 it is an environment of its own, with that torch.
 
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+TORCH_REQUIREMENT := $(if $(TORCH),torch==$(TORCH),-r requirements-torch.lock)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 OLD := setup: expected Python 3.11 or later, $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11
@@ -15,17 +18,19 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv with the pinned packages
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock requirements-torch.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(OLD)" % sys.version_info[:2])'
 	@test -x $(PY) || { echo "setup: creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@echo "setup: installing requirements.lock (a minute or two the first time)"
-	@$(PIP) install -r requirements.lock
+	@$(PIP) install --require-hashes --no-deps -r requirements.lock
+	@echo "setup: installing torch ($(TORCH_REQUIREMENT))"
+	@$(PIP) install $(TORCH_REQUIREMENT)
 	@echo "setup: installing halfstep, editable"
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(STAMP) ## which precision? an MLP in four of them, three seeds each, with a report (about a minute)
-	@$(PY) -m halfstep compare --fresh --out runs/demo
+	@$(VENV)/bin/halfstep compare --fresh --out runs/demo
 
 lint: $(STAMP) ## ruff and mypy
 	@echo "lint: ruff check"

@@ -3,10 +3,17 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 class NonFiniteError(FloatingPointError):
-    """A gradient was inf or NaN and `nonfinite="raise"`: nothing of the step was committed."""
+    """A gradient was inf or NaN and `nonfinite="raise"`: nothing of the step was committed.
+
+    Or too many updates in a row were skipped. `record` is that of the step that raised it, which
+    is over; None where a host visit raised it, whose records have been handed out.
+    """
+
+    record: Any = None
 
 
 class Notice(UserWarning):

@@ -1,22 +1,28 @@
 """Gradients on request: MegEngine's GradManager and MindSpore's GradOperation over torch.autograd.
 
-Nothing here waits for a device.
+Managers may be nested: what an inner one computes can be differentiated by those around it. Nothing
+here waits for a device.
 """
 
 from __future__ import annotations
 
 import math
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Callback = Callable[[Tensor, Tensor], Tensor]
+from halfstep.errors import Notice
+
+Callback = Callable[[Tensor, Tensor], Tensor | None]
 Tensors = Tensor | Iterable[Tensor]
 Seeds = Tensor | float | Sequence[Tensor | float]
 Grads = Tensor | tuple[Tensor, ...] | tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -65,7 +71,7 @@ class GradManagerGroup:
     @property
     def recording(self) -> bool:
         """True for every manager from record() to release(); backward() releases."""
-        return all(manager._strong_refs is not None for manager in self.managers)
+        return all(manager._recording is not None for manager in self.managers)
 
     def attached_tensors(self) -> list[Tensor]:
         """The attached tensors still alive, each once, in the order of their first attach."""
@@ -78,32 +84,39 @@ class GradManagerGroup:
                 "expected a manager at rest, received record() twice, "
                 "do backward() or release() first"
             )
+        recording = _Recording(self.managers)
         for manager in self.managers:
             manager._strong_refs = []
-            manager._recording_with = self.managers
+            manager._recording = recording
 
     def release(self) -> None:
         """Ends the recording; does nothing at rest."""
         for manager in self.managers:
-            manager._strong_refs = None
-            manager._recording_with = ()
+            recording = manager._recording
+            manager._strong_refs = []
+            manager._recording = None
+            if recording is not None:
+                recording.close_if_released()
 
     def backward(self, y: Tensors, dy: Seeds | None = None, *, retain_graph: bool = False) -> None:
         """Adds d sum(dy·y) to `.grad` of the attached tensors that y depends on; dy defaults to 1.
 
-        Ends the recording, also after an error.
+        Ends the recording, also after an error. Inside the recording of another manager, the
+        gradients can be differentiated by that one.
         """
-        # Managers that record with these but are not served by this call still need the graph.
-        peers = {peer for manager in self.managers for peer in manager._recording_with}
-        recording_peers = {peer for peer in peers if peer.recording}
-        retain_graph = retain_graph or not recording_peers.issubset(self.managers)
         try:
             if not self.recording:
                 raise RuntimeError(
                     "expected a recording manager, received one at rest, "
                     "do call it inside `with gm:`"
                 )
-            _run_backward(_merge_targets(self.managers), y, dy, retain_graph)
+            targets = _merge_targets(self.managers)
+            outer = _outer_recordings(self.managers)
+            # Other managers that record still need the graph.
+            retain_graph = retain_graph or _others_are_recording(self.managers)
+            if outer:
+                outer[0].differentiable += [tensor for tensor, _ in targets]
+            _run_backward(targets, y, dy, retain_graph=retain_graph, create_graph=bool(outer))
         finally:
             self.release()
 
@@ -128,11 +141,10 @@ class GradManager(GradManagerGroup):
 
     def __init__(self) -> None:
         self._callbacks: MutableMapping[Tensor, list[Callback]] = WeakTensorKeyDictionary()
+        # The call of record() that it records by; None at rest.
+        self._recording: _Recording | None = None
         # While recording, the tensors attached since: an intermediate may have no other owner.
-        # None at rest.
-        self._strong_refs: list[Tensor] | None = None
-        # The managers of the group that this one records in.
-        self._recording_with: tuple[GradManager, ...] = ()
+        self._strong_refs: list[Tensor] = []
 
     @property
     def managers(self) -> tuple[GradManager, ...]:
@@ -150,9 +162,74 @@ class GradManager(GradManagerGroup):
             if tensor.is_leaf:
                 tensor.requires_grad_()
             self._callbacks.setdefault(tensor, []).extend(new_callbacks)
-        if self._strong_refs is not None:
+        if self._recording is not None:
             self._strong_refs += attached
         return self
+
+
+class _Recording:
+    """One call of record(), for one manager or a group, among those of the same thread."""
+
+    def __init__(self, managers: tuple[GradManager, ...]) -> None:
+        # Weak: a recording that its owner forgets ends with its manager.
+        self.managers: WeakSet[GradManager] = WeakSet(managers)
+        self.differentiable: list[Tensor] = []  # whose `.grad` has history, for this recording
+
+        self.thread_recordings = _thread.recordings  # the outermost first
+        self.thread_recordings[:] = [other for other in self.thread_recordings if other.is_open]
+        self.thread_recordings.append(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one of its managers still records."""
+        return any(manager._recording is self for manager in self.managers)
+
+    def close_if_released(self) -> None:
+        """After the last release, cuts the history of the gradients, which holds the graph."""
+        if self.is_open:
+            return
+        for tensor in self.differentiable:
+            if tensor.grad is not None and tensor.grad.requires_grad:
+                tensor.grad = tensor.grad.detach()
+        self.differentiable = []
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recordings: list[_Recording] = []
+
+
+_thread = _Thread()
+
+
+def _outer_recordings(managers: tuple[GradManager, ...]) -> list[_Recording]:
+    """The open recordings around those of the managers, the outermost first."""
+    outer = []
+    for recording in _recordings_beside(managers):
+        if recording in [manager._recording for manager in managers]:
+            break
+        if recording.is_open:
+            outer.append(recording)
+    return outer
+
+
+def _others_are_recording(managers: tuple[GradManager, ...]) -> bool:
+    """Whether a manager that is not among these records in the same thread."""
+    recordings = [recording for recording in _recordings_beside(managers) if recording.is_open]
+    recording_managers = {
+        manager
+        for recording in recordings
+        for manager in recording.managers
+        if manager._recording is recording
+    }
+    return not recording_managers.issubset(managers)
+
+
+def _recordings_beside(managers: tuple[GradManager, ...]) -> list[_Recording]:
+    """The recordings of the thread that the managers began to record in."""
+    recording = managers[0]._recording
+    assert recording is not None
+    return recording.thread_recordings
 
 
 def _merge_targets(managers: tuple[GradManager, ...]) -> Targets:
@@ -165,12 +242,15 @@ def _merge_targets(managers: tuple[GradManager, ...]) -> Targets:
     return list(merged.values())
 
 
-def _run_backward(targets: Targets, y: Tensors, dy: Seeds | None, retain_graph: bool) -> None:
+def _run_backward(
+    targets: Targets, y: Tensors, dy: Seeds | None, *, retain_graph: bool, create_graph: bool
+) -> None:
     """torch's own backward, for the targets only.
 
-    torch's AccumulateGrad adds to `.grad`, so that its hooks (and DDP's) fire as usual.
+    torch's AccumulateGrad adds to `.grad`, so that its hooks (and DDP's) fire as usual. With
+    `create_graph` the gradients have history.
     """
-    outputs, seeds = _outputs_and_seeds(y, dy)
+    outputs, seeds = _outputs_and_seeds(y, dy, with_history=create_graph)
     targets = [(tensor, callbacks) for tensor, callbacks in targets if tensor.requires_grad]
     if not targets:
         raise RuntimeError(
@@ -178,8 +258,40 @@ def _run_backward(targets: Targets, y: Tensors, dy: Seeds | None, retain_graph: 
             "do attach(net.parameters())"
         )
     inputs = [tensor for tensor, _ in targets]
-    with _autocast_off(outputs), _callbacks_as_hooks(targets):
-        torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, inputs=inputs)
+    with ExitStack() as contexts:
+        contexts.enter_context(_autocast_off(outputs))
+        if create_graph:
+            # torch warns of a cycle of the parameter and its gradient: close_if_released() cuts it.
+            contexts.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=r"Using backward\(\) with create_graph=True")
+        else:
+            contexts.enter_context(_earlier_history_apart(inputs))
+        contexts.enter_context(_callbacks_as_hooks(targets))
+        torch.autograd.backward(
+            outputs, seeds, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs
+        )
+
+
+@contextmanager
+def _earlier_history_apart(tensors: list[Tensor]) -> Iterator[None]:
+    """Inside, gradients with history are put aside; what comes is added to them out of place.
+
+    They are outputs of the graph that the pass goes through, which must not change under it.
+    """
+    earlier_grads = []
+    for tensor in tensors:
+        grad = tensor.grad if tensor.is_leaf else None
+        if grad is not None and grad.requires_grad:
+            earlier_grads.append((tensor, grad))
+            tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, earlier_grad in earlier_grads:
+            new_grad = tensor.grad
+            tensor.grad = earlier_grad.detach()
+            if new_grad is not None:
+                tensor.grad = earlier_grad.detach() + new_grad
 
 
 @contextmanager
@@ -190,11 +302,30 @@ def _callbacks_as_hooks(targets: Targets) -> Iterator[None]:
             if not callbacks:
                 continue
             if tensor.is_leaf:
-                hook = partial(_apply_callbacks, callbacks, tensor)
-                stack.enter_context(tensor.register_hook(hook))
+                stack.enter_context(_callbacks_on_leaf(tensor, callbacks))
             else:
                 stack.enter_context(_callbacks_on_intermediate(tensor, callbacks))
         yield
+
+
+@contextmanager
+def _callbacks_on_leaf(tensor: Tensor, callbacks: list[Callback]) -> Iterator[None]:
+    """Callbacks that change what a leaf accumulates: nothing if one of them returns None."""
+    earlier_grads: list[Tensor | None] = []  # one entry if the gradient was dropped
+
+    def hook(grad: Tensor) -> Tensor:
+        new_grad = _apply_callbacks(callbacks, tensor, grad)
+        if new_grad is not None:
+            return new_grad
+        # torch accumulates what a hook returns: zeros, which are taken away after the pass.
+        earlier_grads.append(tensor.grad)
+        tensor.grad = None
+        return torch.zeros_like(grad)
+
+    with tensor.register_hook(hook):
+        yield
+    for earlier_grad in earlier_grads:
+        tensor.grad = earlier_grad
 
 
 @contextmanager
@@ -206,8 +337,10 @@ def _callbacks_on_intermediate(tensor: Tensor, callbacks: list[Callback]) -> Ite
     new_grads: list[Tensor] = []
 
     def hook(grad: Tensor) -> None:
-        # A clone: an ancestor's gradient may be a view of this one.
-        new_grads.append(_apply_callbacks(callbacks, tensor, grad).clone())
+        new_grad = _apply_callbacks(callbacks, tensor, grad)
+        if new_grad is not None:
+            # A clone: an ancestor's gradient may be a view of this one.
+            new_grads.append(new_grad.clone())
 
     with tensor.register_hook(hook):
         try:
@@ -218,13 +351,21 @@ def _callbacks_on_intermediate(tensor: Tensor, callbacks: list[Callback]) -> Ite
         tensor.grad = grad if earlier_grad is None else earlier_grad + grad
 
 
-def _apply_callbacks(callbacks: list[Callback], tensor: Tensor, grad: Tensor) -> Tensor:
-    """The gradient after all callbacks, one after the other."""
+def _apply_callbacks(callbacks: list[Callback], tensor: Tensor, grad: Tensor) -> Tensor | None:
+    """The gradient after all callbacks, one after the other; None as soon as one returns None."""
     for callback in callbacks:
         result: object = callback(tensor, grad)
+        if result is None:
+            warnings.warn(
+                f"a callback returned None, so the tensor of shape {tuple(tensor.shape)} receives "
+                "no gradient; do end with `return grad` to leave it as it is",
+                Notice,
+                stacklevel=2,
+            )
+            return None
         if not isinstance(result, Tensor):
             raise TypeError(
-                f"expected a tensor from a callback, received {_type_name(result)}, "
+                f"expected a tensor or None from a callback, received {_type_name(result)}, "
                 "do end with `return grad`"
             )
         grad = result
@@ -343,8 +484,13 @@ def _as_leaf(value: object) -> Tensor:
 # Shared by both
 
 
-def _outputs_and_seeds(y: Tensors, dy: Seeds | None) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs and their seed gradients; one dy serves every y."""
+def _outputs_and_seeds(
+    y: Tensors, dy: Seeds | None, *, with_history: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs and their seed gradients, which one can ask to differentiate by.
+
+    One dy serves every y.
+    """
     outputs = _as_float_tensors(y, advice="pass the loss or a list of losses")
     if not outputs or not all(output.requires_grad for output in outputs):
         received = "one without" if outputs else "none"
@@ -360,6 +506,8 @@ def _outputs_and_seeds(y: Tensors, dy: Seeds | None) -> tuple[list[Tensor], list
             "do pass as many or one number"
         )
     seeds = [_as_seed(value, output) for value, output in zip(dys, outputs, strict=True)]
+    if not with_history:
+        seeds = [seed.detach() for seed in seeds]
     return outputs, seeds
 
 
@@ -397,7 +545,7 @@ def _as_seed(dy: object, y: Tensor) -> Tensor:
             f"expected dy on {y.device}, received one on {dy.device}, "
             "do dy.to(y.device), which may wait"
         )
-    return dy.detach().to(y.dtype).expand(y.shape)
+    return dy.to(y.dtype).expand(y.shape)
 
 
 def _autocast_off(outputs: list[Tensor]) -> ExitStack:

@@ -173,6 +173,11 @@ def list_mistakes() -> list[Mistake]:
             "eval runs/plain --net mlp --data sample",
         ),
         Mistake(
+            "A run from elsewhere",
+            "eval runs/theirs",
+            "eval runs/theirs --build mine:build --split train",
+        ),
+        Mistake(
             "No seeds",
             "compare --seeds 0",
             "compare --seeds 1 --precisions fp32,O2 --samples 128 --test-samples 50 --epochs 1 "
@@ -234,9 +239,9 @@ def damaged_image() -> Iterator[None]:
 
 
 def prepare_folder() -> None:
-    """A user's folder: photos, arrays, a builder, MNIST's files, and three runs.
+    """A user's folder: photos, arrays, a builder, MNIST's files, and four runs.
 
-    One run has a damaged checkpoint, one has lost its run.json.
+    One run has a damaged checkpoint, one has lost its run.json, one is somebody else's.
     """
     import numpy as np
     import torch
@@ -262,6 +267,18 @@ def prepare_folder() -> None:
     tensors = Path("runs/broken/step-000000002/tensors.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:1000])
     Path("runs/plain/run.json").unlink()
+    write_foreign_run(Path("runs/theirs"))
+
+
+def write_foreign_run(folder: Path) -> None:
+    """A run of a builder, without the seal of this user."""
+    import json
+
+    code, output = run_command(f"train --build mine:build --epochs 1 --out {folder}")
+    assert code == 0, output
+    content = json.loads((folder / "run.json").read_text())
+    content["seal"] = None
+    (folder / "run.json").write_text(json.dumps(content))
 
 
 def write_small_mnist(folder: Path) -> None:
@@ -323,13 +340,13 @@ def write_page(folder: Path, *, run_corrections: bool = False) -> str:
         "COLUMNS": HELP_COLUMNS,
         "HALFSTEP_CACHE": str(folder / "cache"),
         "NO_COLOR": "1",
+        "XDG_STATE_HOME": str(folder / "state"),
     }
     sections = [HEAD, "## Mistakes, and the way out\n"]
     with (
         contextlib.chdir(folder),
         mock.patch.dict(os.environ, environment),
         mock.patch.object(find, "DEBIAN", folder / "debian"),
-        mock.patch.object(sys, "path", [str(folder), *sys.path]),
     ):
         os.environ.pop("HALFSTEP_DATA", None)
         sys.modules.pop("mine", None)

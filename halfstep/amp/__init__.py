@@ -1,7 +1,8 @@
 """Mixed precision by hand: autocast as context, decorator or switch, and a GradScaler.
 
 `amp.enabled` switches autocast for this thread. `amp.low_prec_dtype` and `amp.high_prec_dtype` are
-the dtypes that autocast() takes by default: one value for the process, read at each entry.
+the dtypes that autocast() takes by default: one value for the process, read at each entry. Inside a
+block they show the dtypes of the block.
 """
 
 import sys
@@ -12,6 +13,7 @@ from halfstep.amp.autocast import (
     autocast,
     default_dtypes,
     is_enabled,
+    low_dtype,
     parse_high_dtype,
     parse_low_dtype,
     set_default_low_dtype,
@@ -43,11 +45,12 @@ class AmpModule(ModuleType):
 
     @property
     def low_prec_dtype(self) -> str:
-        """What autocast() rounds products to, in this process.
+        """What products are rounded to in the innermost block; outside, what autocast() takes.
 
-        "float16", "bfloat16", or "float32" for no casting.
+        "float16", "bfloat16", or "float32" for no casting. Setting it is for entries to come: open
+        blocks stay as they are.
         """
-        return dtype_name(default_dtypes.low)
+        return dtype_name(low_dtype())
 
     @low_prec_dtype.setter
     def low_prec_dtype(self, value: Dtype) -> None:

@@ -154,6 +154,11 @@ def set_enabled(on: bool) -> None:
         _thread.blocks.append(_open(autocast(enabled=on), is_switch=True))
 
 
+def low_dtype() -> torch.dtype:
+    """The low dtype of this thread's innermost block or switch if it is on, else the default."""
+    return _thread.blocks[-1].low if is_enabled() else default_dtypes.low
+
+
 def set_default_low_dtype(low: torch.dtype) -> bool:
     """Sets the low dtype of entries to come. Returns whether it is another one than before."""
     changed = low != default_dtypes.low

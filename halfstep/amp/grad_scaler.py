@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from halfstep.amp.autocast import default_dtypes, set_default_low_dtype
+from halfstep.amp.autocast import default_device_type, default_dtypes, set_default_low_dtype
 from halfstep.amp.overflow_streak import (
     ADVICE,
     FALLBACK_ADVICE,
@@ -45,10 +45,15 @@ from halfstep.amp.scaler_settings import (
     Skip,
     check_growth,
     choose_device_type,
+    device_first,
+    has_device,
     raise_expected,
 )
 from halfstep.precision.loss_scale import inverse_scale
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import dtype_name
+
+MAX_INT32 = (1 << 31) - 1  # torch counts finite updates in 32 bits
 
 T = TypeVar("T")
 Seed: TypeAlias = Tensor | float
@@ -67,15 +72,19 @@ class Manager(Protocol):
 class GradScaler(torch.amp.GradScaler):
     """torch's scale machine bit for bit, within [floor, cap]; an overflow always skips its update.
 
+    Two limits are not torch's: the scale stays at `floor` or above, and after `max_skips` skipped
+    updates in a row update() raises OverflowStreak, or sets `amp.low_prec_dtype` to bfloat16 or
+    float32, with the scale at 1. `GradScaler(floor=0, max_skips=None)` has neither.
+
     growth_interval=0 fixes the scale; overflows are checked and skipped then, too. `skip="each"`
-    lets every optimizer skip on its own gradients, `skip="all"` makes them skip together. After
-    `max_skips` skipped updates in a row update() raises OverflowStreak, or sets
-    `amp.low_prec_dtype` to bfloat16 or float32, with the scale at 1.
+    lets every optimizer skip on its own gradients, `skip="all"` makes them skip together. The
+    device may also come first, as in torch: `GradScaler("cuda", 2.0**10)`.
     """
 
+    @device_first
     def __init__(
         self,
-        init_scale: float = 2.0**16,
+        init_scale: float | str | torch.device = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
@@ -85,17 +94,22 @@ class GradScaler(torch.amp.GradScaler):
         floor: float = 2.0**-14,
         cap: float | None = None,
         skip: Skip = "each",
-        max_skips: int = 50,
+        max_skips: int | None = 50,
         on_skips: OnSkips = "raise",
     ) -> None:
         self.settings = ScalerSettings(
             floor=floor, cap=cap, skip=skip, max_skips=max_skips, on_skips=on_skips
         )
-        init_scale = self.settings.check_scale("init_scale", init_scale)
-        check_growth(growth_factor, backoff_factor, growth_interval)
+        device_type = choose_device_type(device)
+        enabled = enabled and has_device(device_type)
+        if enabled:
+            init_scale = self.settings.check_scale("init_scale", init_scale)
+            check_growth(growth_factor, backoff_factor, growth_interval)
+        else:
+            device_type = default_device_type()
         super().__init__(
-            device=choose_device_type(device, enabled),
-            init_scale=init_scale,
+            device=device_type,
+            init_scale=cast(float, init_scale),
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
@@ -157,7 +171,12 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale once per iteration, on the device; not if nothing was checked."""
+        """Moves the scale once per iteration, on the device; not if nothing was checked.
+
+        An AssertionError, torch's, before the scale was ever used.
+        """
+        if self._enabled and new_scale is None:
+            self._check_scale_growth_tracker("update")
         self._end_iteration(new_scale)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -269,10 +288,14 @@ class GradScaler(torch.amp.GradScaler):
         return {**super().state_dict(), "halfstep": extra}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads torch's state or ours.
+        """Loads torch's state, MegEngine's or ours.
 
-        With torch's, the settings stay as constructed and the counts begin at 0.
+        With torch's and MegEngine's, the settings stay as constructed and the counts begin at 0.
         """
+        if "scale_factor" in state_dict:  # MegEngine's word; its other keys are torch's
+            state_dict = {"scale": state_dict["scale_factor"], **state_dict}
+        if self._enabled and state_dict:  # torch refuses an empty one
+            _check_saved_state(SavedValue(state_dict, "GradScaler.load_state_dict"))
         defaults = {**asdict(self.settings), **asdict(SkipCounts())}
         extra = {**defaults, **state_dict.get("halfstep", {})}
         settings = ScalerSettings(**{f.name: extra[f.name] for f in fields(ScalerSettings)})
@@ -311,7 +334,8 @@ class GradScaler(torch.amp.GradScaler):
         nonfinite = ""
         if found_inf is not None:
             self._streak.add(found_inf)
-            is_too_many = self._streak.read_in_a_row() >= self.settings.max_skips
+            max_skips = self.settings.max_skips
+            is_too_many = max_skips is not None and self._streak.read_in_a_row() >= max_skips
         if is_too_many:
             nonfinite = list_nonfinite(self._optimizers.values(), self._dropped_grads)
 
@@ -347,6 +371,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _raise_or_fall_back(self, nonfinite: str) -> None:
         """Raises OverflowStreak, or goes on in the fallback's dtype with the scale at 1."""
+        assert self.settings.max_skips is not None
         message = describe_streak(self.settings.max_skips, self.get_scale(), nonfinite)
         if self._streak.fallen:
             raise OverflowStreak(message + ADVICE)
@@ -411,6 +436,25 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         return any(_read_flag(found_inf) for found_inf in state["found_inf_per_device"].values())
+
+
+def _check_saved_state(saved: SavedValue) -> None:
+    """ValueError for a state that could not be loaded, or not be trained with. Changes nothing."""
+    scale = saved.field("scale")
+    if not (isinstance(scale.value, Tensor) and scale.value.numel() == 1):
+        scale.number(minimum=0)
+    for name in ("growth_factor", "backoff_factor"):
+        saved.field(name).number(finite=True, minimum=0)
+    for name in ("growth_interval", "_growth_tracker"):
+        saved.field(name).whole_number(maximum=MAX_INT32)
+    extra = saved.optional_field("halfstep")
+    if extra is None:
+        return
+    for name, value in extra.entries().items():
+        if name in ("skipped", "skips_in_a_row"):
+            value.whole_number()
+        elif name == "fallen":
+            value.flag()
 
 
 def _pair_outputs_with_seeds(

@@ -1,11 +1,18 @@
 """The settings of a GradScaler, checked at construction."""
 
+import functools
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn, TypeAlias
+from numbers import Integral, Real
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
 from halfstep.amp.autocast import default_device_type
+from halfstep.errors import Notice
+
+Init = TypeVar("Init", bound=Callable[..., None])
 
 OnSkips: TypeAlias = Literal["raise", "bf16", "fp32"]
 Skip: TypeAlias = Literal["each", "all"]
@@ -27,7 +34,7 @@ class ScalerSettings:
     floor: float = 2.0**-14
     cap: float | None = None
     skip: Skip = "each"
-    max_skips: int = 50
+    max_skips: int | None = 50
     on_skips: OnSkips = "raise"
 
     def __post_init__(self) -> None:
@@ -53,10 +60,10 @@ class ScalerSettings:
                 received=self.skip,
                 advice="choose 'each' for torch's way",
             )
-        if not _is_int(self.max_skips) or self.max_skips < 1:
+        if self.max_skips is not None and (not _is_int(self.max_skips) or self.max_skips < 1):
             raise_expected(
                 "max_skips",
-                expected="an int of at least 1",
+                expected="an int of at least 1, or None for no limit",
                 received=self.max_skips,
                 advice="leave the default 50",
             )
@@ -75,7 +82,7 @@ class ScalerSettings:
                 argument,
                 expected="a positive number",
                 received=scale,
-                advice=f"name the device: GradScaler(device={scale!r})",
+                advice="put the device first: GradScaler('cuda', init_scale), or name it: device=",
             )
         if not _is_number_within(scale, MIN_SCALE, MAX_SCALE):
             raise_expected(
@@ -119,15 +126,30 @@ def check_growth(growth_factor: float, backoff_factor: float, growth_interval: i
         )
 
 
-def choose_device_type(device: str | torch.device | None, enabled: bool) -> str:
+def device_first(init: Init) -> Init:
+    """`init` that also takes torch's order of arguments: a device before all others."""
+
+    @functools.wraps(init)
+    def init_in_either_order(self: object, *args: Any, **kwargs: Any) -> None:
+        if not args or not isinstance(args[0], str | torch.device):
+            return init(self, *args, **kwargs)
+        device, *others = args
+        if "device" in kwargs:
+            raise TypeError(
+                f"device: expected it once, received {device!r} and {kwargs['device']!r}"
+            )
+        return init(self, *others, device=device, **kwargs)
+
+    return cast(Init, init_in_either_order)
+
+
+def choose_device_type(device: str | torch.device | None) -> str:
     """The device type of the scale: the accelerator, or "cpu" where there is none."""
     default = default_device_type()
-    device_type = default
-    if device is not None:
-        device_type = torch.device(device).type
-    if not enabled:
+    if device is None:
         return default
-    if device_type not in ("cpu", default):
+    device_type = torch.device(device).type
+    if device_type not in ("cpu", "cuda", default):
         present = " or ".join(sorted({"cpu", default}))
         raise_expected(
             "device",
@@ -138,15 +160,30 @@ def choose_device_type(device: str | torch.device | None, enabled: bool) -> str:
     return device_type
 
 
+def has_device(device_type: str) -> bool:
+    """Whether the device is there. "cuda" may be missing: torch's scaler is then disabled too."""
+    if device_type in ("cpu", default_device_type()):
+        return True
+    # Level 4 is the caller of GradScaler().
+    warnings.warn(
+        f"GradScaler(device={device_type!r}): expected CUDA, received a machine without it, so the "
+        "scaler is disabled, as torch's is, and scales nothing; leave out the device for the one "
+        "that is there",
+        Notice,
+        stacklevel=4,
+    )
+    return False
+
+
 def raise_expected(argument: str, *, expected: str, received: object, advice: str) -> NoReturn:
     """Raises the ValueError for an argument, with advice at its end."""
     raise ValueError(f"{argument}: expected {expected}, received {received!r}, do {advice}")
 
 
 def _is_number_within(value: Any, low: float, high: float) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     return is_number and low <= value <= high
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)

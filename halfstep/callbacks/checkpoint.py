@@ -22,6 +22,7 @@ from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import first_line
 
 MAX_ERROR_CHARS = 120  # of the error's first line, in a checkpoint that was saved after it
@@ -225,6 +226,14 @@ class Checkpoint(Callback):
         if self.best is None:
             return {}
         return {"score": self.best.value, "best_step": self.best_step}
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        if self.best is None or not saved.entries():
+            return
+        saved.field("score").number(not_nan=True)
+        best_step = saved.field("best_step")
+        if best_step.value is not None:
+            best_step.whole_number()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the best score and its step; with an empty state, there is none yet."""

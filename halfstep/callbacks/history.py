@@ -1,14 +1,22 @@
 """The run in memory, as columns; and functions as a callback."""
 
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from halfstep.engine import Callback, Row, Run
+from halfstep.utils.saved_state import SavedValue
 
 COLUMNS = tuple(field.name for field in fields(Row))
+
+# What steps of an earlier version have in a column that it did not know.
+MISSING_VALUES = {
+    field.name: math.nan if field.default is MISSING else field.default for field in fields(Row)
+}
 
 
 class History(Callback):
@@ -50,8 +58,23 @@ class History(Callback):
             columns[name] = torch.tensor(values, dtype=_exact_dtype(values))
         return {"rows": columns, "entries": [dict(entry) for entry in self._entries]}
 
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        rows = saved.field("rows")
+        steps = rows.field("global_step").tensor()
+        for column in rows.entries().values():
+            tensor: Tensor = column.tensor()
+            # The rates of several parameter groups are [steps, groups].
+            if not 1 <= tensor.dim() <= 2 or len(tensor) != len(steps):
+                column.refuse(f"a tensor with {steps.numel()} rows, as global_step has")
+        for entry in saved.field("entries").items():
+            entry.entries()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows = {name: state["rows"][name].tolist() for name in COLUMNS}
+        steps = len(state["rows"]["global_step"])
+        self.rows = {name: [MISSING_VALUES[name]] * steps for name in COLUMNS}
+        for name in COLUMNS:
+            if name in state["rows"]:
+                self.rows[name] = state["rows"][name].tolist()
         # The rates of several parameter groups are a tuple.
         self.rows["lr"] = [tuple(lr) if isinstance(lr, list) else lr for lr in self.rows["lr"]]
         self._entries = [dict(entry) for entry in state["entries"]]

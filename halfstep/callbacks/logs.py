@@ -23,15 +23,18 @@ from torch import Tensor
 
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
-from halfstep.utils.atomic_files import write_chunks
+from halfstep.utils.atomic_files import sync_folder
 from halfstep.utils.checks import whole_number
+from halfstep.utils.files import write_text
+from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = tuple(field.name for field in fields(Row))
 POSITION_FIELDS = ("epoch", "step", "global_step")
 
 row_values = attrgetter(*LOG_FIELDS)
 
-DISK_IS_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Files that cannot be synced at all, such as those of some network and FUSE file systems.
+NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 
 # One encoder for all lines: json.dumps would build one for every line.
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -49,6 +52,8 @@ class _Log(Callback):
         self.every = whole_number(f"{owner}: every", every, minimum=1)
         self.times = times
         self.file = LogFile(owner, path, overwrite=overwrite)
+        self.copy_from: Path | None = None
+        """The log of a run that goes on in this file, where this file is new."""
 
     def step(self, run: Run, row: Row) -> None:
         if row.global_step % self.every:
@@ -74,10 +79,36 @@ class _Log(Callback):
         raise NotImplementedError
 
     def end(self, run: Run) -> None:
-        self.file.close()
+        is_refused = run.error is not None and not run.has_begun
+        self.file.close(refused=is_refused)
 
     def state_dict(self) -> dict[str, Any]:
         return self.file.state_dict()
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        if not self._starts_new_file(run):
+            self.file.check_state(saved)
+
+    def _starts_new_file(self, run: Run) -> bool:
+        """Whether the run goes on from a checkpoint by its path, and this file is not there yet.
+
+        With resume="auto" the run is the one that wrote the file, which is missed then.
+        """
+        return run.resume not in (None, "auto") and not self.file.path.exists()
+
+    def _open(self, run: Run, head: str = "") -> None:
+        """Opens the file, which a run that goes on in another folder begins anew."""
+        starts_new_file = self.file.continues and self._starts_new_file(run)
+        if starts_new_file and not self.file.begin_as_copy(self.copy_from):
+            warnings.warn(
+                f"{self.file.owner}: {self.file.path} is a new file, which begins after step "
+                f"{run.position}: the lines before are in the log of the run that {run.resume} "
+                "was saved in. Copy that file here before the fit, and it goes on in it.",
+                Notice,
+                stacklevel=5,
+            )
+            self.file.start_anew()
+        self.file.open(head, replace=_resume_found_nothing(run), is_resumed=run.resumed is not None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.file.load_state_dict(state)
@@ -96,6 +127,56 @@ class CSVLog(_Log):
     columns: Sequence[str] = ()
 
     def begin(self, run: Run) -> None:
+        self.columns = self._run_columns(run)
+        self._left_out: set[str] = set()
+        head = _csv_line(self.columns)
+        if self.file.continues and self.file.first_line():
+            self._take_columns_of_file()
+        self._open(run, head)
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        super().check_state(run, saved)
+        if saved.value and saved.value["offset"] and self.file.first_line():
+            self._compare_columns(self._run_columns(run))
+
+    def _take_columns_of_file(self) -> None:
+        """Goes on in the columns that the file has. A field of another version is left out."""
+        in_file, left_out, unknown = self._compare_columns(self.columns)
+        differences = []
+        if left_out:
+            differences.append(f"has no column for {', '.join(left_out)}, which is left out")
+        if unknown:
+            differences.append(f"has {', '.join(unknown)}, which stays empty from here on")
+        if differences:
+            warnings.warn(
+                f"CSVLog: {self.file.path}, written by another version of halfstep, "
+                f"{' and '.join(differences)}",
+                Notice,
+                stacklevel=5,
+            )
+        self.columns = in_file
+        self._left_out = set(left_out)
+
+    def _compare_columns(self, columns: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+        """The columns of the file, those that it lacks, and those that only it has.
+
+        Columns of another version of halfstep may differ; those that this run decides may not.
+        """
+        in_file = next(csv.reader([self.file.first_line()]), [])
+        left_out = [name for name in columns if name not in in_file]
+        unknown = [name for name in in_file if name not in columns]
+        is_other_run = len(set(in_file)) != len(in_file) or "kind" not in in_file
+        is_other_run |= any(name == "lr" or name not in LOG_FIELDS for name in left_out)
+        is_other_run |= any(_is_decided_by_run(name) for name in unknown)
+        if is_other_run:
+            raise ValueError(
+                f"{self.file.owner}: {self.file.path} has the columns {','.join(in_file)}, "
+                f"this run has {','.join(columns)}. Resume with the metrics, parameter groups and "
+                f"times= of that run, or leave the {self.file.owner} out of this one."
+            )
+        return in_file, left_out, unknown
+
+    def _run_columns(self, run: Run) -> list[str]:
         # A step of the user's own may have no optimizer; its records have one learning rate.
         optimizer = getattr(run.model.step, "optimizer", None)
         group_count = 1 if optimizer is None else len(optimizer.param_groups)
@@ -108,14 +189,15 @@ class CSVLog(_Log):
         columns += dict.fromkeys(f"valid_{name}" for name in ("loss", *run.model.metrics))
         if self.times:
             columns.append("time")
-        self.columns = columns
-        self.file.open(_csv_line(columns), replace=_resume_found_nothing(run))
+        return columns
 
     def _add_line(self, values: dict[str, Any]) -> None:
         if isinstance(values.get("lr"), tuple) and "lr" not in self.columns:
             for i, lr in enumerate(values.pop("lr")):
                 values[f"lr_{i}"] = lr
-        unknown = [name for name in values if name not in self.columns]
+        unknown = [
+            name for name in values if name not in self.columns and name not in self._left_out
+        ]
         if unknown:
             raise ValueError(
                 "CSVLog: the columns are fixed at the start of a run, "
@@ -133,7 +215,7 @@ class JSONLLog(_Log):
     """
 
     def begin(self, run: Run) -> None:
-        self.file.open(replace=_resume_found_nothing(run))
+        self._open(run)
 
     def _add_line(self, values: dict[str, Any]) -> None:
         try:
@@ -142,6 +224,11 @@ class JSONLLog(_Log):
         except (ValueError, TypeError):
             line = JSON_ENCODER.encode(_nonfinite_as_text(values))
         self.file.add(line + "\n")
+
+
+def _is_decided_by_run(column: str) -> bool:
+    """Whether the run's metrics, parameter groups or `times=` decide that there is this column."""
+    return column == "time" or column == "lr" or column.startswith(("valid_", "lr_"))
 
 
 def _csv_line(cells: Sequence[Any]) -> str:
@@ -183,9 +270,10 @@ def _resume_found_nothing(run: Run) -> bool:
 class LogFile:
     """A text file of complete lines that can be cut back to where a checkpoint saw it.
 
-    Lines wait in memory until `flush`. When the disk is full, a notice says so, the lines go on
-    waiting, and the next flush tries again. `state_dict` has the length of what is on the disk and
-    the lines that are not.
+    Lines wait in memory until `flush`. When they cannot be written, or not through to the disk (it
+    is full, a quota, a failing drive), a notice says so, the lines go on waiting, and the next
+    `flush` tries again. `state_dict` has the length of what is on the disk and the lines that are
+    not.
     """
 
     def __init__(self, owner: str, path: str | Path, *, overwrite: bool) -> None:
@@ -193,13 +281,23 @@ class LogFile:
         self.path = Path(path)
         self.overwrite = overwrite
         self._file: BinaryIO | None = None
-        self._size = 0
+        self._size = 0  # of the lines that were written
+        self._synced_size = 0  # of the lines that are on the disk, whatever happens
+        self._is_new_file = False  # this run has created it
+        self._is_regular = True  # no pipe or device, which can be neither cut nor synced
+        self._needs_cut = False  # something stands in the file beyond `_size`
+        # What stands there when a run begins is cut off at the first visit, not before: a fit that
+        # another callback refuses leaves the file alone.
+        self._is_beginning = False
+        self._sync_failed = False
+        self._head: list[str] = []
         self._waiting: list[str] = []
         self._has_begun = False
         self._has_warned = False
         self._loaded_state: dict[str, Any] | None = None
+        self._lines_of_checkpoint: list[str] = []  # of a run whose file is elsewhere
 
-    def open(self, head: str = "", *, replace: bool = False) -> None:
+    def open(self, head: str = "", *, replace: bool = False, is_resumed: bool = False) -> None:
         """Begins the file with the line `head`, or goes on where the loaded state says.
 
         What came after that state is cut off. `replace`: an existing file is from a run that was
@@ -207,51 +305,89 @@ class LogFile:
         """
         self._has_warned = False
         self._has_begun = False
+        self._sync_failed = False
         state = self._loaded_state
         self._loaded_state = None
+        self._head = [head] if head else []
         if state is None:
-            self._start(head, overwrite=self.overwrite or replace)
+            self._start(overwrite=self.overwrite or replace, is_resumed=is_resumed)
         else:
-            self._continue(head, state["offset"], state["waiting"])
+            self._check_length(state["offset"])
+            self._open_file()
+            self._size = state["offset"]
+            self._synced_size = self._size
+            self._waiting = list(state["waiting"])
+        self._needs_cut = self._is_regular and self._length() > self._size
+        self._is_beginning = self._needs_cut
+        if not self._is_beginning:
+            self.flush()
         self._has_begun = True
 
-    def _start(self, head: str, *, overwrite: bool) -> None:
-        if self.path.exists() and not overwrite and self.path.stat().st_size:
-            raise FileExistsError(
-                f"{self.owner}: {self.path} exists, and this run starts anew. Go on with it by "
-                "fit(resume=…), name another file, or throw the old one away with overwrite=True."
-            )
-        # An old file is replaced in one step, by one that has its first line already. On a full
-        # disk that line waits like any other.
-        self._waiting = [head] if head else []
-        try:
-            write_chunks(self.path, [head.encode()])
-            self._waiting = []
-        except OSError as error:
-            if error.errno not in DISK_IS_FULL:
-                raise
-            write_chunks(self.path, [])
-        self._file = self.path.open("r+b", buffering=0)
-        self._size = self._file.seek(0, os.SEEK_END)
-        self.flush()
+    @property
+    def continues(self) -> bool:
+        """Whether `open` will go on with the file of a checkpoint that was loaded."""
+        return self._loaded_state is not None
 
-    def _continue(self, head: str, offset: int, waiting: list[str]) -> None:
+    def begin_as_copy(self, source: Path | None) -> bool:
+        """Makes the file of the lines of another one, as far as the checkpoint knows them.
+
+        False where that is not there, or too short.
+        """
+        assert self._loaded_state is not None
+        offset = self._loaded_state["offset"]
+        if source is None or not source.is_file() or source.stat().st_size < offset:
+            return False
+        with source.open("rb") as file:
+            content = file.read(offset)
+        write_text(self.path, content.decode())
+        return True
+
+    def start_anew(self) -> None:
+        """Lets `open` begin a new file, with the lines that waited in the checkpoint."""
+        assert self._loaded_state is not None
+        self._lines_of_checkpoint = list(self._loaded_state["waiting"])
+        self._loaded_state = None
+
+    def _start(self, *, overwrite: bool, is_resumed: bool) -> None:
+        if self.path.exists() and not overwrite and self.path.stat().st_size:
+            problem = "and this run starts anew. Go on with it by fit(resume=…)"
+            if is_resumed:
+                problem = "and the checkpoint that the run goes on from knows of no log. Move it"
+            raise FileExistsError(
+                f"{self.owner}: {self.path} exists, {problem}, name another file, or throw the old "
+                "one away with overwrite=True."
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open_file()
+        with suppress(OSError):
+            sync_folder(self.path.parent)  # the new name survives a loss of power
+        self._size = 0
+        self._synced_size = 0
+        lines = [line for line in self._lines_of_checkpoint if line not in self._head]
+        self._waiting = [*self._head, *lines]
+        self._lines_of_checkpoint = []
+
+    def _open_file(self) -> None:
+        """Opens the file, which is created where there is none, and not cut."""
+        self._is_new_file = not self.path.exists()
+        self._is_regular = self._is_new_file or self.path.is_file()
+        if not self._is_regular:
+            self._file = self.path.open("wb", buffering=0)
+            return
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+
+    def _length(self) -> int:
+        assert self._file is not None
+        return os.fstat(self._file.fileno()).st_size
+
+    def check_state(self, saved: SavedValue) -> None:
+        """Raises unless the file can go on from a saved state. Changes nothing."""
+        if not saved.entries():
+            return
+        offset = saved.field("offset").whole_number()
+        saved.field("waiting").texts()
         self._check_length(offset)
-        if head and offset:
-            with self.path.open("rb") as file:
-                first_line = file.readline()
-            if first_line != head.encode():
-                columns = first_line.decode(errors="replace").strip()
-                raise ValueError(
-                    f"{self.owner}: {self.path} has the columns {columns}, this run has "
-                    f"{head.strip()}. Resume with the metrics and parameter groups of that run, "
-                    "or name another file."
-                )
-        self._file = self.path.open("r+b", buffering=0)
-        self._file.truncate(offset)
-        self._file.seek(offset)
-        self._size = offset
-        self._waiting = list(waiting)
 
     def _check_length(self, offset: int) -> None:
         """Raises unless the file exists and has at least `offset` bytes."""
@@ -268,8 +404,15 @@ class LogFile:
         raise error_type(
             f"{self.owner}: expected the log of the run that goes on, {self.path}, with {offset} "
             f"bytes or more, found {received}. Put the file back, resume from an older "
-            f"checkpoint, or leave the {self.owner} out and log to a new file."
+            f"checkpoint, or leave the {self.owner} out of this run."
         )
+
+    def first_line(self) -> str:
+        """The first line of the file as it is, without its end; empty where there is none."""
+        if not self.path.is_file():
+            return ""
+        with self.path.open("rb") as file:
+            return file.readline().decode(errors="replace").rstrip("\n")
 
     def add(self, line: str) -> None:
         """Appends a line, which waits for the next `flush`."""
@@ -277,10 +420,15 @@ class LogFile:
 
     def flush(self) -> None:
         """Writes all waiting lines, or none of them."""
-        if self._file is None or not self._waiting:
+        if self._file is None or not (self._waiting or self._needs_cut):
             return
+        self._is_beginning = False
         data = "".join(self._waiting).encode()
         try:
+            if self._is_regular:
+                self._file.truncate(self._size)
+                self._file.seek(self._size)
+            self._needs_cut = False
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[self._file.write(remaining) :]
@@ -288,44 +436,99 @@ class LogFile:
             with suppress(OSError):  # no half lines
                 self._file.truncate(self._size)
                 self._file.seek(self._size)
-            if not self._has_warned:
-                warnings.warn(
-                    f"{self.owner}: {self.path} cannot be written ({error.strerror}); its lines "
-                    "wait in memory, training goes on",
-                    Notice,
-                    stacklevel=4,
-                )
-            self._has_warned = True
+            self._warn_unwritten(error)
             return
         self._size += len(data)
         self._waiting = []
-        self._has_warned = False
+        if self._sync_failed:
+            self._sync()
 
-    def close(self) -> None:
-        """Writes the last lines through to the disk. OSError if some still cannot be written."""
-        self.flush()
+    def _sync(self) -> None:
+        """Writes the file through to the disk. What is not sure to be there waits again.
+
+        After an error nobody knows which of the lines are on the disk, and the next fsync would
+        report success for those that were lost. So they are read back, and written once more.
+        """
+        if self._file is None or self._is_beginning:
+            return
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            if self._is_regular and error.errno not in NO_SYNC_ERRORS:
+                self._sync_failed = True
+                self._take_back_unsynced()
+                self._warn_unwritten(error)
+                return
+        self._synced_size = self._size
+        self._sync_failed = False
+
+    def _take_back_unsynced(self) -> None:
+        """Lets the lines since the last successful sync wait again."""
+        assert self._file is not None
+        tail = b""
+        try:
+            self._file.seek(self._synced_size)
+            while piece := self._file.read(self._size - self._synced_size - len(tail)):
+                tail += piece
+        except OSError:
+            tail = b""
+        if len(tail) == self._size - self._synced_size:
+            self._waiting = [*tail.decode().splitlines(keepends=True), *self._waiting]
+            self._size = self._synced_size
+            self._needs_cut = True
+        # Else they cannot even be read back: what is in the file is all there is.
+        self._synced_size = self._size
+
+    def _warn_unwritten(self, error: OSError) -> None:
+        """Once a run: a disk that is nearly full takes some lines and refuses others."""
+        if not self._has_warned:
+            warnings.warn(
+                f"{self.owner}: {self.path} cannot be written ({error.strerror}); its lines "
+                "wait in memory, training goes on",
+                Notice,
+                stacklevel=4,
+            )
+        self._has_warned = True
+
+    def close(self, *, refused: bool = False) -> None:
+        """Writes the last lines through to the disk; a Notice if some still cannot be written.
+
+        `refused`: the fit ended before it began, and leaves the file as it was.
+        """
         if self._file is None:
             return
-        with self._file as file:
-            os.fsync(file.fileno())
-        self._file = None
+        file = self._file
+        try:
+            if refused:
+                self._waiting = []
+                self._has_begun = False
+            else:
+                self.flush()
+                self._sync()
+        finally:
+            self._file = None
+            with suppress(OSError):  # an error of the last write, reported again
+                file.close()
+        if refused and self._is_new_file:
+            self.path.unlink(missing_ok=True)
         if self._waiting:
-            raise OSError(
+            warnings.warn(
                 f"{self.owner}: the last {len(self._waiting)} lines could not be written to "
-                f"{self.path}"
+                f"{self.path}. Nothing else of the run is lost. Where a Checkpoint has saved its "
+                "end, it holds these lines too: make room, and fit(resume='auto') writes them.",
+                Notice,
+                stacklevel=4,
             )
 
     def state_dict(self) -> dict[str, Any]:
         """The length of what is on the disk, and the lines that wait; empty before `open`."""
-        self.flush()
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if not self._is_beginning:
+            self.flush()
+            self._sync()
         if not self._has_begun:
             return {}
         return {"offset": self._size, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Checks that the file can go on from there. `open` cuts it."""
-        if state:
-            self._check_length(state["offset"])
+        """`open` will go on from there."""
         self._loaded_state = dict(state) or None

@@ -12,6 +12,7 @@ import torch
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import NonFiniteError
 from halfstep.utils.checks import expect, one_of, whole_number
+from halfstep.utils.saved_state import SavedValue
 
 
 def _as_float32(value: float) -> Any:
@@ -186,6 +187,15 @@ class ProgressLines(Callback):
             "spent": self._total_seconds(),
         }
 
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        if not saved.entries():
+            return
+        saved.field("seen").whole_number()
+        saved.field("spent").number(finite=True)
+        total = saved.field("total")
+        if total.value is not None:
+            total.whole_number()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there; with an empty state, starts anew."""
         self._samples_seen = state["seen"] if state else 0
@@ -238,6 +248,14 @@ class LRMonitor(Callback):
             "rates": torch.tensor(self.rates, dtype=torch.float64),  # exact: Python floats
         }
 
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        steps = saved.field("steps").tensor(torch.int64)
+        rates = saved.field("rates").tensor(torch.float64)
+        if steps.dim() != 1:
+            saved.field("steps").refuse("a vector")
+        if rates.dim() not in (1, 2) or len(rates) != len(steps):
+            saved.field("rates").refuse(f"rates of {len(steps)} steps")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"].tolist()
         self.rates = []
@@ -283,6 +301,11 @@ class TimeMonitor(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"spent": self._epoch_seconds} if self._epoch_seconds else {}
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        spent = saved.optional_field("spent")
+        if spent is not None:
+            spent.number(finite=True)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._earlier_seconds = state.get("spent", 0.0)
@@ -411,6 +434,14 @@ class StepTimer(Callback):
             "ms": torch.tensor(self._visit_ms, dtype=torch.float64),
             "counts": torch.tensor(self._visit_steps, dtype=torch.int64),
         }
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        if not saved.entries():
+            return
+        times = saved.field("ms").tensor(torch.float64)
+        if times.dim() != 1:
+            saved.field("ms").refuse("a vector")
+        saved.field("counts").tensor(torch.int64, times.shape)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._visit_ms = state["ms"].tolist() if state else []

@@ -14,6 +14,7 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import plural
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
@@ -82,7 +83,8 @@ def is_lower_better(owner: str, metric: str, mode: Mode) -> bool:
 class Best:
     """The best value of a score so far; inf or -inf before the first.
 
-    A score is better if it differs from the best by more than `min_delta`. NaN never is.
+    A score is better if it differs from the best by more than `min_delta`. NaN never is, and
+    nothing is better than an infinite best: a notice says so, once.
     """
 
     def __init__(self, owner: str, metric: str, mode: Mode, min_delta: float) -> None:
@@ -98,6 +100,7 @@ class Best:
 
     def reset(self) -> None:
         """Forgets all scores."""
+        self._has_warned = False
         self.value = math.inf if self.lower_is_better else -math.inf
 
     def check(self, run: Run) -> None:
@@ -115,7 +118,7 @@ class Best:
             f"got {self.metric!r}. {advice}"
         )
 
-    def take(self, scores: dict[str, float]) -> bool:
+    def take(self, scores: dict[str, Any]) -> bool:
         """Whether this evaluation's score is better than the best so far. Then it is the best."""
         if self.metric not in scores:
             raise ValueError(
@@ -123,8 +126,12 @@ class Best:
             )
         score = scores[self.metric]
         if not isinstance(score, int | float):
+            received = type(score).__name__
+            if isinstance(score, Tensor):
+                received = f"a tensor of shape {list(score.shape)}"
             raise TypeError(
-                f"{self.owner}: expected {self.metric!r} as one number, got {type(score).__name__}"
+                f"{self.owner}: expected {self.metric!r} as one number, got {received}; follow "
+                "another score, or give a metric that computes one number, such as the mean"
             )
         if self.lower_is_better:
             better = score < self.value - self.min_delta
@@ -132,7 +139,23 @@ class Best:
             better = score > self.value + self.min_delta
         if better:
             self.value = float(score)
+        if not math.isfinite(score) and (better or math.isnan(score)):
+            self._warn_nonfinite(score)
         return better
+
+    def _warn_nonfinite(self, score: float) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        effect = "no later score can be better"
+        if math.isnan(score):
+            effect = "it counts as not better than any other"
+        warnings.warn(
+            f"{self.owner}: the score {self.metric!r} is {score}: {effect}. Look at the metric and "
+            "the loss of the epochs before it",
+            Notice,
+            stacklevel=4,
+        )
 
 
 class EarlyStopping(Callback):
@@ -221,6 +244,25 @@ class EarlyStopping(Callback):
             "seen": self._has_evaluated,
             "weights": dict(self._best_weights),
         }
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        saved.field("best").number(not_nan=True)
+        saved.field("wait").whole_number()
+        saved.field("seen").flag()
+        best_step = saved.field("best_step")
+        if best_step.value is not None:
+            best_step.whole_number()
+        weights = saved.field("weights").entries()
+        if not self.restore_best:
+            return
+        tensors = _evaluated_tensors(run)
+        for name, weight in weights.items():
+            if name not in tensors:
+                weight.refuse("no tensor of that name, which the network has not")
+            weight.tensor_like(tensors[name], same_dtype=False)
+        if weights:
+            for name in tensors:
+                saved.field("weights").field(name)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best.value = state["best"]
@@ -326,6 +368,12 @@ class ReduceLROnPlateau(Callback):
             "cooling": self.cooling,
             "seen": self._has_evaluated,
         }
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        saved.field("best").number(not_nan=True)
+        saved.field("wait").whole_number()
+        saved.field("cooling").whole_number()
+        saved.field("seen").flag()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best.value = state["best"]

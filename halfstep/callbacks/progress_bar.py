@@ -10,6 +10,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from halfstep.engine import Callback, Row, Run
+from halfstep.utils.saved_state import SavedValue
+from halfstep.utils.text import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -149,7 +151,7 @@ class ProgressBar(Callback):
                 parts.append(f"skipped {self._skipped_steps}")
         for name, score in self._scores.items():
             if isinstance(score, float):
-                parts.append(f"valid_{name} {score:.4g}")
+                parts.append(f"valid_{printable(name)} {score:.4g}")
         return parts
 
     def _moving_pace(self, run: Run) -> list[str]:
@@ -175,6 +177,11 @@ class ProgressBar(Callback):
     def state_dict(self) -> dict[str, Any]:
         # Empty where nothing was skipped: a resumed run may leave the bar out then.
         return {"skipped": self._skipped_steps} if self._skipped_steps else {}
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        skipped = saved.optional_field("skipped")
+        if skipped is not None:
+            skipped.whole_number()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._skipped_steps = state.get("skipped", 0)

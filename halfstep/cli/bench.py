@@ -16,7 +16,7 @@ from halfstep.cli.options import (
     complete_list,
     parse_names,
 )
-from halfstep.cli.output import align_columns, print_json
+from halfstep.cli.output import align_columns, echo, print_json
 
 # The shape of one input by network, where it is not DEFAULT_SHAPE.
 NET_SHAPES = {"mlp": (1, 28, 28), "ffnn": (3,), "lenet5": (1, 32, 32)}
@@ -102,7 +102,7 @@ def _parse_shape(net: str, text: str | None) -> tuple[int, ...]:
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    typer.echo(result["title"])
+    echo(result["title"])
     cells = [("way", "ms/step", "quartiles", "samples/s", "against fp32")]
     for row in result["rows"]:
         low, high = row["quartiles"]
@@ -117,4 +117,4 @@ def _print_table(result: dict[str, Any]) -> None:
             )
         )
     for line in align_columns(cells):
-        typer.echo(line)
+        echo(line)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep import nets
+from halfstep.experiment.build import load_network
 from halfstep.experiment.settings import Settings
 from halfstep.step import TrainStep
 
@@ -42,7 +42,7 @@ def time_steps(
 def _build_net(settings: Settings) -> nn.Module:
     """The network, with the same weights on every call."""
     torch.manual_seed(0)
-    return nets.load(settings.net).to(settings.torch_device)
+    return load_network(settings.net).to(settings.torch_device)
 
 
 def _random_targets(net: nn.Module, inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from halfstep.cli.options import (
     TestSamplesOption,
     parse_names,
 )
-from halfstep.cli.output import command_line, exit_code, print_json
+from halfstep.cli.output import command_line, echo, exit_code, print_json
 from halfstep.experiment.training_run import silence_signal_message
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ stopped.
 
 def compare(
     net: Annotated[
-        str, typer.Option(help="a network by name (mlp, lenet5, resnet18 …) or module:function")
+        str,
+        typer.Option(
+            help="a network by name (mlp, lenet5, resnet18 …), module:function or file.py:function"
+        ),
     ] = "mlp",
     data: DataOption = "sample",
     path: Annotated[
@@ -106,7 +109,7 @@ def compare(
                 command=command_line(),
             )
     except (KeyboardInterrupt, SystemExit) as stop:
-        typer.echo(_stop_message(settings, out), err=True)
+        echo(_stop_message(settings, out), err=True)
         raise typer.Exit(exit_code(stop)) from None
 
     # Show the summary: as JSON, as a coloured table on a terminal, or as plain text.
@@ -117,8 +120,8 @@ def compare(
         if sys.stdout.isatty() and not plain:
             table.print_table(summary)
         else:
-            typer.echo("\n" + table.text(summary))
-        typer.echo(f"written: {', '.join(map(str, written))}")
+            echo("\n" + table.text(summary))
+        echo(f"written: {', '.join(map(str, written))}")
 
     reference_failed = summary["rows"][0]["verdict_kind"] == "failed"
     raise typer.Exit(1 if reference_failed else 0)

@@ -15,8 +15,8 @@ from halfstep.cli.options import (
     JsonOption,
     complete_one,
 )
-from halfstep.cli.output import draw_bar, print_json
-from halfstep.utils.text import plural
+from halfstep.cli.output import draw_bar, echo, print_json
+from halfstep.utils.text import plural, printable
 
 MAX_CLASSES_SHOWN = 40  # with more classes, one line sums them up
 
@@ -31,7 +31,7 @@ Debian's packages before the network is asked.
 \b
 halfstep data get cifar10
 halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz\
-#md5=c32a1d4ab5d03f1284b67883e8d87530
+#sha256=c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd
 HALFSTEP_DATA=/data halfstep data get mnist --json
 """
 
@@ -71,7 +71,7 @@ def get(
         )
     location = find(name, path, download=True)
     if not as_json:
-        typer.echo(f"{name}: {location.folder} ({location.origin})")
+        echo(printable(f"{name}: {location.folder} ({location.origin})"))
         return
     print_json(
         {
@@ -104,9 +104,9 @@ def show(
     from halfstep.data import sheet
 
     sheet(read_dataset(name, path, split), out, samples=samples, epochs=0)
-    typer.echo(f"written: {out}")
+    echo(f"written: {out}")
     if view and not webbrowser.open(out.resolve().as_uri()):
-        typer.echo(f"no browser could be started; open {out} yourself", err=True)
+        echo(f"no browser could be started; open {out} yourself", err=True)
 
 
 @data_app.command(cls=Command)
@@ -139,27 +139,27 @@ def check(name: DatasetArgument, path: DataPathOption = None, as_json: JsonOptio
 
 def _print_check(result: dict[str, Any]) -> None:
     """Prints the parts and their damage on standard output, the notes on standard error."""
-    typer.echo(f"{result['name']}: {result['origin']}")
+    echo(printable(f"{result['name']}: {result['origin']}"))
     for part in result["parts"]:
         samples = plural(part["samples"], "sample")
         sizes = _format_sizes(part["sizes"])
         headline = f"\n{part['name']}: {samples}"
         if sizes:
             headline += f" of {sizes}"
-        typer.echo(headline)
+        echo(headline)
         if part["mean"]:
             channels = zip(part["mean"], part["deviation"], strict=True)
             statistics = ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in channels)
-            typer.echo(f"mean ± deviation: {statistics}")
+            echo(f"mean ± deviation: {statistics}")
         for line in _class_lines(part["classes"]):
-            typer.echo(line)
+            echo(line)
         for message in part["damage"]:
-            typer.echo(f"damaged: {message}")
+            echo(f"damaged: {printable(message)}")
 
     damage_count = sum(len(part["damage"]) for part in result["parts"])
-    typer.echo(f"\n{damage_count} damaged" if damage_count else "\nwhole")
+    echo(f"\n{damage_count} damaged" if damage_count else "\nwhole")
     for note in result["notes"]:
-        typer.echo(f"note: {note}", err=True)
+        echo(f"note: {printable(note)}", err=True)
 
 
 def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]]) -> str:
@@ -182,10 +182,11 @@ def _class_lines(counts: dict[str, int]) -> list[str]:
     if len(counts) > MAX_CLASSES_SHOWN:
         return [f"{len(counts)} classes of {fewest} to {most}"]
 
-    name_width = max(map(len, counts))
+    names = [printable(name) for name in counts]
+    name_width = max(map(len, names))
     count_width = max(len(f"{count:,}") for count in counts.values())
     lines = []
-    for name, count in counts.items():
+    for name, count in zip(names, counts.values(), strict=True):
         bar = draw_bar(count / most) if count else ""
         lines.append(f"  {name:<{name_width}}  {count:>{count_width},}  {bar}".rstrip())
     return lines

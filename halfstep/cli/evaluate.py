@@ -15,10 +15,12 @@ from halfstep.cli.options import (
     RunNetOption,
     RunPrecisionOption,
     TestSamplesOption,
+    TrustOption,
     option_flag,
 )
-from halfstep.cli.output import format_scores, print_json
+from halfstep.cli.output import echo, format_scores, print_json
 from halfstep.experiment import training_run
+from halfstep.utils.text import printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
@@ -40,6 +42,7 @@ def evaluate(
     test_samples: TestSamplesOption = None,
     build: BuildOption = None,
     device: RunDeviceOption = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a run, a checkpoint or a file of weights.
@@ -64,7 +67,7 @@ def evaluate(
         "device": device,
         "test_samples": test_samples,
     }
-    settings = settings_of_run("eval", run, build, options)
+    settings = settings_of_run("eval", run, build, options, trust=trust)
     built = training_run.build_run(settings)
     weights_path = training_run.load_weights(built.model, run)
 
@@ -73,17 +76,27 @@ def evaluate(
     if as_json:
         print_json({"weights": weights_path, "split": split, "scores": scores})
     else:
-        typer.echo(f"{weights_path}, {split} data: {format_scores(scores)}")
+        echo(f"{printable(weights_path)}, {split} data: {format_scores(scores)}")
 
 
 def settings_of_run(
-    command: str, run: Path, build: str | None, options: dict[str, Any]
+    command: str, run: Path, build: str | None, options: dict[str, Any], *, trust: bool
 ) -> training_run.TrainSettings:
     """The settings of a run, with the options of the command in their place where they are given.
 
     For weights that no run.json describes, the options alone. `command` begins every error.
+    `trust`: use what a run.json from elsewhere names.
     """
-    settings = training_run.TrainSettings(build=build) if build else training_run.read_run_file(run)
+    settings: training_run.TrainSettings | None
+    if build:
+        settings = training_run.TrainSettings(build=build)
+    else:
+        settings = training_run.read_own_run_file(
+            run,
+            trust=trust,
+            command=command,
+            replaced=[name for name, value in options.items() if value is not None],
+        )
 
     # A builder has made its model and data: no option can change them.
     if settings is not None and settings.build is not None:
@@ -125,14 +138,17 @@ def _refuse_comparison(command: str, run: Path) -> None:
     if not (folder / SUMMARY_FILE).is_file():
         return
     summary = read_json(folder / SUMMARY_FILE)
-    if not isinstance(summary, dict):
+    if not isinstance(summary, dict) or not isinstance(summary.get("spec"), dict):
         return
 
-    spec = summary.get("spec", {})
+    spec = summary["spec"]
     settings = {name: spec.get(name) for name in SETTINGS_OF_COMPARISON}
     settings["schedule"] = spec.get("schedule") or "constant"
-    recommended = summary.get("recommendation", {}).get("precision")
-    settings["precision"] = recommended or spec["precisions"][0]
+    recommendation = summary.get("recommendation")
+    if isinstance(recommendation, dict) and recommendation.get("precision"):
+        settings["precision"] = recommendation["precision"]
+    elif spec.get("precisions"):
+        settings["precision"] = spec["precisions"][0]
 
     words = ["halfstep", "train"]
     for name, value in settings.items():

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from halfstep.cli.options import DeviceOption, JsonOption
-from halfstep.cli.output import draw_bar, print_json
+from halfstep.cli.output import draw_bar, echo, print_json
 
 MAX_SECONDS = 60
 
@@ -39,13 +39,13 @@ def info(
         return
 
     for name, value in result["environment"].items():
-        typer.echo(f"{name:9} {'-' if value is None else value}")
-    typer.echo("")
+        echo(f"{name:9} {'-' if value is None else value}")
+    echo("")
     for line in _dtype_table(result["dtypes"], measured=seconds > 0):
-        typer.echo(line)
+        echo(line)
     advice = result["recommendation"]
-    typer.echo(f"\nbegin with {advice['precision']}: {advice['reason']}")
-    typer.echo("then measure yours: halfstep compare --net … --data …")
+    echo(f"\nbegin with {advice['precision']}: {advice['reason']}")
+    echo("then measure yours: halfstep compare --net … --data …")
 
 
 def _examine_device(device_name: str, seconds: float) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from halfstep.cli.compare import compare
 from halfstep.cli.data import data_app
 from halfstep.cli.evaluate import evaluate
 from halfstep.cli.info import info
-from halfstep.cli.options import Command, option_flag
-from halfstep.cli.output import EXIT_INTERRUPTED
+from halfstep.cli.options import Command, Group, option_flag
+from halfstep.cli.output import EXIT_INTERRUPTED, echo
 from halfstep.cli.predict import predict
 from halfstep.cli.report import report
 from halfstep.cli.runs import diff, replay
@@ -64,6 +64,7 @@ stopped.
 """
 
 app = typer.Typer(
+    cls=Group,
     name="halfstep",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -76,7 +77,7 @@ def _print_version(requested: bool) -> None:
     if requested:
         import halfstep
 
-        typer.echo(f"halfstep {halfstep.__version__}")
+        echo(f"halfstep {halfstep.__version__}")
         raise typer.Exit
 
 
@@ -125,18 +126,16 @@ def main() -> None:
             _run_app()
     except Exception as error:
         if debug:
-            traceback.print_exception(error)
+            echo("".join(traceback.format_exception(error)), err=True, nl=False)
         else:
-            print(f"halfstep: {_error_message(error)}", file=sys.stderr)
+            echo(f"halfstep: {_error_message(error)}", err=True)
         sys.exit(EXIT_ERROR)
 
 
 def _run_app() -> None:
-    # The user's module:function is importable from the folder that the command is started in.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        app(prog_name="halfstep")  # also when started as python -m halfstep
+        with _children_with_safe_path():
+            app(prog_name="halfstep")  # also when started as python -m halfstep
     except SystemExit as end:
         # typer takes these two for the end of the input and exits with 1.
         cause = getattr(end.__context__, "__cause__", None)
@@ -144,9 +143,25 @@ def _run_app() -> None:
             raise cause from None
         if isinstance(cause, KeyboardInterrupt):
             # A training run that was interrupted has printed more and does not come here.
-            print("halfstep: stopped", file=sys.stderr)
+            echo("halfstep: stopped", err=True)
             sys.exit(EXIT_INTERRUPTED)
         raise
+
+
+@contextlib.contextmanager
+def _children_with_safe_path() -> Iterator[None]:
+    """Inside, no Python that is started looks for modules in the current folder.
+
+    The worker processes of a DataLoader are such, where they are not forked: `python -c`.
+    """
+    if "PYTHONSAFEPATH" in os.environ:
+        yield
+        return
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONSAFEPATH", None)
 
 
 @contextlib.contextmanager
@@ -156,7 +171,6 @@ def _short_notices(debug: bool) -> Iterator[None]:
     Other warnings, and all of them with --debug, are shown as Python shows them.
     """
     with warnings.catch_warnings():
-        show_as_python = warnings.showwarning
 
         def show_warning(
             message: Warning | str,
@@ -167,9 +181,10 @@ def _short_notices(debug: bool) -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if category.__name__ == "Notice" and not debug:
-                print(f"note: {message}", file=sys.stderr)
+                echo(f"note: {message}", err=True)
             else:
-                show_as_python(message, category, filename, lineno, file, line)
+                text = warnings.formatwarning(message, category, filename, lineno, line)
+                echo(text, err=True, nl=False)
 
         warnings.showwarning = show_warning
         yield

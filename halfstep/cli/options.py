@@ -3,12 +3,15 @@
 No torch is imported here: help and shell completion stay fast.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from halfstep.utils.text import printable
 
 # The tables that define these names live behind torch's import, so the names are written out.
 # A test compares them with the tables.
@@ -36,6 +39,29 @@ class Command(TyperCommand):
         except typer.BadParameter as error:
             error.message = _parse_error_message(error)
             raise
+
+
+class Group(TyperGroup):
+    """The commands together. What was typed is quoted in errors without acting on the terminal."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _printable_usage_errors():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _printable_usage_errors():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _printable_usage_errors() -> Iterator[None]:
+    """A name of a file may be taken for an option: `halfstep data check *`."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own errors, whichever click it brings
+            error.message = printable(error.message)  # type: ignore[attr-defined]
+        raise
 
 
 def _parse_error_message(error: typer.BadParameter) -> str:
@@ -87,15 +113,15 @@ def option_flag(parameter: str) -> str:
 NetOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(NETS)}; or module:function",
+        help=f"{', '.join(NETS)}; module:function, or file.py:function",
         autocompletion=complete_one(*NETS),
     ),
 ]
 DataOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(DATASETS)}, module:function, or a folder: train/ and test/ with one "
-        "folder of images per class, or MNIST's or CIFAR-10's own files",
+        help=f"{', '.join(DATASETS)}, module:function, file.py:function, or a folder: train/ and "
+        "test/ with one folder of images per class, or MNIST's or CIFAR-10's own files",
         autocompletion=complete_one(*DATASETS),
     ),
 ]
@@ -108,8 +134,8 @@ TestSamplesOption = Annotated[int | None, typer.Option(help="only so many test s
 BuildOption = Annotated[
     str | None,
     typer.Option(
-        help="package.module:function that returns (model, data), (model, data, valid) or a dict "
-        "for fit"
+        help="package.module:function or path/to/file.py:function that returns (model, data), "
+        "(model, data, valid) or a dict for fit"
     ),
 ]
 
@@ -174,6 +200,13 @@ RunNetOption = Annotated[
 ]
 RunPrecisionOption = Annotated[
     str | None, typer.Option("--precision", help="another precision than the run's")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="import, open and fetch what a run.json from elsewhere names (docs/security.md)",
+    ),
 ]
 RunDeviceOption = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:1")]
 

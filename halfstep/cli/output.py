@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from halfstep.utils.files import to_json
+from halfstep.utils.text import printable
 
 # Options that `command_line` may leave out and that are followed by a value of their own.
 OPTIONS_WITH_VALUE = ("--resume",)
@@ -17,8 +18,14 @@ BAR_WIDTH = 24  # characters of a full bar
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
+def echo(text: object = "", *, err: bool = False, nl: bool = True, file: Any = None) -> None:
+    """Prints a text in which nothing can act on the terminal. The only way that commands print."""
+    typer.echo(printable(text, lines=True), err=err, nl=nl, file=file)
+
+
 def align_columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Rows of cells as lines. The first `left` columns are aligned left, the others right."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -47,7 +54,7 @@ def format_scores(scores: Mapping[str, Any]) -> str:
             continue
         is_accuracy = name.removeprefix("valid_").startswith("acc")
         number = f"{100 * value:.2f} %" if is_accuracy else f"{value:.4f}"
-        texts.append(f"{name} {number}")
+        texts.append(f"{printable(name)} {number}")
     return "  ".join(texts)
 
 
@@ -80,4 +87,4 @@ def exit_code(stop: BaseException) -> int:
 
 def print_json(value: Any) -> None:
     """Prints strict JSON on standard output, with null for NaN and infinity."""
-    typer.echo(to_json(value))
+    echo(to_json(value).replace("\x7f", "\\u007f"))  # all others are escaped by JSON itself

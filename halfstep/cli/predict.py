@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +15,13 @@ from halfstep.cli.options import (
     RunDeviceOption,
     RunNetOption,
     RunPrecisionOption,
+    TrustOption,
 )
-from halfstep.cli.output import print_json
+from halfstep.cli.output import echo, print_json
 from halfstep.experiment import training_run
 from halfstep.utils.atomic_files import atomic_file
 from halfstep.utils.files import to_json, write_text
-from halfstep.utils.text import dtype_name, plural
+from halfstep.utils.text import dtype_name, plural, printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
@@ -46,6 +46,7 @@ def predict(
     build: BuildOption = None,
     device: RunDeviceOption = None,
     batch: Annotated[int, typer.Option(help="samples at a time")] = 256,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict with a run, a checkpoint or a file of weights.
@@ -70,7 +71,7 @@ def predict(
             f"--out: expected a name that ends in {', '.join(OUTPUT_SUFFIXES)}, got {out}"
         )
     options = {"net": net, "precision": precision, "device": device}
-    settings = settings_of_run("predict", run, build, options)
+    settings = settings_of_run("predict", run, build, options, trust=trust)
     built = training_run.build_run(settings)
     training_run.load_weights(built.model, run)
     inputs = read_inputs(source, built, settings)
@@ -83,11 +84,11 @@ def predict(
     rows = _prediction_rows(outputs, inputs.names, _class_names(built, settings))
     if out is not None:
         write_text(out, to_json(rows) + "\n" if suffix == ".json" else _to_csv(rows))
-        typer.echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
+        echo(f"written: {out}, {plural(len(rows), 'prediction')}", err=True)
     elif as_json:
         print_json(rows)
     else:
-        sys.stdout.write(_to_csv(rows))
+        echo(_to_csv(rows), nl=False)
 
 
 def _class_names(built: "RunParts", settings: training_run.TrainSettings) -> list[str]:
@@ -115,7 +116,7 @@ def _write_array(outputs: Any, path: Path) -> None:
         header = np.lib.format.header_data_from_array_1_0(array)
         np.lib.format.write_array_header_1_0(file, header)
         file.write(array.data)
-    typer.echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
+    echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
 
 
 def _prediction_rows(
@@ -142,8 +143,14 @@ def _prediction_rows(
 
 
 def _to_csv(rows: list[dict[str, Any]]) -> str:
+    """The table as CSV. Names are printable here; JSON has them as they are."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({column: _csv_cell(value) for column, value in row.items()})
     return text.getvalue()
+
+
+def _csv_cell(value: Any) -> Any:
+    return printable(value) if isinstance(value, str) else value

@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from halfstep.cli.output import echo
+from halfstep.utils.text import printable
+
 DEFAULT_FORMATS = ["html", "md"]
 
 
@@ -49,13 +52,13 @@ def report(
                 "--out -: expected one --format and no --open, as one stream holds one file. "
                 "Name a folder."
             )
-        typer.echo(render(read(folder), formats[0]), nl=False)
+        echo(render(read(folder), formats[0]), nl=False)
         return
 
     written = write(folder, out=out, formats=formats)
     for path in written:
-        typer.echo(str(path))
+        echo(printable(path))
     if show:
         page = next(path for path in written if path.suffix == ".html")
         if not webbrowser.open(page.resolve().as_uri()):
-            typer.echo(f"no browser could be started; open {page} yourself", err=True)
+            echo(f"no browser could be started; open {printable(page)} yourself", err=True)

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from halfstep.cli.options import BuildOption, JsonOption
-from halfstep.cli.output import align_columns, print_json
+from halfstep.cli.options import BuildOption, JsonOption, TrustOption
+from halfstep.cli.output import align_columns, echo, print_json
 from halfstep.experiment.builders import import_builder
-from halfstep.utils.text import dtype_name
+from halfstep.utils.text import dtype_name, list_some, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from halfstep.reproduce import Difference, Replayed
 
 DIFFERENCE_FIELDS = ("by", "step", "names", "equal_until", "note")
+MAX_NAMES_SHOWN = 8  # of what a replay does not give
 RECORD_FIELDS = ("loss", "lr", "scale", "skipped", "grad_norm")
 
 
@@ -63,7 +64,7 @@ def diff(
         print_json([_difference_as_dict(difference) for difference in differences])
     else:
         for difference in differences:
-            typer.echo(str(difference))
+            echo(printable(difference))
     runs_differ = any(difference.step is not None for difference in differences)
     raise typer.Exit(1 if runs_differ else 0)
 
@@ -79,6 +80,7 @@ def replay(
     save: Annotated[
         Path | None, typer.Option("--save", help="write all tensors to this safetensors file")
     ] = None,
+    trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run one step of a run again, bit for bit.
@@ -93,7 +95,7 @@ def replay(
     from halfstep.experiment.training_run import run_builder
     from halfstep.reproduce import replay as replay_step
 
-    result = replay_step(run_builder(run, build, "replay"), run, step)
+    result = replay_step(run_builder(run, build, "replay", trust=trust), run, step)
     record = result.row
     assert record is not None
     tensor_rows = _tensor_rows(result)
@@ -101,18 +103,26 @@ def replay(
         summary: dict[str, Any] = {"step": step, "from": result.origin}
         for name in RECORD_FIELDS:
             summary[name] = getattr(record, name)
+        summary["unreproduced"] = result.unreproduced
         summary["tensors"] = [row._asdict() for row in tensor_rows]
         print_json(summary)
     else:
-        typer.echo(f"step {step}, from {result.origin}")
-        typer.echo(
+        echo(f"step {step}, from {printable(result.origin)}")
+        echo(
             f"loss {record.loss!r}  lr {record.lr}  scale {record.scale:g}  "
             f"skipped {record.skipped}  norm {record.grad_norm!r}"
         )
         _print_tensors(tensor_rows, record.scale)
+        if result.unreproduced:
+            names = list_some(result.unreproduced, MAX_NAMES_SHOWN)
+            echo(
+                f"not the step that the run made: it has recorded other values of {names}. The "
+                "builder, the data, the versions or the device are others than in the run, or a "
+                "checkpoint was changed."
+            )
     if save is not None:
         _save_tensors(result, save)
-        typer.echo(f"written: {save}", err=as_json)
+        echo(f"written: {save}", err=as_json)
 
 
 def _tensor_rows(result: "Replayed") -> list[TensorRow]:
@@ -142,9 +152,9 @@ def _print_tensors(rows: list[TensorRow], loss_scale: float) -> None:
         nonfinite = "-" if row.nonfinite is None else str(row.nonfinite)
         cells.append((row.tensor, row.dtype, str(row.shape), absmax, nonfinite))
     for line in align_columns(cells, left=5):
-        typer.echo(line)
+        echo(line)
     if loss_scale != 1:
-        typer.echo(
+        echo(
             f"grad …: times the loss scale, {loss_scale:g}; divide by it for the gradient. "
             "norm is without it."
         )

@@ -31,16 +31,16 @@ from halfstep.cli.options import (
     TestSamplesOption,
     option_flag,
 )
-from halfstep.cli.output import command_line, exit_code, format_scores, print_json
+from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
 from halfstep.experiment import training_run
-from halfstep.experiment.training_run import (
+from halfstep.experiment.run_progress import (
     FinishedRun,
-    WeightRescue,
     finished_run,
+    record_weights,
     refuse_fewer_epochs,
-    silence_signal_message,
 )
-from halfstep.utils.text import plural
+from halfstep.experiment.training_run import WeightRescue, silence_signal_message
+from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
     from halfstep.engine import Callback, Run
@@ -95,6 +95,13 @@ def train(
             help="auto: go on from OUT's newest checkpoint, or begin; or a checkpoint's path"
         ),
     ] = None,
+    discard_later: Annotated[
+        bool,
+        typer.Option(
+            "--discard-later",
+            help="with --resume CHECKPOINT: throw away the later checkpoints of OUT",
+        ),
+    ] = False,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="throw away what OUT holds of a run")
     ] = False,
@@ -116,15 +123,21 @@ def train(
         if fresh:
             training_run.remove_run(out)
         _check_folder(out, settings, resume)
+        _check_going_back(out, resume, discard_later=discard_later)
         if resume not in (None, "auto"):
             refuse_fewer_epochs(Path(resume), settings.epochs)
 
         finished = finished_run(out, settings.epochs) if resume == "auto" else None
-        if finished is not None:
-            print(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
+        if finished is not None and finished.missing is not None:
+            echo(
+                f"note: {out}: {finished.missing}. Training is done, and what is missing is "
+                f"written again from {finished.checkpoint.name}",
+                err=True,
+            )
+        if finished is not None and finished.missing is None:
+            echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:
-            training_run.write_run_file(out, settings, command_line())
             summary = _fit(built, settings, out, resume, sink, plain=plain, log_file=log_file)
     if as_json:
         print_json(summary)
@@ -176,7 +189,7 @@ def _with_epochs(
 def _warn_useless_verify(built: "RunParts") -> None:
     graphs = built.model.captures
     if graphs.verify and graphs.device.type != "cuda":
-        typer.echo(
+        echo(
             f"note: verify={graphs.verify}: there is nothing to verify on {graphs.device.type}, "
             "where no step is replayed from a graph",
             err=True,
@@ -191,9 +204,7 @@ def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str |
     if resume == "auto":
         training_run.check_same_run(out, settings)
         if not checkpoints:
-            typer.echo(
-                f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True
-            )
+            echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
     elif resume is None and checkpoints:
         raise ValueError(
             f"out: {out} holds a run already, up to {checkpoints[-1].name}. Go on with "
@@ -205,6 +216,39 @@ def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str |
             f"{resume}. --resume auto goes on where OUT has a checkpoint and begins where it has "
             "none."
         )
+
+
+def _check_going_back(out: Path, resume: str | None, *, discard_later: bool) -> None:
+    """Refuses a checkpoint with later ones in OUT, unless the user says to throw them away."""
+    if resume in (None, "auto"):
+        if discard_later:
+            raise ValueError(
+                "--discard-later: expected it beside --resume and the path of a checkpoint in OUT, "
+                "whose later checkpoints it throws away"
+            )
+        return
+    later = _later_checkpoints(out, Path(resume))
+    if later and not discard_later:
+        raise ValueError(
+            f"--resume: {out} holds checkpoints of later steps than {resume}, up to "
+            f"{later[-1].name}. To go back to that one and throw {plural(len(later), 'later one')} "
+            "away, add --discard-later; to keep them, go on in another folder: --out. "
+            "--resume auto goes on from the newest."
+        )
+
+
+def _later_checkpoints(out: Path, resume: Path) -> list[Path]:
+    """The checkpoints in OUT of later steps than the one to go on from."""
+    from halfstep import checkpoint
+
+    path = checkpoint.choose(resume)
+    if path is None:
+        return []
+    loop = checkpoint.load(path, verify=False).tree
+    position = loop.get("loop", {}).get("global_step") if isinstance(loop, dict) else None
+    if not isinstance(position, int):
+        return []  # fit refuses it
+    return [path for path in checkpoint.listing(out) if checkpoint.step_of(path) > position]
 
 
 def _nothing_to_do_message(out: Path, epochs: int, finished: FinishedRun) -> str:
@@ -226,6 +270,7 @@ def _fit(
     log_file: TextIO,
 ) -> dict[str, Any]:
     """Trains, writes the log and the weights into the folder, and returns the summary."""
+    from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
     from halfstep.model.fit_arguments import check_callbacks
 
@@ -236,17 +281,34 @@ def _fit(
         arguments["sink"] = sink
 
     # The builder's callbacks come first. Its own Checkpoint in this folder replaces ours.
+    # At `begin`, all that can refuse the run has been asked; run.json is written after all of them.
+    def discard_later(run: "Run") -> None:
+        if run.resumed is not None and resume != "auto":
+            training_run.remove_later(out, run.position)
+
+    def write_run_file(run: "Run") -> None:
+        training_run.write_run_file(out, settings, command_line())
+
+    log = JSONLLog(out / training_run.LOG_FILE, overwrite=True)
+    if resume is not None and resume != "auto":
+        checkpoint_path = checkpoint.choose(resume)
+        if checkpoint_path is not None:
+            log.copy_from = checkpoint_path.parent / training_run.LOG_FILE
     rescue = WeightRescue()
     callbacks = check_callbacks(arguments.get("callbacks", ()))
     saves_here = any(isinstance(c, Checkpoint) and c.folder == out for c in callbacks)
     callbacks = [
         *callbacks,
-        JSONLLog(out / training_run.LOG_FILE, overwrite=True),
+        log,
         *_progress_callbacks(plain, log_file),
         _print_callback(on_begin=rescue.begin),
+        _print_callback(on_begin=discard_later),
     ]
     if not saves_here:
         callbacks.append(Checkpoint(out))
+    last = _print_callback(on_begin=write_run_file)
+    last.last = True
+    callbacks.append(last)
     arguments["callbacks"] = callbacks
 
     weights_path = out / training_run.WEIGHTS_FILE
@@ -254,15 +316,16 @@ def _fit(
         with silence_signal_message():
             run = built.model.fit(data=built.data, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
-        typer.echo(_stop_message(out), err=True)
+        echo(_stop_message(out), err=True)
         raise typer.Exit(exit_code(stop)) from None
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
         raise
     built.model.save(weights_path)
+    record_weights(out)
 
     files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
-    print(f"written: {out}/{files} and checkpoints", file=log_file)
+    echo(f"written: {printable(out)}/{files} and checkpoints", file=log_file)
     return {
         "out": str(out),
         "resumed": run.resumed,
@@ -296,20 +359,15 @@ def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
     def print_resumed(run: "Run") -> None:
         if run.resumed:
             epoch = min(run.epoch + run.epoch_over, run.epochs)
-            print(
+            echo(
                 f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                f"from {run.resumed}",
+                f"from {printable(run.resumed)}",
                 file=log_file,
-                flush=True,
             )
 
     def print_epoch(run: "Run") -> None:
         scores = format_scores(run.history[-1])
-        print(
-            f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s",
-            file=log_file,
-            flush=True,
-        )
+        echo(f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s", file=log_file)
 
     callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
     if sys.stderr.isatty() and not plain:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from halfstep.engine import Callback, Row, Run
+from halfstep.utils.saved_state import SavedValue
 
 MAX_POINTS = 500  # of a curve
 WARM_UP_STEPS = 10  # of a process, whose time does not count: first calls of kernels, captures
@@ -105,6 +106,19 @@ class RunCurves(Callback):
             "rates": list(self.steady_step_seconds),
             "spent": self._seconds_so_far,
         }
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        points = saved.field("step").tensor(torch.float64)
+        for name in self.curve:
+            saved.field(name).tensor(torch.float64, (points.numel(),))
+        for name in ("steps", "updates", "samples"):
+            saved.field(name).whole_number()
+        for step in saved.field("skipped").items():
+            step.whole_number()
+        for name in ("seconds", "rates"):
+            for item in saved.field(name).items():
+                item.number(finite=True)
+        saved.field("spent").number(finite=True)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.curve = {name: state[name].tolist() for name in self.curve}

@@ -8,7 +8,7 @@ from halfstep.compare.summary import shorten_error
 from halfstep.engine import Callback, Row, Run
 from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
-from halfstep.utils.text import plural
+from halfstep.utils.text import plural, printable
 
 BAR_WIDTH = 20  # characters
 
@@ -85,7 +85,7 @@ class LineProgress:
     def end(self) -> None: ...
 
     def _print(self, text: str) -> None:
-        print(text, file=self.file, flush=True)
+        print(printable(text, lines=True), file=self.file, flush=True)
 
 
 class BarProgress:
@@ -107,7 +107,9 @@ class BarProgress:
         self._total_steps = settings.epochs * batches.size
 
         console = Console(stderr=True, highlight=False)
-        console.print(describe_comparison(settings, data, runs_done), markup=False)
+        console.print(
+            printable(describe_comparison(settings, data, runs_done)), markup=False, emoji=False
+        )
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(BAR_WIDTH),
@@ -133,16 +135,18 @@ class BarProgress:
         self._bars.update(self._task, completed=run.position, status=status)
 
     def done(self, result: dict[str, Any]) -> None:
-        self._bars.update(self._task, completed=result["steps"], status=describe_result(result))
+        status = printable(describe_result(result))
+        self._bars.update(self._task, completed=result["steps"], status=status)
 
     def note(self, text: str) -> None:
         if text in self._notes:
             return
         self._notes.add(text)
+        text = printable(text, lines=True)
         if self._bars is None:
             print(f"note: {text}", file=sys.stderr)
         else:
-            self._bars.console.print(f"note: {text}", markup=False)
+            self._bars.console.print(f"note: {text}", markup=False, emoji=False)
 
     def end(self) -> None:
         if self._bars is not None:

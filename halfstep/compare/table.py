@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from halfstep.compare.summary import shorten_error
+from halfstep.utils.text import printable
 
 COLUMNS = (
     "precision",
@@ -72,16 +73,16 @@ def print_table(summary: Mapping[str, Any]) -> None:
             table.add_row(*styled)
         console.print(table)
     for line in [*list_errors(summary), recommendation_line(summary)]:
-        console.print(line, markup=False)
+        console.print(line, markup=False, emoji=False)
 
 
 def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """The cells of a row as text, in the order of COLUMNS; a dash where there is no number."""
+    """The printable cells of a row, in the order of COLUMNS; a dash where there is no number."""
     memory = "-"
     if row["peak_memory"] is not None:
         memory = f"{row['peak_memory'] / 2**20:,.0f} MiB"
     return (
-        row["precision"],
+        printable(row["precision"]),
         _format_number(row["ms_per_step"], ".2f"),
         _format_number(row["s_per_epoch"], ".2f"),
         _format_number(row["samples_per_s"], ",.0f"),
@@ -91,7 +92,7 @@ def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         _format_points(row["difference"], row["difference_interval"]),
         _format_number(row["skipped"], ".3g"),
         _format_number(row["final_scale"], "g"),
-        row["verdict"],
+        printable(row["verdict"]),
     )
 
 
@@ -100,20 +101,25 @@ def list_errors(summary: Mapping[str, Any]) -> list[str]:
     runs_of_error: dict[str, list[str]] = {}
     for run in summary["runs"]:
         if run["status"] == "failed":
-            name = f"{run['precision']} seed {run['seed']}"
+            name = printable(f"{run['precision']} seed {run['seed']}")
             runs_of_error.setdefault(run["error"], []).append(name)
     return [
-        f"{', '.join(runs)} failed: {error}\n"
+        f"{', '.join(runs)} failed: {_indent(error)}\n"
         for error, runs in runs_of_error.items()
         if shorten_error(error) != error
     ]
 
 
+def _indent(error: str) -> str:
+    """The error with its further lines indented: none of them can pass for a line of ours."""
+    return printable(error, lines=True).replace("\n", "\n  ")
+
+
 def recommendation_line(summary: Mapping[str, Any]) -> str:
     recommendation = summary["recommendation"]
-    reason = recommendation["reason"]
+    reason = printable(recommendation["reason"])
     if recommendation["precision"]:
-        sentence = f"Use {recommendation['precision']}: {reason}"
+        sentence = f"Use {printable(recommendation['precision'])}: {reason}"
     else:
         sentence = f"No advice: {reason}"
     return sentence if sentence.endswith((".", "…")) else f"{sentence}."

@@ -23,9 +23,6 @@ POWER = 0.80  # probability that the proposed number of seeds settles it
 
 NORMAL_QUANTILE = 1.959963984540054  # 97.5 % of a normal distribution lie below it
 
-# No event in N trials: with 97.5 % the rate is below 3.69 / N.
-RARE_EVENTS = -math.log(0.025)
-
 MAX_SEEDS = 200  # more are not proposed
 
 
@@ -50,23 +47,46 @@ class ImageNoise:
     """The part of the standard error in which seeds are wrong on different images. Its square
     falls as seeds are added; the rest of the squared error does not."""
 
-    def half_width(self) -> float:
-        """The half-width of the interval by the test images alone."""
-        return self._half_width_of(self.standard_error)
+    @property
+    def shared_error(self) -> float:
+        """The rest: the standard error of what all seeds do on the same images."""
+        return math.sqrt(max(0.0, self.standard_error**2 - self.seed_part**2))
 
-    def half_width_with_seeds(self, factor: float) -> float:
-        """The half-width to expect with `factor` times the seeds."""
-        return self._half_width_of(self.error_with_seeds(factor))
+    def half_width(self, mean: float) -> float:
+        """The half-width of the interval about `mean` by the test images alone.
 
-    def error_with_seeds(self, factor: float) -> float:
-        """The standard error to expect with `factor` times the seeds."""
-        reduction = self.seed_part**2 * (1 - 1 / factor)
-        return math.sqrt(max(0.0, self.standard_error**2 - reduction))
+        Tango's score interval for a difference of paired proportions, at its longer side. Where few
+        images differ, 1.96 standard errors claim too much: images that were not seen to differ
+        count too. In units of one image, with Q = Σ (mean difference of an image over the seeds)²
+        and M the images by which `mean` differs from 0, x solves x³ = z² (Q + z²) x + z⁴ M.
+        """
+        z = NORMAL_QUANTILE
+        points_per_image = 100 / self.count
+        q = (self.standard_error / points_per_image) ** 2
+        m = min(abs(mean) / points_per_image, q)  # the seeds may have changed the same images
+        p = z**2 * (q + z**2)
+        cosine = min(1.0, 1.5 * math.sqrt(3) * z * m / (q + z**2) ** 1.5)
+        return points_per_image * 2 * math.sqrt(p / 3) * math.cos(math.acos(cosine) / 3)
 
-    def _half_width_of(self, standard_error: float) -> float:
-        # With next to no disagreement the normal approximation claims too much: a rate of which
-        # nothing was seen may still be 3.69 / N.
-        return max(NORMAL_QUANTILE * standard_error, 100 * RARE_EVENTS / self.count)
+    def with_seeds(self, factor: float) -> "ImageNoise":
+        """What to expect with `factor` times the seeds."""
+        seed_part = self.seed_part / math.sqrt(factor)
+        return ImageNoise(self.count, math.hypot(self.shared_error, seed_part), seed_part)
+
+    def images_needed(self, target: float, mean: float, seed_half_width: float) -> float:
+        """How many images bring both half-widths of `judge` down to `target`.
+
+        `seed_half_width` is Student's over the seeds, below the target.
+        """
+        # The cubic of half_width in points, as a quadratic in 1 / images.
+        z = NORMAL_QUANTILE
+        a = z**4 * 100**2 * (target + abs(mean))
+        b = z**2 * self.standard_error**2 * self.count * target
+        by_score = (b + math.sqrt(b**2 + 4 * a * target**3)) / (2 * target**3)
+        if not self.shared_error:
+            return by_score
+        by_shared = self.count * (z * self.shared_error) ** 2 / (target**2 - seed_half_width**2)
+        return max(by_score, by_shared)
 
 
 def judge(
@@ -74,24 +94,22 @@ def judge(
 ) -> Verdict:
     """The verdict on differences from the reference, one per seed.
 
-    The interval is Student's over the seeds, and never narrower than the test images alone allow:
-    each of the two holds the true difference with 95 % under its own assumptions, so the wider one
-    does under either's.
+    Seeds and test images are both drawn, so the squared half-width is Student's over the seeds plus
+    that of what all seeds do on the same images. (What each seed does on images of its own is in
+    the spread of the seeds already.) It is never narrower than the test images alone allow.
     """
     seed_count = len(differences)
     mean = float(np.mean(differences))
-    image_half_width = images.half_width() if images else 0.0
-
     # One seed has no spread.
     if seed_count == 1:
         by_images = ""
         if images:
-            by_images = f" (± {image_half_width:.2f} by the test images alone)"
+            by_images = f" (± {images.half_width(mean):.2f} by the test images alone)"
         text = f"cannot tell from one seed: {mean:+.2f} points{by_images}; give 3 or more"
         return Verdict("unknown", text, mean)
 
     spread = float(np.std(differences, ddof=1))
-    half_width = max(student_half_width(spread, seed_count), image_half_width)
+    half_width = _half_width(mean, spread, seed_count, images)
 
     # The interval lies within ±margin.
     if abs(mean) + half_width <= margin:
@@ -104,8 +122,17 @@ def judge(
 
     # Neither. At the half-width `target`, one of the two would be reached.
     target = max(margin - abs(mean), abs(mean))
-    text = f"cannot tell: {_what_is_needed(seed_count, spread, target, images)}"
+    text = f"cannot tell: {_what_is_needed(seed_count, mean, spread, target, images)}"
     return Verdict("unknown", text, mean, half_width)
+
+
+def _half_width(mean: float, spread: float, seed_count: int, images: ImageNoise | None) -> float:
+    """The half-width of the interval about the mean of seeds with this standard deviation."""
+    by_seeds = student_half_width(spread, seed_count)
+    if images is None:
+        return by_seeds
+    by_both = math.hypot(by_seeds, NORMAL_QUANTILE * images.shared_error)
+    return max(by_both, images.half_width(mean))
 
 
 def measure_image_noise(reference: Sequence[Bits], other: Sequence[Bits]) -> ImageNoise:
@@ -114,20 +141,41 @@ def measure_image_noise(reference: Sequence[Bits], other: Sequence[Bits]) -> Ima
     The standard error is taken over the per-image means of all seeds, so it also holds where every
     seed is wrong on the same images.
     """
-    changes = np.stack([b.astype(np.float64) - a for a, b in zip(reference, other, strict=True)])
+    changes = np.stack([b.astype(np.int64) - a for a, b in zip(reference, other, strict=True)])
     seed_count, image_count = changes.shape
-    standard_error = 100 * float(np.std(changes.mean(axis=0))) / math.sqrt(image_count)
+    image_sums = changes.sum(axis=0)
+    return noise_of_counts(
+        image_count,
+        seed_count,
+        total=int(image_sums.sum()),
+        squared_image_sums=int((image_sums**2).sum()),
+        changed=int((changes != 0).sum()),
+    )
+
+
+def noise_of_counts(
+    image_count: int, seed_count: int, *, total: int, squared_image_sums: int, changed: int
+) -> ImageNoise:
+    """The noise of the test images, from sums of changes: 1 is an image that is right only now.
+
+    `total` is Σ change over images and seeds, `squared_image_sums` Σ over images (Σ over seeds
+    change)², and `changed` the number of changes.
+    """
+    mean = total / image_count
+    variance = max(0.0, squared_image_sums / image_count - mean**2) / seed_count**2
+    standard_error = 100 * math.sqrt(variance / image_count)
 
     # The variance of one image over the seeds.
     seed_variance = 0.0
     if seed_count > 1:
-        seed_variance = float(np.mean(np.var(changes, axis=0, ddof=1)))
+        squares = changed - squared_image_sums / seed_count
+        seed_variance = squares / (seed_count - 1) / image_count
     seed_part = 100 * math.sqrt(seed_variance / seed_count / image_count)
     return ImageNoise(image_count, standard_error, min(standard_error, seed_part))
 
 
 def _what_is_needed(
-    seed_count: int, spread: float, target: float, images: ImageNoise | None
+    seed_count: int, mean: float, spread: float, target: float, images: ImageNoise | None
 ) -> str:
     """What would settle it: more seeds; more images, where no number of seeds would do; or both."""
     seeds: int | None = seed_count
@@ -140,14 +188,20 @@ def _what_is_needed(
 
     # Seeds alone, where they reduce the noise of the images enough.
     for more_seeds in range(max(seeds, seed_count + 1), MAX_SEEDS + 1):
-        if images.half_width_with_seeds(more_seeds / seed_count) <= target:
+        expected = images.with_seeds(more_seeds / seed_count)
+        if _half_width(mean, spread, more_seeds, expected) <= target:
             return f"more seeds needed, about {more_seeds}"
 
-    # More images: 3.69 / N falls with N, a standard error with its root.
-    error = images.error_with_seeds(seeds / seed_count)
-    by_rare_events = 100 * RARE_EVENTS / target
-    by_error = images.count * (NORMAL_QUANTILE * error / target) ** 2
-    images_needed = f"{math.ceil(max(by_rare_events, by_error) / 100) * 100:,}"
+    # More images. Where the two parts together are too wide, seeds and images share the rest.
+    by_seeds = student_half_width(spread, seeds)
+    if math.hypot(by_seeds, NORMAL_QUANTILE * images.shared_error) > target:
+        seed_target = max(target / math.sqrt(2), student_half_width(spread, MAX_SEEDS))
+        if by_seeds > seed_target:
+            seeds = seeds_needed(spread, seed_target) or MAX_SEEDS
+        by_seeds = min(by_seeds, seed_target)
+    expected = images.with_seeds(seeds / seed_count)
+    image_count = expected.images_needed(target, mean, by_seeds)
+    images_needed = f"{math.ceil(image_count / 100) * 100:,}"
     if seeds == seed_count:
         return f"{images.count:,} test images are too few, about {images_needed} needed"
     return (

@@ -8,16 +8,21 @@ own in torch's `post_grad_custom_pre_pass` or `joint_custom_post_pass` takes the
 from typing import Any
 
 
-def compile_graph(graph: Any, inputs: Any, *, low: bool, chip: str | None) -> Any:
+def compile_graph(
+    graph: Any, inputs: Any, *, low: bool, chip: str | None, own_random_numbers: bool = True
+) -> Any:
     """Compiles a graph's forward and backward pass, both at once: they fail here or not at all.
 
     `low`: the program computes in a 16-bit dtype. `chip`: the type of device ("cuda") whose graphs
-    our passes rewrite; None rewrites nothing.
+    our passes rewrite; None rewrites nothing. `own_random_numbers=False`: it draws those that the
+    uncompiled operations draw, by calls of torch's kernels.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
     patches: dict[str, Any] = {}
+    if not own_random_numbers:
+        patches["fallback_random"] = True
     # Fused 16-bit operations round where single ones do: whether a value overflows must not depend
     # on what was fused.
     if low:

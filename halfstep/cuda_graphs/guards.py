@@ -6,7 +6,7 @@ and how to switch them off.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -23,9 +23,6 @@ _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_back
 # The object's id and the address of its memory. Both: a tensor that is freed may leave either of
 # them to the next one.
 TensorIdentity: TypeAlias = tuple[int, int]
-
-# What holds a value (a dict or a list), its name or index there, and the value.
-Attribute: TypeAlias = tuple[Any, Any, Any]
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
@@ -71,6 +68,12 @@ def module_guards(*roots: Any) -> Iterator[Any]:
                         if t is not None
                     ]
                 )
+
+
+def hook_dictionaries(net: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries that hold the hooks of a network's modules, and those of all modules."""
+    of_modules = [getattr(module, name) for module in net.modules() for name in _HOOK_DICTS]
+    return [*of_modules, *(getattr(torch.nn.modules.module, f"_global{n}") for n in _HOOK_DICTS)]
 
 
 def optimizer_guards(optimizer: Optimizer) -> Iterator[Any]:
@@ -123,37 +126,6 @@ class ContainerTensors:
         now = _container_tensors(self._roots)
         remembered = self._identities_at_capture.items()
         return any(now.get(key) != identity for key, identity in remembered)
-
-
-def module_attributes(*roots: Any) -> list[Attribute]:
-    """Each tensor and plain value of the modules, also in lists and dicts, with its owner and name.
-
-    A capture runs forward without computing anything. If it fails, `restore_attributes` takes back
-    what forward has stored in its modules.
-    """
-    attributes = [
-        (owner, name, value)
-        for module in _modules(roots)
-        for owner in (module._parameters, module._buffers, vars(module))
-        for name, value in owner.items()
-    ]
-    entries = [
-        (container, key, entry)
-        for _, _, container in attributes
-        for key, entry in _container_entries(container)
-    ]
-    return [
-        (owner, name, value)
-        for owner, name, value in (*attributes, *entries)
-        if isinstance(value, Tensor) or _is_plain(value)
-    ]
-
-
-def restore_attributes(attributes: list[Attribute]) -> None:
-    """Puts values of `module_attributes` back where they were."""
-    for owner, name, value in attributes:
-        with suppress(IndexError):  # a list that is shorter now
-            owner[name] = value
 
 
 def _modules(roots: Iterable[Any]) -> list[nn.Module]:

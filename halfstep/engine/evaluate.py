@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -11,12 +12,17 @@ from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.feed import Args, Feed
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
-from halfstep.step.eval_step import EvalRecord, eval_mode
+from halfstep.step.eval_step import AMBIGUOUS_TARGET, EvalRecord, eval_mode
 from halfstep.step.objective import batch_size
 
 Labels = Callable[[Any], Any]
 
-LABEL_NAMES = ("labels", "label", "target", "y")  # where a dict keeps its labels, the first wins
+LABEL_NAMES = ("labels", "label", "target", "y")  # where a dict keeps its labels
+
+EMPTY_DATA_ADVICE = (
+    "is the data empty, has it fewer samples than one batch with drop_remainder, or can it not be "
+    "gone through again?"
+)
 
 
 def _never() -> bool:
@@ -27,18 +33,19 @@ def evaluate(
     step: Callable[..., Any],
     feed: Feed,
     metrics: Metrics,
-    labels: Labels,
+    labels: Labels | None,
     stop: Callable[[], bool] = _never,
     *,
     net: nn.Module | None = None,
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """Mean loss and metrics over one whole pass; None when `stop` cut it short.
 
     With `net`, `step` is a function of the user's. It is called with that network in eval mode and
-    without gradients.
+    without gradients. `labels` finds the labels in a batch; None: see `metric_arguments`.
     """
     eval_step = step if net is None else _in_eval_mode(step, net)
     mean_loss: Loss | None = None
+    batch_count = 0
     metrics.reset()
     feed.go_to_pass(0)  # the same samples, in the same order, at every evaluation
     for batch_number, args in enumerate(feed.start(), 1):
@@ -56,24 +63,71 @@ def evaluate(
         if mean_loss is None:
             mean_loss = Loss().to(device)
         mean_loss.update(record.loss, record.count)
+        batch_count = batch_number
         if len(metrics):
             metrics.to(device)
-            batch_labels = labels(args[0] if len(args) == 1 else args)
-            if isinstance(batch_labels, Tensor):
-                batch_labels = batch_labels.to(device)
-            outputs = logits_of(record.outputs)
+            outputs, batch_labels = metric_arguments(record, args, labels, metrics)
             metrics.update(outputs, batch_labels, loss=record.loss, count=record.count)
-    return final_scores(mean_loss, metrics)
+    return final_scores(mean_loss, metrics, batch_count)
 
 
-def final_scores(mean_loss: Loss | None, metrics: Metrics) -> dict[str, float]:
-    """The loss and every metric, as numbers."""
-    loss = mean_loss.compute() if mean_loss else torch.tensor(torch.nan)
-    scores = {"loss": loss, **metrics.compute()}
-    for name, value in scores.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            scores[name] = value.item()
-    return scores
+def metric_arguments(
+    record: EvalRecord, args: Args, labels: Labels | None, metrics: Metrics
+) -> tuple[Any, Any]:
+    """The outputs and the labels of a batch, for its metrics; None where no metric reads them.
+
+    Without `labels`, the labels are what the loss got as its target; where the loss is computed
+    elsewhere, they are where labels usually are in a batch.
+    """
+    names = metrics.names_that_read_outputs
+    if not names:
+        return None, None
+    if record.outputs is None:
+        raise ValueError(
+            f"metrics: {', '.join(map(repr, names))}: expected outputs of the network to compute "
+            "from, and only the loss was returned. Let forward= (or the network, or eval_step=) "
+            "return (loss, outputs), {'loss': loss, 'logits': outputs} or an object with .loss "
+            "and .logits; or leave out metrics="
+        )
+    if labels is not None:
+        batch_labels = labels(args[0] if len(args) == 1 else args)
+    elif record.target is AMBIGUOUS_TARGET:
+        raise ValueError(
+            "metrics: the loss has more than two arguments, and none is called target, label or y, "
+            "so that nothing says what the labels are. Say it: Model(labels=lambda batch: batch[1])"
+        )
+    elif record.target is not None:
+        batch_labels = record.target
+    else:
+        batch_labels = find_labels(args[0] if len(args) == 1 else args)
+    if isinstance(batch_labels, Tensor):
+        batch_labels = batch_labels.to(record.loss.device)
+    return logits_of(record.outputs), batch_labels
+
+
+def final_scores(mean_loss: Loss | None, metrics: Metrics, batch_count: int) -> dict[str, Any]:
+    """The loss and every metric: a number each, tensors of several numbers as copies on the host.
+
+    A ValueError where nothing was evaluated: a mean over nothing would be NaN.
+    """
+    if mean_loss is None or batch_count == 0:
+        raise ValueError(f"evaluation: expected at least one batch, got none; {EMPTY_DATA_ADVICE}")
+    if not mean_loss.count.item():
+        raise ValueError(
+            "evaluation: expected at least one term of the loss, got none in all batches "
+            f"({batch_count}): they have no samples, or only labels that are ignored"
+        )
+    scores: dict[str, Any] = {"loss": mean_loss.compute(), **metrics.compute()}
+    return {name: tree_map(_as_plain_value, value) for name, value in scores.items()}
+
+
+def _as_plain_value(value: Any) -> Any:
+    """One number as Python's; a tensor of several as a copy: a metric may go on in its memory."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.detach().to("cpu", copy=True)
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
 
 
 def _in_eval_mode(step: Callable[..., Any], net: nn.Module) -> Callable[..., Any]:
@@ -106,9 +160,14 @@ def to_eval_record(result: Any, args: Args) -> EvalRecord:
 def find_labels(batch: Any) -> Any:
     """Where labels usually are: the last of a tuple, or under one of the usual names."""
     if isinstance(batch, dict):
-        for name in LABEL_NAMES:
-            if name in batch:
-                return batch[name]
+        names = [name for name in LABEL_NAMES if name in batch]
+        if len(names) == 1:
+            return batch[names[0]]
+        if names:
+            raise ValueError(
+                f"metrics: the labels may be any of {', '.join(map(repr, names))}. "
+                f"Say which: Model(labels=lambda batch: batch[{names[0]!r}])"
+            )
         raise ValueError(
             f"metrics: no labels among {sorted(batch)}. "
             "Say where they are: Model(labels=lambda batch: …)"
@@ -126,9 +185,12 @@ def to_host(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def without_target(args: Args, *, targets: bool) -> Args:
-    """A batch without its target: the last of several, or the labels of a dict."""
-    if len(args) == 1 and isinstance(args[0], dict):
+def without_target(args: Args, *, targets: bool | None) -> Args:
+    """A batch without its target: the last of several, or the labels of a dict.
+
+    `targets` says whether there are any; None: only a dict may have labels.
+    """
+    if len(args) == 1 and isinstance(args[0], dict) and targets is not False:
         inputs = {name: value for name, value in args[0].items() if name not in LABEL_NAMES}
         return (inputs,)
     return args[:-1] if targets and len(args) > 1 else args

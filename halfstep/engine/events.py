@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from halfstep.engine.run import Row, Run
+from halfstep.utils.saved_state import SavedValue, same_kind
 
 EVENTS = ("begin", "epoch_begin", "step", "visit", "epoch_end", "end")
 
@@ -42,6 +43,17 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """What it must remember over a resume."""
         return {}
+
+    def check_state(self, run: Run, saved: SavedValue) -> None:
+        """ValueError for a saved state that `load_state_dict` cannot take. Changes nothing.
+
+        Asked of every callback before any part of a checkpoint is loaded. Override it to check more
+        than that values are of the kind that `state_dict` returns now.
+        """
+        if type(self).load_state_dict is not Callback.load_state_dict:
+            same_kind(saved, self.state_dict())
+        elif saved.entries():
+            saved.refuse("no saved state")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:

@@ -3,7 +3,8 @@
 The position of a feed is that of the steps done, not of the batches fetched.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
+from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
+from halfstep.data.pipeline.position import load_position
+from halfstep.errors import Notice
+from halfstep.utils import rng
+from halfstep.utils.saved_state import SavedValue
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
 
@@ -86,8 +92,39 @@ class Feed:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as the data saves it."""
-        saved = self._pass_start if isinstance(self.data, Dataset) else self.data.state_dict()
+        if isinstance(self.data, Dataset):
+            saved = self._pass_start
+        else:
+            saved = self.data.state_dict(self.step)
         return {**saved, "epoch": self.pass_number, "step": self.step}
+
+    def check_state(self, saved: SavedValue) -> None:
+        """ValueError for a position that `load_state_dict` cannot take. Changes nothing."""
+        if isinstance(self.data, Dataset):
+            for name in ("epoch", "step", "shards", "start", "start_epoch"):
+                saved.field(name).whole_number(minimum=1 if name == "shards" else 0)
+            saved.field("pipeline").texts()
+            try:
+                load_position(self.data.plan, saved.value)
+            except ValueError as error:
+                raise ValueError(f"{saved.where}: {error}") from error
+            return
+        _check_loader_state(self.data, saved)
+
+    def undo_function(self) -> Callable[[], None]:
+        """A function that takes back what `load_state_dict` does to the data of the user."""
+        if isinstance(self.data, Dataset):  # a copy of the user's
+            return lambda: None
+        loader = self.data
+        attributes = dict(vars(loader))
+        generators = loader.save_generators()
+
+        def undo() -> None:
+            vars(loader).clear()
+            vars(loader).update(attributes)
+            loader.load_generators(generators)
+
+        return undo
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues at a saved position."""
@@ -97,11 +134,75 @@ class Feed:
         self.pass_number = self._pass_start["epoch"]
         self.step = self._pass_start["step"]
 
+    def save_generators(self) -> dict[str, Any]:
+        """The states of random generators that the data keeps and its position does not decide."""
+        return self.data.save_generators() if isinstance(self.data, Loader) else {}
+
+    def load_generators(self, states: dict[str, Any]) -> None:
+        """Sets what `save_generators` returned."""
+        if isinstance(self.data, Loader):
+            self.data.load_generators(states)
+
+    def check_generators(self, saved: SavedValue) -> None:
+        """ValueError for states that `load_generators` cannot set. Changes nothing."""
+        saved.entries()
+        if isinstance(self.data, Loader):
+            _check_generators(self.data, saved)
+
+    def announce_resume_limits(self, argument: str) -> None:
+        """Warns of what a run that is stopped and resumed cannot repeat with this data.
+
+        `argument` is the data's name in `fit`.
+        """
+        for limit in self.data.resume_limits():
+            warnings.warn(f"fit: {argument}: {limit}", Notice, stacklevel=5)
+
     def describe(self) -> list[str]:
         """What it is, in lines that can be compared with those of a saved run."""
         if isinstance(self.data, Dataset):
             return list(self.data.plan.describe())
         return [f"{type(self.data.batches).__name__} of {self.size} batches"]
+
+
+def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
+    """Refuses what Loader.load_state_dict, or the first batch after it, would stumble over."""
+    saved.field("version").whole_number()
+    step = saved.field("step").whole_number()
+    saved.field("epoch").whole_number()
+    saved.field("began_epoch").whole_number()
+    if loader.size is not None and step > loader.size:
+        saved.field("step").refuse(f"a whole number, 0 to {loader.size}")
+    own = saved.field("own")
+    if own.value is not None and not hasattr(loader.batches, "load_state_dict"):
+        own.refuse(f"None, as {type(loader.batches).__name__} has no load_state_dict")
+
+    for name in ("began", "now"):
+        states = saved.field(name)
+        entries = states.entries()
+        if entries:
+            rng.check_host_states(states)
+        if WORKERS in entries:
+            entries[WORKERS].whole_number()
+        for flag in (WORKERS_RUNNING, DRAWS_LATER):
+            if flag in entries:
+                entries[flag].flag()
+        _check_generators(loader, states)
+    generators = saved.optional_field("generators")
+    if generators is not None:
+        _check_generators(loader, generators)
+
+
+def _check_generators(loader: Loader, saved: SavedValue) -> None:
+    """Refuses states that the loader's generators do not take, by setting them for a moment."""
+    states = saved.entries()
+    before = loader.save_generators()
+    for name in before.keys() & states.keys():
+        try:
+            loader.load_generators({name: states[name].value})
+        except Exception:
+            states[name].refuse("the state of a random generator")
+        finally:
+            loader.load_generators(before)
 
 
 def as_batches(data: Any) -> Dataset | Loader:

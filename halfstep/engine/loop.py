@@ -17,10 +17,12 @@ from halfstep.engine.feed import Args, Feed
 from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
 from halfstep.engine.streaks import StreakWatch
+from halfstep.errors import NonFiniteError
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
 from halfstep.utils import rng
+from halfstep.utils.saved_state import SavedValue
 
 # How often the host looks in when nobody says: signals are heard, progress bars move.
 VISIT_EVERY_S = 0.25
@@ -84,6 +86,7 @@ class Loop:
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
+        self.on_begun: Callable[[], object] = lambda: None
 
         # Of the visit under way.
         self._batches: Iterator[Args] | None = None
@@ -100,6 +103,8 @@ class Loop:
         with self.signals:
             try:
                 self.events.call_until_error("begin")
+                run.has_begun = True
+                self.on_begun()
                 if self.pending:
                     self._evaluate_and_visit()
                 while not run.stopped and not self._is_finished():
@@ -113,6 +118,7 @@ class Loop:
                                 self._records.append(self.step(*args))
                             except Exception as error:
                                 self._explain(error, run.position + 1, args)
+                                self._take_over_step(error, args)
                                 raise
                     self._deliver_rows()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
@@ -221,8 +227,17 @@ class Loop:
             run.stop(self.signals.caught.name)
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
-            raise_device_errors(self.step)
+            raise_device_errors(self.step, rows)
         self.streaks.warn()
+
+    def _take_over_step(self, error: Exception, args: Args) -> None:
+        """After an error that a step raised at its end: the step counts, and has a row."""
+        if isinstance(error, NonFiniteError) and error.record is not None:
+            self._records.append(error.record)
+            self.feed.advance(1)
+            self._add_position(batch_size(args))
+            if self.feed.step == self.feed.size:
+                self._end_pass()
 
     def _advance_run(self, rows: list[Row]) -> Iterator[Row]:
         """Moves the run from row to row while they are handed out."""
@@ -252,14 +267,21 @@ class Loop:
         self.flushing = True
         if self.captured_runner is not None:
             self.captured_runner.flush()
-            tail = None
         else:
-            tail = self.step.flush()
+            self._flush_step()
         self.flushing = False
 
-        # The update of the tail belongs to the last step, which keeps its own loss.
-        if self._records and isinstance(tail, Record):
-            self._records[-1] = tail._replace(loss=self._records[-1].loss)
+    def _flush_step(self) -> None:
+        """The update of the tail belongs to the last step, which keeps its own loss."""
+        tail = None
+        try:
+            tail = self.step.flush()
+        except NonFiniteError as error:
+            tail = error.record
+            raise
+        finally:
+            if self._records and isinstance(tail, Record):
+                self._records[-1] = tail._replace(loss=self._records[-1].loss)
 
     def _steps_until_visit(self) -> int:
         """Steps until the host must look in."""
@@ -350,6 +372,25 @@ class Loop:
             "losses": list(self._losses),
             "history": [dict(entry) for entry in run.history],
         }
+
+    def check_state(self, saved: SavedValue) -> None:
+        """ValueError for a state that `load_state_dict` cannot take. Changes nothing."""
+        position = saved.field("global_step").whole_number()
+        # Each epoch has a step or more.
+        saved.field("epoch").whole_number(minimum=1, maximum=position + 1)
+        saved.field("step").whole_number(maximum=position)
+        saved.field("epochs").whole_number(minimum=1)
+        saved.field("pending").flag()
+        saved.field("epoch_over").flag()
+        loss_sum, samples = saved.field("losses").items(2)
+        loss_sum.number()
+        samples.number(minimum=0)
+        for entry in saved.field("history").items():
+            for name, value in entry.entries().items():
+                if not isinstance(name, str):
+                    entry.refuse("names of scores")
+                if name in ("epoch", "step"):
+                    value.whole_number()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where a saved loop stood."""

@@ -48,6 +48,8 @@ class Run:
     """
     epoch_over: bool = False
     """At a visit: this one ends the epoch."""
+    has_begun: bool = False
+    """Whether the `begin` of every callback is over: nothing refuses the run any more."""
     stopped: str | None = None
     error: BaseException | None = None
     resume: str | None = None

@@ -20,6 +20,7 @@ from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
 from halfstep.metrics import Accuracy
 from halfstep.model import Model
+from halfstep.nets import registry
 
 # Names as in settings.OPTIMIZERS.
 OPTIMIZER_CLASSES: dict[str, Any] = {
@@ -42,8 +43,17 @@ def seed_everything(seed: int) -> None:
 def build_network(settings: Settings, data: TrainTestData, seed: int) -> nn.Module:
     """A new network. Its weights are drawn on the host: equal on every device for a seed."""
     seed_everything(seed)
-    net = nets.load(settings.net, **_network_options(settings.net, data))
+    net = load_network(settings.net, data)
     return net.to(settings.torch_device)
+
+
+def load_network(name: str, data: TrainTestData | None = None) -> nn.Module:
+    """A new network by name or by a function of the user's; without data, of its usual size."""
+    builder = _find_builder(name)
+    options = {} if data is None or builder is None else _network_options(builder, data)
+    if builder is not None and ":" in name:
+        return registry.build(name, builder, options)
+    return nets.load(name, **options)
 
 
 def build_optimizer(settings: Settings, params: Iterable[Tensor]) -> Optimizer:
@@ -136,7 +146,7 @@ def warn_about_large_batch(settings: Settings, data: TrainTestData) -> None:
         warnings.warn(message, Notice, stacklevel=2)
 
 
-def _network_options(name: str, data: TrainTestData) -> dict[str, Any]:
+def _network_options(builder: Any, data: TrainTestData) -> dict[str, Any]:
     """inputs, channels, classes, outputs: those that the network's builder names as parameters.
 
     What the data does not know is left to the builder's default.
@@ -148,7 +158,10 @@ def _network_options(name: str, data: TrainTestData) -> dict[str, Any]:
         "outputs": data.classes,
         "channels": channels,
     }
-    parameters = _builder_parameters(name)
+    try:
+        parameters = set(inspect.signature(builder).parameters)
+    except ValueError:  # some classes written in C have no signature
+        return {}
     return {
         option: value
         for option, value in known.items()
@@ -156,17 +169,10 @@ def _network_options(name: str, data: TrainTestData) -> dict[str, Any]:
     }
 
 
-def _builder_parameters(name: str) -> set[str]:
-    """Parameter names of a network's builder; none where they cannot be known."""
+def _find_builder(name: str) -> Any:
+    """The function that makes a network; None where it cannot be known."""
     if ":" in name:
-        builder: Any = import_function(name, "net")
-    elif name in nets.names():
-        builder = getattr(nets, name, None)
-    else:
-        builder = None
-    if builder is None:
-        return set()
-    try:
-        return set(inspect.signature(builder).parameters)
-    except ValueError:  # some classes written in C have no signature
-        return set()
+        return import_function(name, "net")
+    if name in nets.names():
+        return getattr(nets, name, None)
+    return None

@@ -1,17 +1,24 @@
-"""Functions of the user's, named "package.module:function": imported, called, their result checked.
+"""Functions that the user names: imported, called, their result checked.
+
+The name is "package.module:function" or "path/to/file.py:function".
 
 torch is imported inside functions only: the command line imports this module for its help.
 """
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from halfstep.errors import closest_name
+from halfstep.utils.user_modules import (
+    import_user_file,
+    import_user_module,
+    is_file_spec,
+    shadowed_sibling,
+)
 
 if TYPE_CHECKING:
     from halfstep.engine import Callback
@@ -38,22 +45,34 @@ class RunParts:
 
 
 def import_function(spec: str, what: str = "build") -> Builder:
-    """The function that "package.module:function" names, importable from the current folder.
+    """The function that "package.module:function" or "path/to/file.py:function" names.
 
-    `what` is the setting that error messages name.
+    A module is looked for in the current folder and among the installed ones, where only that one
+    name is taken from the current folder. `what` is the setting that error messages name.
     """
-    module_name, _, function_name = spec.partition(":")
+    module_name, _, function_name = spec.rpartition(":")
     if not module_name or not function_name:
-        raise ValueError(f"{what}: expected package.module:function, got {spec!r}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        close_name = closest_name(function_name, _callable_names(module_name))
-        hint = f". Did you mean {module_name}:{close_name}?" if close_name else ""
         raise ValueError(
-            f"{what}: {spec!r} cannot be imported from {os.getcwd()}: {error}{hint}"
+            f"{what}: expected package.module:function or path/to/file.py:function, got {spec!r}"
+        )
+    folder = Path.cwd()
+    module: ModuleType | None = None
+    try:
+        if is_file_spec(module_name):
+            folder = Path(module_name).expanduser().resolve().parent
+            module = import_user_file(Path(module_name))
+        else:
+            module = import_user_module(module_name, folder)
+        function: Any = getattr(module, function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        close_name = None
+        if module is not None:
+            close_name = closest_name(function_name, _callable_names(module))
+        hint = f". Did you mean {module_name}:{close_name}?" if close_name else ""
+        if isinstance(error, ImportError) and not hint:
+            hint = shadowed_sibling(error, folder) and f".{shadowed_sibling(error, folder)}"
+        raise ValueError(
+            f"{what}: {spec!r} cannot be imported from {folder}: {error}{hint}"
         ) from error
     if not callable(function):
         raise TypeError(
@@ -63,13 +82,10 @@ def import_function(spec: str, what: str = "build") -> Builder:
     return builder
 
 
-def _callable_names(module_name: str) -> list[str]:
-    """Public functions and classes of a module; none if it could not be imported."""
-    if module_name not in sys.modules:
-        return []
-    attributes = vars(sys.modules[module_name])
+def _callable_names(module: ModuleType) -> list[str]:
+    """Public functions and classes of a module."""
     return [
-        name for name, value in attributes.items() if callable(value) and not name.startswith("_")
+        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from halfstep.checkpoint import lock
 from halfstep.utils.files import read_json
+from halfstep.utils.text import printable
 
 SUMMARY_FILE = "compare.json"
 RUNS_FOLDER = "runs"
@@ -63,7 +64,7 @@ def check_same_comparison(
             path.name for path in out.iterdir() if path.name not in (LOCK_FILE, RUNS_FOLDER)
         )
         if others:
-            names = ", ".join(others[:MAX_NAMES_SHOWN])
+            names = ", ".join(map(printable, others[:MAX_NAMES_SHOWN]))
             raise ValueError(
                 f"out: {out} holds other things ({names}). Name a folder of its own: --out"
             )

@@ -8,16 +8,23 @@ torch is imported inside functions only: the command line imports this module fo
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep.experiment.builders import RunParts, call_builder, import_builder
+from halfstep.experiment.run_seal import (
+    is_sealed,
+    make_seal,
+    reasons_to_distrust,
+    untrusted_error,
+)
 from halfstep.utils.files import read_json, write_json
 
 if TYPE_CHECKING:
     from halfstep.experiment.settings import Settings
+    from halfstep.utils.saved_state import SavedValue
 
 # Files in the folder of a run.
 RUN_FILE = "run.json"
@@ -97,14 +104,14 @@ def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> Ru
     return RunParts(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
 
 
-def run_builder(run: Path, build: str | None, what: str) -> Callable[[], Any]:
+def run_builder(run: Path, build: str | None, what: str, *, trust: bool) -> Callable[[], Any]:
     """A function that builds a run again: by the builder `build`, else by its run.json.
 
-    `what` is the command that an error message names.
+    `what` is the command that an error message names. `trust`: see read_own_run_file.
     """
     if build:
         return import_builder(build)
-    train_settings = read_run_file(run)
+    train_settings = read_own_run_file(run, trust=trust, command=what)
     if train_settings is None:
         raise ValueError(f"{what}: say how the run was built: --build package.module:function")
 
@@ -144,31 +151,69 @@ def write_run_file(folder: Path, train_settings: TrainSettings, command: str) ->
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment(resolve_device(train_settings.device)),
         "asked": asdict(train_settings),
+        "seal": make_seal(asdict(train_settings)),
     }
     write_json(folder / RUN_FILE, content)
 
 
 def read_run_file(run: Path) -> TrainSettings | None:
-    """The settings of a run, by its folder, a checkpoint in it or its weights.
+    """The settings of a run, by its folder, a checkpoint in it or its weights: to be shown.
 
     None for a run that `halfstep train` did not write.
     """
-    if (run / RUN_FILE).is_file():
-        path = run / RUN_FILE
-    elif (run.parent / RUN_FILE).is_file():
-        path = run.parent / RUN_FILE
-    else:
-        return None
+    path = _run_file(run)
+    return None if path is None else TrainSettings(**_read_run_content(path)["asked"])
 
+
+def read_own_run_file(
+    run: Path, *, trust: bool, command: str, replaced: Collection[str] = ()
+) -> TrainSettings | None:
+    """The same, to build the run by: what the settings name is imported, opened or fetched.
+
+    Refused where they are not known to be this user's, unless the user says to `trust` them.
+    `replaced`: the settings that the command line replaces.
+    """
+    path = _run_file(run)
+    if path is None:
+        return None
+    content = _read_run_content(path)
+    settings = TrainSettings(**content["asked"])
+    reasons = reasons_to_distrust(asdict(settings), replaced)
+    if reasons and not trust and not is_sealed(content["asked"], content.get("seal")):
+        raise untrusted_error(command, path, reasons)
+    return settings
+
+
+def _run_file(run: Path) -> Path | None:
+    for folder in (run, run.parent):
+        if (folder / RUN_FILE).is_file():
+            return folder / RUN_FILE
+    return None
+
+
+def _read_run_content(path: Path) -> dict[str, Any]:
+    """The content of a run.json whose settings, "asked", have the names and types they must."""
     content = read_json(path)
     is_this_version = isinstance(content, dict) and content.get("halfstep_train") == FORMAT_VERSION
     saved = content.get("asked") if is_this_version else None
     known_names = {f.name for f in fields(TrainSettings)}
-    if not isinstance(saved, dict) or not set(saved) <= known_names:
+    if not isinstance(saved, dict) or not set(saved) <= known_names or not _are_plain(saved):
         raise ValueError(
             f"{path}: expected what this version of halfstep train writes. Give --build or --net."
         )
-    return TrainSettings(**saved)
+    return dict(content)
+
+
+def _are_plain(settings: dict[str, Any]) -> bool:
+    """Whether every setting has a type that a command line can give it."""
+    texts = ("build", "net", "data", "path", "precision", "optimizer", "schedule", "device")
+    defaults = asdict(TrainSettings())
+    for name, value in settings.items():
+        expected: Any = str if name in texts else int | float
+        may_be_none = defaults[name] is None
+        if not isinstance(value, expected) and not (value is None and may_be_none):
+            return False
+    return True
 
 
 def check_same_run(folder: Path, train_settings: TrainSettings) -> None:
@@ -209,12 +254,24 @@ def remove_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
+def remove_later(folder: Path, step: int) -> None:
+    """Removes the checkpoints of later steps, the newest first, and the weights of the end."""
+    from halfstep import checkpoint
+    from halfstep.checkpoint.disk import remove_folder
+
+    for path in reversed(checkpoint.listing(folder)):
+        if checkpoint.step_of(path) > step:
+            (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+            remove_folder(path)
+
+
 # Weights
 
 
 def load_weights(model: Any, run: Path) -> str:
     """Loads weights into a model: a run's newest, a checkpoint's or a file's. Returns the path."""
     from halfstep import checkpoint
+    from halfstep.utils.saved_state import SavedValue
 
     if not run.exists():
         raise FileNotFoundError(
@@ -226,11 +283,11 @@ def load_weights(model: Any, run: Path) -> str:
 
     path = checkpoint.choose(run)
     if path is not None:
-        step_state = checkpoint.load(path).tree.get("step", {})
-        if "net" in step_state:
+        step_state = SavedValue(checkpoint.load(path).tree, str(path)).field("step")
+        if "net" in step_state.entries():
             model.load(_evaluated_weights(model, step_state))
         else:
-            model.step.load_state_dict(step_state)  # of a step that the user wrote
+            model.step.load_state_dict(step_state.value)  # of a step that the user wrote
         return str(path)
 
     if not (run / WEIGHTS_FILE).is_file():
@@ -240,10 +297,10 @@ def load_weights(model: Any, run: Path) -> str:
     return load_weights(model, run / WEIGHTS_FILE)
 
 
-def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]:
+def _evaluated_weights(model: Any, step_state: "SavedValue") -> dict[str, Any]:
     """The weights that the run was evaluated with: with ema=, the averaged ones."""
-    weights = dict(step_state["net"])
-    averages = step_state["state"]["ema"]
+    weights = {name: value.value for name, value in step_state.field("net").entries().items()}
+    averages = [average.tensor() for average in step_state.field("state").field("ema").items()]
     if not averages:
         return weights
     params = model.step.params
@@ -258,68 +315,7 @@ def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]
     return weights
 
 
-# Progress: finished runs, interrupted runs
-
-
-@dataclass(frozen=True)
-class FinishedRun:
-    """A run that has all the epochs that are requested."""
-
-    checkpoint: Path
-    epochs: int
-    steps: int
-    history: list[dict[str, Any]]
-
-    def summary(self, out: Path) -> dict[str, Any]:
-        """What `halfstep train --json` prints for it."""
-        return {
-            "out": str(out),
-            "resumed": str(self.checkpoint),
-            "steps": self.steps,
-            "history": self.history,
-        }
-
-
-def finished_run(folder: Path, epochs: int) -> FinishedRun | None:
-    """The run in the folder, if it has `epochs` or more and its weights are written, else None.
-
-    A run that was stopped inside a later epoch is refused.
-    """
-    newest, loop_state = _newest_checkpoint(folder)
-    if newest is None or loop_state is None:
-        return None
-    epochs_done = loop_state["epoch"]
-    if not loop_state["epoch_over"] or loop_state["pending"]:
-        epochs_done -= 1
-    if epochs_done >= epochs and (folder / WEIGHTS_FILE).is_file():
-        return FinishedRun(newest, epochs_done, loop_state["global_step"], loop_state["history"])
-    refuse_fewer_epochs(folder, epochs)
-    return None
-
-
-def refuse_fewer_epochs(folder: Path, epochs: int) -> None:
-    """Refuses a run that is beyond `epochs`: no step would be made, and its weights are others."""
-    _, loop_state = _newest_checkpoint(folder)
-    if loop_state is not None and loop_state["epoch"] > epochs:
-        epoch = loop_state["epoch"]
-        raise ValueError(
-            f"--epochs: {folder} is in epoch {epoch} already, "
-            f"after step {loop_state['global_step']}, and {epochs} are asked for. "
-            f"Go on with --epochs {epoch} or more."
-        )
-
-
-def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
-    """A run's newest checkpoint, or the one that is named, and the loop's state in it.
-
-    The state is None where the checkpoint has none; `fit` will refuse it.
-    """
-    from halfstep import checkpoint
-
-    newest = checkpoint.choose(folder)
-    if newest is None:
-        return None, None
-    return newest, checkpoint.load(newest).tree.get("loop")
+# Around fit
 
 
 @contextlib.contextmanager

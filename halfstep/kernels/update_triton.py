@@ -218,7 +218,7 @@ def decide(
     cycles_ended = tl.load(cycles_ended_at) + 1
     scale_used = tl.load(scale)
     growth_count = tl.load(growth)
-    grad_norms, has_nonfinite, norm = _grad_norms(
+    nonfinite, norm = _measure_grads(
         square_sums,
         nonfinite_flags,
         first_programs,
@@ -229,7 +229,7 @@ def decide(
     )
 
     # Decide: an overflow is skipped; a halted run and a cycle without terms change nothing.
-    overflow = has_nonfinite & (NONFINITE != "ignore")
+    overflow = (tl.max(nonfinite) > 0) & (NONFINITE != "ignore")
     hold = halted > 0
     loss_value = tl.load(loss)
     cycle_weight = None
@@ -255,7 +255,7 @@ def decide(
     if NONFINITE == "raise":
         tl.store(halted_at, tl.where(skipped, cycles_ended, halted))
     param = tl.arange(0, PARAM_SLOTS)
-    tl.store(bad + param, (grad_norms < INF) == 0, param < tl.where(skipped, param_count, 0))
+    tl.store(bad + param, nonfinite > 0, param < tl.where(skipped, param_count, 0))
 
     # Next scale, next learning rates.
     if DYNAMIC is not None:
@@ -292,7 +292,7 @@ def decide(
 
 
 @triton.jit
-def _grad_norms(
+def _measure_grads(
     square_sums,
     nonfinite_flags,
     first_programs,
@@ -301,7 +301,7 @@ def _grad_norms(
     PARAM_SLOTS: tl.constexpr,
     PROGRAMS_AT_ONCE: tl.constexpr,
 ):
-    """The norm of each gradient, whether any value is non-finite, and the norm of all together.
+    """Whether each gradient has a non-finite value, and the norm of all together.
 
     `first_programs` says where each parameter's programs begin; `longest` is the most it has.
     """
@@ -318,7 +318,7 @@ def _grad_norms(
         nonfinite |= tl.max(tl.load(nonfinite_flags + program, inside, 0), 1)
         start += PROGRAMS_AT_ONCE
     norms = tl.sqrt_rn(squares)
-    return norms, tl.max(nonfinite) > 0, tl.sqrt_rn(tl.sum(norms * norms))
+    return nonfinite, tl.sqrt_rn(tl.sum(norms * norms))
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 They add in place, never wait for the device, and can be captured in a CUDA graph.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -10,9 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from halfstep.errors import Notice
+from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.utils.checks import whole_number
+from halfstep.utils.saved_state import describe_value
 
 COUNTER_NAMES = ("total", "count")
+
+# So many scores of one batch are taken for probabilities where all are between 0 and 1.
+MIN_PROBABILITIES = 8
 
 
 class Ratio:
@@ -55,25 +62,31 @@ class Ratio:
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Copies saved counters into these, so that a captured graph goes on with them."""
-        if sorted(saved) != sorted(COUNTER_NAMES):
+        received = sorted(map(str, saved)) if isinstance(saved, dict) else [type(saved).__name__]
+        if received != sorted(COUNTER_NAMES):
             raise ValueError(
                 f"{self!r}: expected the counters {', '.join(COUNTER_NAMES)}, "
-                f"received {', '.join(saved)}"
+                f"received {', '.join(received)}"
             )
         # Check all before the first is written.
         for name, value in saved.items():
             counter: Tensor = getattr(self, name)
-            if value.dtype != counter.dtype or value.dim():
+            is_counter = isinstance(value, Tensor) and value.dtype == counter.dtype
+            if not is_counter or value.dim():
+                received_value = describe_value(value)
+                if isinstance(value, Tensor):
+                    received_value = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise ValueError(
                     f"{self!r}: expected {name} as one {counter.dtype} number, "
-                    f"received {value.dtype} of shape {tuple(value.shape)}"
+                    f"received {received_value}"
                 )
         for name, value in saved.items():
             getattr(self, name).copy_(value)
 
     def settings(self) -> dict[str, Any]:
         """What two counters must share to be merged."""
-        return {name: value for name, value in vars(self).items() if name not in COUNTER_NAMES}
+        names = [name for name in vars(self) if name not in COUNTER_NAMES and name[0] != "_"]
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         settings = [f"{name}={value!r}" for name, value in self.settings().items()]
@@ -98,9 +111,10 @@ class Accuracy(Ratio):
 
     - scores [N, C, ...] with labels [N, ...], or one-hot or soft labels [N, C, ...];
     - one score for each label, [N] or [N, 1, ...]: a logit above `threshold` means class 1, and so
-      does a label above 0.5. Labels outside 0 to 1 are refused there if they are on the CPU.
+      does a label above 0.5.
 
-    Labels equal to `ignore_index` do not count.
+    Labels equal to `ignore_index` do not count. On a CPU, where looking at values does not wait,
+    labels that no score stands for and labels of several classes at once are refused.
     """
 
     def __init__(self, top: int = 1, *, ignore_index: int = -100, threshold: float = 0.0) -> None:
@@ -108,6 +122,7 @@ class Accuracy(Ratio):
         self.top = whole_number("Accuracy: top", top, minimum=1, of_what="classes")
         self.ignore_index = ignore_index
         self.threshold = threshold
+        self._has_warned = False
 
     def update(self, outputs: Any, labels: Tensor) -> None:
         """Counts one batch."""
@@ -164,13 +179,21 @@ class Accuracy(Ratio):
             )
 
         if is_soft:
+            if labels.device.type == "cpu":
+                _check_one_class_each(labels)
             return labels.argmax(1), None
 
         counts = None
         if not labels.is_floating_point():
             counts = labels.long() != self.ignore_index  # in uint8, -100 would be class 156
         if is_binary and labels.device.type == "cpu":  # on a GPU, looking at them would wait
-            _check_binary_labels(scores, labels if counts is None else labels[counts])
+            counted_labels = labels if counts is None else labels[counts]
+            _check_binary_labels(scores, counted_labels)
+            if self.threshold == 0.0 and not self._has_warned:
+                self._has_warned = _warn_of_probabilities(scores, counted_labels)
+
+        if not is_binary and labels.device.type == "cpu":
+            _check_class_numbers(labels if counts is None else labels[counts], scores.shape[1])
 
         classes = labels > 0.5 if is_binary else labels
         if counts is not None:
@@ -226,7 +249,8 @@ class Average(Ratio):
     """The mean of fn(outputs, labels).
 
     If fn returns a tensor of terms, each counts once. If it returns a single number, that is taken
-    for a mean and counts as often as the batch has rows.
+    for a mean and counts as often as the batch has rows. A function that broadcasts outputs [N, 1]
+    against labels [N] to [N, N] is a ValueError.
     """
 
     in_graph = False  # nobody knows what fn does
@@ -234,14 +258,25 @@ class Average(Ratio):
     def __init__(self, fn: Callable[[Any, Any], Any]) -> None:
         super().__init__(torch.float64)
         self.fn = fn
+        self._check_broadcasts = BroadcastCheck()
+        self._has_warned = False
 
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
         """Adds one batch."""
-        value = self.fn(outputs, labels)
+        value = self._check_broadcasts(self.fn, outputs, labels)
         if not isinstance(value, Tensor):
             value = torch.full((), value, dtype=torch.float64, device=self.total.device)
-        weight = 1 if value.dim() else _batch_size(outputs, labels)
+        if value.is_complex():
+            raise TypeError(
+                "metric: expected the function to return real numbers, received "
+                f"{value.dtype}; return its .abs() or .real"
+            )
+        weight = 1
+        if not value.dim():
+            weight = _batch_size(outputs, labels)
+        elif value.numel() == 1 and not self._has_warned:
+            self._has_warned = _warn_of_one_term(value, _row_count(outputs, labels))
         count = value.numel() * weight
         total = value.detach().double().sum() * weight
         if count == 0:
@@ -259,15 +294,86 @@ def _check_binary_labels(scores: Tensor, labels: Tensor) -> None:
         )
 
 
+def _check_class_numbers(labels: Tensor, class_count: int) -> None:
+    """Refuses class numbers that no score stands for: they would count as wrong answers."""
+    if not labels.numel():
+        return
+    lowest = int(labels.min())
+    highest = int(labels.max())
+    if lowest < 0 or highest >= class_count:
+        outside = lowest if lowest < 0 else highest
+        raise ValueError(
+            f"Accuracy: expected labels from 0 to {class_count - 1}, as there are {class_count} "
+            f"scores, received {lowest} to {highest}; to leave out the label {outside}, write "
+            f"Accuracy(ignore_index={outside})"
+        )
+
+
+def _check_one_class_each(labels: Tensor) -> None:
+    """Refuses labels of 0 and 1 where a sample has several classes, or none."""
+    is_one = labels == 1
+    is_hot = bool((is_one | (labels == 0)).all())
+    if is_hot and not bool((is_one.sum(1) == 1).all()):
+        raise ValueError(
+            "Accuracy: expected labels of the scores' shape with one class for each sample, "
+            "one-hot or soft, received samples with several classes or none; to measure each "
+            "output by itself, give a function: lambda outputs, labels: (outputs > 0) == "
+            "labels.bool()"
+        )
+
+
+def _warn_of_probabilities(scores: Tensor, labels: Tensor) -> bool:
+    """Warns of scores between 0 and 1, of which none is below the threshold of a logit.
+
+    Returns whether it did.
+    """
+    if scores.numel() < MIN_PROBABILITIES or not bool((labels < 0.5).any()):
+        return False
+    if not bool(((scores >= 0) & (scores <= 1)).all()):
+        return False
+    warnings.warn(
+        "Accuracy: all scores of a batch are between 0 and 1, as probabilities are, and a score "
+        "above 0 means class 1. If the network ends with a sigmoid, write Accuracy(threshold=0.5)",
+        Notice,
+        stacklevel=4,
+    )
+    return True
+
+
+def _warn_of_one_term(value: Tensor, rows: int | None) -> bool:
+    """Warns of a mean that would count as one term, whatever the size of its batch.
+
+    Returns whether it did.
+    """
+    if rows is None or rows == 1:
+        return False
+    warnings.warn(
+        f"metric: the function returned one term of shape {list(value.shape)} for a batch of "
+        f"{rows} rows, and it counts once. If it is the mean of the batch, return it without "
+        "dimensions (.squeeze()), so that a short batch counts less",
+        Notice,
+        stacklevel=4,
+    )
+    return True
+
+
 def _batch_size(outputs: Any, labels: Any) -> int:
-    """The rows of a batch: those of its first tensor, labels first."""
+    """The rows of a batch, which must have some."""
+    rows = _row_count(outputs, labels)
+    if rows is None:
+        raise TypeError(
+            "metric: a function that returns one number needs labels or outputs with rows to weigh "
+            "it by"
+        )
+    return rows
+
+
+def _row_count(outputs: Any, labels: Any) -> int | None:
+    """The rows of a batch: those of its first tensor, labels first; None where none has rows."""
     for leaf in tree_leaves((labels, outputs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
-    raise TypeError(
-        "metric: a function that returns one number needs labels or outputs with rows to weigh it "
-        "by"
-    )
+    return None
 
 
 def logits_of(outputs: Any) -> Any:

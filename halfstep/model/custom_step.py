@@ -4,8 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from halfstep.step import Record
+from halfstep.step.optimizer_schema import check_optimizer_state
+from halfstep.utils.saved_state import SavedValue, same_kind
 
 
 class CustomStep:
@@ -64,8 +67,39 @@ class CustomStep:
             )
         return {"own": self.step.state_dict()}
 
+    def check_state(self, saved: SavedValue) -> None:
+        """Refuses values of another kind than the step would save now. Changes nothing.
+
+        torch loads whatever an optimizer is given, so an optimizer's state is checked for it.
+        """
+        own = saved.field("own")
+        own_state = self.state_dict()["own"]
+        same_kind(own, own_state)
+        for name, value in own_state.items() if isinstance(own_state, dict) else ():
+            optimizer = self._optimizer_of(value)
+            if optimizer is not None and own.optional_field(name) is not None:
+                check_optimizer_state(own.field(name), optimizer, state_dtypes={}, exact=False)
+
+    def _optimizer_of(self, state: Any) -> Optimizer | None:
+        """The optimizer among the step's attributes that has this state; None if none has."""
+        if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
+            return None
+        attributes = list(getattr(self.step, "__dict__", {}).values())
+        optimizers = [value for value in attributes if isinstance(value, Optimizer)]
+        fitting = [o for o in optimizers if o.state_dict()["param_groups"] == state["param_groups"]]
+        return fitting[0] if len(fitting) == 1 else None
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.step.load_state_dict(saved["own"])
+        name = type(self.step).__name__
+        try:
+            self.step.load_state_dict(saved["own"])
+        except (OSError, Warning):
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"resume: step.own: {name}.load_state_dict failed: "
+                f"{type(error).__name__}: {error}. The resume is taken back"
+            ) from error
 
 
 def _copy_record(record: Record) -> Record:

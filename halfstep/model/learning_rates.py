@@ -15,7 +15,7 @@ from halfstep.engine import Feed, Timing
 from halfstep.errors import Notice
 from halfstep.model.schedule_warnings import suspicious_schedule
 from halfstep.schedules import Schedule, from_torch, resolve, tables
-from halfstep.schedules.resolve import check_scheduler
+from halfstep.schedules.group_schedules import check_scheduler
 from halfstep.schedules.torch_schedulers import copy_scheduler, has_moved, last_update
 from halfstep.step import TrainStep
 

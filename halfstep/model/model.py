@@ -1,10 +1,11 @@
 """`Model`: network, loss and optimizer in one precision, with fit, evaluate and predict."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
-from halfstep.engine.evaluate import evaluate, find_labels, to_host, without_target
+from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
 from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -26,12 +27,16 @@ from halfstep.model import fit_arguments, validate
 from halfstep.model.custom_step import CustomStep
 from halfstep.model.learning_rates import ScheduleTables
 from halfstep.model.no_captures import NoCaptures
-from halfstep.model.resume import check_fits, describe_run, restore_snapshot, take_snapshot
+from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
+from halfstep.model.resume_backup import ResumeBackup
+from halfstep.model.resume_check import check_snapshot, named_part
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
 from halfstep.step.state_dict import reset_averages
+from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.optional_folders import is_left_out
+from halfstep.utils.saved_state import SavedValue
 
 
 class FitInProgress(NamedTuple):
@@ -40,6 +45,7 @@ class FitInProgress(NamedTuple):
     loop: Loop
     feed: Feed
     callbacks: dict[str, Callback]  # by names that stay over a resume
+    valid_feed: Feed | None = None
 
 
 def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> Any:
@@ -57,11 +63,11 @@ class Model:
     """Training, evaluation and prediction around one step.
 
     `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
-    says where a batch keeps its labels when that is not its last item; `step` and `eval_step`
-    replace the built-in cells. `capture`: on CUDA the step is replayed from graphs where it can be
-    ("auto"), must be (True) or is not (False); `verify=K` proves K replays bit for bit before the
-    first fit. Every other option is TrainStep's: accumulate, clip_norm, ema, compile, count,
-    forward, nonfinite, deterministic, …
+    says where a batch keeps the labels for metrics, when they are neither the target of the loss
+    nor the last item; `step` and `eval_step` replace the built-in cells. `capture`: on CUDA the
+    step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
+    `verify=K` proves K replays bit for bit before the first fit. Every other option is TrainStep's:
+    accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
     """
 
     def __init__(
@@ -90,7 +96,8 @@ class Model:
         self.optimizer = optimizer
         self.schedule = schedule
         self.metrics = Metrics(metrics)
-        self.labels = labels or find_labels
+        self.labels = labels
+        validate.warn_ignored_labels(loss, self.metrics)
 
         # The training step: the user's own, or ours.
         self._chose_fused = False
@@ -146,6 +153,9 @@ class Model:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
+        backup = ResumeBackup()
+        if resume is not None:
+            backup.add_model(self)
         try:
             loop = self._build_loop(
                 epochs,
@@ -157,10 +167,14 @@ class Model:
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
             )
+            loop.on_begun = backup.forget
             with lock_folders(loop.callbacks):
-                self._resume(loop, resume)
+                self._resume(loop, resume, backup)
                 self._schedule_tables.check()
                 loop.run_epochs()
+        except BaseException:
+            backup.put_back()
+            raise
         finally:
             self._fit = None
         return loop.run
@@ -211,6 +225,11 @@ class Model:
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
         self._set_learning_rates(timing, feed)
+        valid_feed = None if valid is None else self._make_feed(valid)
+        if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
+            feed.announce_resume_limits("data")
+            if valid_feed is not None:
+                valid_feed.announce_resume_limits("valid")
 
         run = Run(
             model=self,
@@ -224,11 +243,11 @@ class Model:
             feed,
             list(named_callbacks.values()),
             timing,
-            evaluate=None if valid is None else self._make_validation(valid),
+            evaluate=None if valid_feed is None else self._make_validation(valid_feed),
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
-        self._fit = FitInProgress(loop, feed, named_callbacks)
+        self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
         return loop
 
     def _updates_made(self) -> int:
@@ -247,17 +266,33 @@ class Model:
         if table is not None:
             self.step.set_learning_rates(table)
 
-    def _make_validation(self, valid: Any) -> Evaluate:
+    def _make_validation(self, feed: Feed) -> Evaluate:
         uses_built_in = self._eval_step is self._built_in_eval
         validate.check_can_evaluate(self.net, uses_built_in, self.step)
-        feed = self._make_feed(valid)
-        return lambda stop: self._evaluate_feed(feed, stop)
+        if feed.size == 0:
+            raise ValueError(f"valid: expected at least one batch, got none; {EMPTY_DATA_ADVICE}")
+
+        def evaluate_or_rewind(stop: Callable[[], bool]) -> dict[str, float] | None:
+            generators = feed.save_generators()
+            scores = None
+            try:
+                scores = self._evaluate_feed(feed, stop)
+            finally:
+                if scores is None:  # cut short: the run that goes on evaluates from the start
+                    feed.load_generators(generators)
+            return scores
+
+        return evaluate_or_rewind
 
     def _make_feed(self, data: Any) -> Feed:
         feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
         return feed
 
-    def _resume(self, loop: Loop, source: str | Path | None) -> None:
+    def _resume(self, loop: Loop, source: str | Path | None, backup: ResumeBackup) -> None:
+        """Continues from a checkpoint, if one is asked for and found.
+
+        All of it is checked first. What is refused after that, `backup` takes back.
+        """
         assert self._fit is not None
         if source is None:
             _check_folders(loop.callbacks, resumed_step=None)
@@ -275,11 +310,18 @@ class Model:
             fit_arguments.close_cycle(self.step)
             return
         saved = checkpoint.load(path).tree
-        check_fits(saved, self.step, path)
+        fit = self._fit
+        check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feed)
         _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
-        self._set_learning_rates(loop.timing, self._fit.feed, saved)
-        loop.config["began"] = saved["config"].get("began", 0)
-        restore_snapshot(saved, self.step, loop, self._fit.feed, self._fit.callbacks)
+
+        backup.add_callbacks(fit.callbacks.values())
+        backup.add(fit.feed.undo_function())
+        if fit.valid_feed is not None:
+            backup.add(fit.valid_feed.undo_function())
+        with named_part(SavedValue(saved, f"resume: {path}"), "the run"):
+            self._set_learning_rates(loop.timing, fit.feed, saved)
+            loop.config["began"] = saved["config"].get("began", 0)
+            restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feed)
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
@@ -288,7 +330,8 @@ class Model:
             raise RuntimeError(
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
             )
-        return take_snapshot(self.step, self._fit.loop, self._fit.feed, self._fit.callbacks)
+        fit = self._fit
+        return take_snapshot(self.step, fit.loop, fit.feed, fit.callbacks, fit.valid_feed)
 
     # Evaluation and prediction.
 
@@ -325,17 +368,20 @@ class Model:
         """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
 
         One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
-        iterator of batches. `targets`: batches end with one, which is left out (None: if there is a
-        loss).
+        iterator of batches. `targets`: batches end with one, which is left out. None: they do if
+        there is a loss, and dicts lose their labels; False: batches are inputs as they are.
         """
-        has_targets = self.loss is not None if targets is None else targets
-        outputs = self._predict_batches(data, batch, has_targets, stream)
+        if targets is None and self.loss is not None:
+            targets = True
+        outputs = self._predict_batches(data, batch, targets, stream)
         return outputs if stream else join_outputs(list(outputs))
 
     def _predict_batches(
-        self, data: Any, batch: int, has_targets: bool, stream: bool
+        self, data: Any, batch: int, has_targets: bool | None, stream: bool
     ) -> Iterator[Any]:
         feed = self._make_feed(split_batches(data, batch))
+        if feed.size == 0:
+            raise ValueError(_nothing_to_predict())
         runner = self.captures.predict_runner()
         # Not from graphs where somebody may train between two batches of a stream.
         if runner is not None and not self._has_averages() and not stream:
@@ -343,6 +389,7 @@ class Model:
             yield from runner(feed, predict_one, self._built_in_eval.applied, has_targets)
             return
         feed.go_to_pass(0)
+        batch_number = 0
         for batch_number, args in enumerate(feed.start(), 1):
             try:
                 with self._averaged_weights():
@@ -352,14 +399,62 @@ class Model:
                 explain_batch_error(error, where, args, feed.names, self.net)
                 raise
             yield to_host(out)
+        if batch_number == 0:
+            raise ValueError(_nothing_to_predict())
 
-    def _predict_batch(self, args: tuple[Any, ...], has_targets: bool) -> Any:
+    def _predict_batch(self, args: tuple[Any, ...], has_targets: bool | None) -> Any:
         # A forward of the user's own takes the batch as it is.
         is_dict_with_target = has_targets and not isinstance(args[0], Tensor)
         if self._has_own_forward and (len(args) > 1 or is_dict_with_target):
-            return logits_of(self._built_in_eval(*args).outputs)
+            outputs = self._built_in_eval(*args).outputs
+            if outputs is None:
+                raise ValueError(
+                    "predict: forward= returned the loss and no outputs; let it return "
+                    "(loss, outputs) or {'loss': loss, 'logits': outputs}, or predict from inputs "
+                    "alone, without the target"
+                )
+            return logits_of(outputs)
         inputs = without_target(args, targets=has_targets)
         return logits_of(self._built_in_eval.predict(*inputs))
+
+    # Copying.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Model":
+        """A model over copies of network, loss, optimizer and step, which trains on by itself."""
+        if self._fit is not None:
+            refuse_copy("a Model", "copied inside fit", "copy it when fit is over")
+        if not isinstance(self.step, TrainStep) or self._eval_step is not self._built_in_eval:
+            refuse_copy(
+                "a Model with a step of your own, or without optimizer",
+                "copied",
+                "build another Model around copy.deepcopy(net)",
+            )
+        copied = object.__new__(type(self))
+        copied.__dict__.update(vars(self))
+        copied.step = copy.deepcopy(self.step, memo)
+        copied.net = copied.step.net
+        copied.loss = copied.step.objective.loss
+        copied.optimizer = copied.step.optimizer
+        for name in ("schedule", "metrics", "labels", "_schedule_tables"):
+            setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied._built_in_eval = copied.step.evaluator()
+        copied._eval_step = copied._built_in_eval
+        captures = self.captures
+        copied.captures = choose_captures(copied._built_in_eval, captures.mode, captures.verify)
+        return copied
+
+    def __copy__(self) -> NoReturn:
+        """Two models over one step would undo each other's work."""
+        refuse_copy("a Model", "copied without its network", "copy.deepcopy(model) copies both")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A model holds functions and entries of its network, which no pickle holds."""
+        refuse_copy(
+            "a Model",
+            "pickled",
+            "model.save(file) writes the weights, hs.Checkpoint a run to resume; "
+            "or save model.step.state_dict()",
+        )
 
     # Looking, saving.
 
@@ -386,6 +481,10 @@ class Model:
         if isinstance(self.step, TrainStep):
             reset_averages(self.step)
         return account
+
+
+def _nothing_to_predict() -> str:
+    return f"predict: expected at least one batch, got none; {EMPTY_DATA_ADVICE}"
 
 
 def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Path | None:

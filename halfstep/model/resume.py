@@ -6,8 +6,6 @@ checkpoint format (docs/internals/checkpoint-format.md).
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,18 +13,22 @@ from torch import Tensor
 from halfstep.checkpoint import CheckpointError
 from halfstep.engine import Callback, Feed, Loop
 from halfstep.errors import Notice
-from halfstep.model.weights import Account, compare_tensors, only_tensors
+from halfstep.model.resume_check import VERSION
 from halfstep.step import TrainStep
+from halfstep.step.state_dict import apply_saved_step
 from halfstep.utils import rng
 
-VERSION = 1
 OPTIMIZER_ADVICE = "To change it, set it in run.optimizer.param_groups at a callback's begin"
 CUSTOM_STEP_KEY = "OwnStep"  # stands for the optimizer of a user's own step in saved runs
 COMPARED_OPTIONS = ("ema", "clip_norm", "clip_value")
 
 
 def take_snapshot(
-    step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_inside_update(step, loop):
@@ -36,6 +38,8 @@ def take_snapshot(
         )
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
+    # Each evaluation draws from them: its order, augmentations of the validation data.
+    valid_generators = {} if valid_feed is None else valid_feed.save_generators()
     return {
         "halfstep_run": VERSION,
         "config": {**loop.config, "rates": _next_rates(step)},
@@ -45,7 +49,13 @@ def take_snapshot(
         "writers": {name: state for name, state in states.items() if name in writers},
         "step": step.state_dict(),
         "rng": rng.save(),
+        **({"valid_generators": valid_generators} if valid_generators else {}),
+        **({"compiled": step.compiled.compiled_shapes()} if _is_compiled(step) else {}),
     }
+
+
+def _is_compiled(step: Any) -> bool:
+    return isinstance(step, TrainStep) and step.compiled.on
 
 
 def describe_run(step: Any, feed: Feed, updates_before: int) -> dict[str, Any]:
@@ -72,57 +82,18 @@ def describe_run(step: Any, feed: Feed, updates_before: int) -> dict[str, Any]:
     }
 
 
-def check_fits(saved: Any, step: Any, path: Path) -> None:
-    """Refuses a checkpoint of another network or of other parameter groups.
-
-    Before anything is changed.
-    """
-    if not isinstance(saved, dict) or saved.get("halfstep_run") != VERSION:
-        received: Any = type(saved).__name__
-        if isinstance(saved, dict):
-            received = saved.get("halfstep_run")
-        raise ValueError(f"resume: {path}: expected a run of version {VERSION}, got {received!r}")
-    state = saved["step"]
-    if not isinstance(step, TrainStep) or "net" not in state:
-        return
-    new_run_advice = (
-        f"or begin a new run from what fits: model.load({str(path)!r}, strict=False), "
-        "then fit without resume="
-    )
-    for account in _compare_networks(state, step):
-        if not account.complete:
-            raise ValueError(
-                f"resume: {path} was saved from another network: {account.differences()}. "
-                f"Build the network as it was, {new_run_advice}, "
-                "and with a Checkpoint of another folder."
-            )
-    saved_sizes = _group_sizes(state["optimizer"]["param_groups"])
-    sizes = _group_sizes(step.optimizer.state_dict()["param_groups"])
-    is_same_optimizer = saved["config"]["optimizer"] == type(step.optimizer).__name__
-    if is_same_optimizer and saved_sizes != sizes:
-        raise ValueError(
-            f"resume: {path} holds an optimizer with {saved_sizes} parameters in its groups, "
-            f"this one has {sizes}. Build the optimizer as it was, {new_run_advice}."
-        )
-
-
-def _compare_networks(state: dict[str, Any], step: TrainStep) -> Iterator[Account]:
-    """The network's tensors; then those beside it, of which the saved run may have had more."""
-    # Hooks may rename tensors while a network loads them.
-    renames = any(module._load_state_dict_pre_hooks for module in step.net.modules())
-    if not renames:
-        yield compare_tensors(only_tensors(step.net.state_dict()), only_tensors(state["net"]))
-    yield replace(compare_tensors(step.extra_tensors(), state["beside"]), unexpected=())
-
-
-def _group_sizes(groups: list[dict[str, Any]]) -> str:
-    return " + ".join(str(len(group["params"])) for group in groups)
-
-
 def restore_snapshot(
-    saved: dict[str, Any], step: Any, loop: Loop, feed: Feed, callbacks: Mapping[str, Callback]
+    saved: dict[str, Any],
+    step: Any,
+    loop: Loop,
+    feed: Feed,
+    callbacks: Mapping[str, Callback],
+    valid_feed: Feed | None = None,
 ) -> None:
-    """Continues from a snapshot. A notice says what is not as it was, and what is done about it."""
+    """Continues from a snapshot that was checked (resume_check.py).
+
+    A notice says what is not as it was, and what is done about it.
+    """
     before = saved["config"]
     now = loop.config
     state = dict(saved["step"])
@@ -132,23 +103,51 @@ def restore_snapshot(
             "its state starts anew, weights go on"
         )
         state["optimizer"] = step.optimizer.state_dict()
-    step.load_state_dict(state)
+    load_checked_step(step, state)
     loop.load_state_dict(saved["loop"])
     if before["data"] == now["data"]:
         feed.load_state_dict(saved["feed"])
     else:
         _start_new_pass(saved, now["data"], feed)
+    if valid_feed is not None:
+        valid_feed.load_generators(saved.get("valid_generators", {}))
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}
     for change in _describe_changes(before, current):
         _notice(change)
     if isinstance(step, TrainStep) and step.compiled.on:
-        _notice(
-            "a compiled run goes on to rounding, not bit for bit, as it is compiled anew; "
-            "compile=False goes on exactly"
-        )
+        step.compiled.load_compiled_shapes(saved.get("compiled", {}))
+        for limit in _compiled_limits(saved, step, loop):
+            _notice(f"{limit}; compile=False goes on exactly")
     rng.load(saved["rng"])
+
+
+def _compiled_limits(saved: dict[str, Any], step: TrainStep, loop: Loop) -> Iterator[str]:
+    """In which way a compiled run does not go on bit for bit, in words."""
+    saved_shapes = saved.get("compiled")
+    is_whole_step = loop.captured_runner is not None and step.device.type == "cpu"
+    if saved_shapes is None and not is_whole_step:
+        yield (
+            "the checkpoint does not say what was compiled, so the first batch of each shape runs "
+            "uncompiled: it is rounded in another way, and dropout draws other numbers for it"
+        )
+    elif saved_shapes and is_whole_step:
+        yield (
+            "forward and loss were compiled, as the whole step could not be. That is tried again "
+            "first, for which some steps run uncompiled: they are rounded in another way, and "
+            "dropout draws other numbers for them"
+        )
+    elif is_whole_step:
+        yield (
+            "a compiled run goes on to rounding, not bit for bit, as its first steps run "
+            "uncompiled until the whole step is compiled anew"
+        )
+    elif step.device.type != "cpu":
+        yield (
+            "a compiled run goes on to rounding, not bit for bit, as it is compiled anew and may "
+            "be tuned in another way"
+        )
 
 
 def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback]) -> None:
@@ -159,7 +158,7 @@ def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback])
     ]
     for name, callback in callbacks.items():
         if name in states:
-            callback.load_state_dict(states[name])
+            _load_callback(name, callback, states[name])
     missing = [
         name for name, state in saved["callbacks"].items() if name not in callbacks and state
     ]
@@ -173,6 +172,26 @@ def _restore_callbacks(saved: dict[str, Any], callbacks: Mapping[str, Callback])
             f"the saved run had no {', '.join(new)}: "
             "new here, and knowing nothing of the steps before"
         )
+
+
+def load_checked_step(step: Any, state: dict[str, Any]) -> None:
+    """Loads the state of a step that was checked; fit itself takes back what fails."""
+    if isinstance(step, TrainStep):
+        apply_saved_step(step, state)
+    else:
+        step.load_state_dict(state)
+
+
+def _load_callback(name: str, callback: Callback, state: dict[str, Any]) -> None:
+    try:
+        callback.load_state_dict(state)
+    except (OSError, Warning):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"resume: callbacks.{name}: {type(callback).__name__}.load_state_dict failed: "
+            f"{type(error).__name__}: {error}. The resume is taken back"
+        ) from error
 
 
 def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

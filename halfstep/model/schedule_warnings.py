@@ -6,7 +6,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from halfstep.schedules import resolve
-from halfstep.schedules.resolve import is_one_per_group
+from halfstep.schedules.group_schedules import is_one_per_group
 from halfstep.step import TrainStep
 
 # The settings by which torch's schedulers call their own length.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import Notice
+from halfstep.metrics import Accuracy, Metrics
 from halfstep.precision import Precision
 from halfstep.step import TrainStep
 from halfstep.step.optimizer import classify_optimizer, prefer_fused
@@ -17,6 +18,8 @@ from halfstep.step.options import StepOptions
 from halfstep.utils.text import list_some
 
 MODEL_OPTIONS = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
+
+DEFAULT_IGNORE_INDEX = -100  # of torch's losses, and of our Accuracy
 
 # Options as other libraries call them.
 FOREIGN_OPTIONS = {
@@ -102,6 +105,21 @@ def warn_untrained(net: nn.Module, optimizer: Optimizer) -> None:
             Notice,
             stacklevel=3,
         )
+
+
+def warn_ignored_labels(loss: Any, metrics: Metrics) -> None:
+    """Warns of labels that the loss ignores and an accuracy would count as wrong."""
+    ignored = getattr(loss, "ignore_index", None)
+    if not isinstance(ignored, int) or ignored == DEFAULT_IGNORE_INDEX:
+        return
+    for name, metric in metrics.by_name.items():
+        if isinstance(metric, Accuracy) and metric.ignore_index == DEFAULT_IGNORE_INDEX:
+            warnings.warn(
+                f"metrics: the loss ignores the label {ignored}, and {name!r} counts it; "
+                f"to leave it out, write Accuracy(ignore_index={ignored})",
+                Notice,
+                stacklevel=3,
+            )
 
 
 def set_train_mode(net: nn.Module, step: Any) -> None:

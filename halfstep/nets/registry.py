@@ -46,13 +46,23 @@ def load(name: str, /, **options: Any) -> nn.Module:
             f"names:\n{_describe_builders()}"
         )
     if ":" in name:
-        builder = _import_builder(name)
-        _check_options(name, builder, options)
-        net = _call_imported(name, builder, options)
-    else:
-        builder = _find_builder(name)
-        _check_options(name, builder, options)
-        net = builder(**options)
+        return build(name, _import_builder(name), options)
+    builder = _find_builder(name)
+    _check_options(name, builder, options)
+    return _check_network(name, builder(**options))
+
+
+def build(name: str, builder: Any, options: dict[str, Any]) -> nn.Module:
+    """A new network by a builder that was imported under this name; errors say the name."""
+    if not _is_builder(builder):
+        raise TypeError(
+            f"nets.load: expected {name!r} to be a function or class, received {_describe(builder)}"
+        )
+    _check_options(name, builder, options)
+    return _check_network(name, _call_imported(name, builder, options))
+
+
+def _check_network(name: str, net: object) -> nn.Module:
     if not isinstance(net, nn.Module):
         raise TypeError(
             f"nets.load: expected {name!r} to return a torch.nn.Module, received {_describe(net)}"
@@ -146,8 +156,8 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
         ) from None
 
 
-def _import_builder(path: str) -> Builder:
-    """The function at "package.module:function". The module is run, as by any import."""
+def _import_builder(path: str) -> Any:
+    """The value at "package.module:function". The module is run, as by any import."""
     module_name, _, attribute_path = path.partition(":")
     attributes = attribute_path.split(".")
     if not all(part.isidentifier() for part in [*module_name.split("."), *attributes]):
@@ -161,12 +171,7 @@ def _import_builder(path: str) -> Builder:
                 f"nets.load: {path!r}: found no {attribute!r} in {_describe(value)}{suggestion}"
             )
         value = getattr(value, attribute)
-    if not _is_builder(value):
-        raise TypeError(
-            f"nets.load: expected {path!r} to be a function or class, received {_describe(value)}"
-        )
-    builder: Builder = value
-    return builder
+    return value
 
 
 def _import_module(name: str) -> Any:

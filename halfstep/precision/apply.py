@@ -4,6 +4,7 @@ While it is active, modules find low weights and casting forwards in their own d
 Outside, the network is as it was.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -13,22 +14,31 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from halfstep.errors import Notice
 from halfstep.precision.backend_flags import check_supported
 from halfstep.precision.casting import (
     Forward,
+    KeptInputs,
     ModuleDtype,
     ObservedDtypes,
     UnroundedOutputs,
     cast_inputs,
-    cast_inputs_and_outputs,
+    cast_outputs,
+    complex_dtype,
+    is_norm,
+    kept_inputs,
     observe,
     plan_dtypes,
     takes_mixed_dtypes,
     without_autocast,
 )
 from halfstep.precision.cpu_half import FastHalf, has_native
+from halfstep.precision.layout import NetworkLayout, is_scripted
 from halfstep.precision.low_params import LowCopies
+from halfstep.precision.module_support import check_modules
+from halfstep.precision.op_rules import OpRules, needs_no_rules, without_rules
 from halfstep.precision.policy import BF16, F16, Cast, Precision
+from halfstep.utils.text import dtype_name, list_some
 
 _ABSENT = object()  # in place of a value, for a key that a dictionary did not have
 
@@ -87,15 +97,28 @@ class Applied:
         if precision.cast == "whole" and not convert:
             self.cast = "copies"
         self.module_dtypes = plan_dtypes(net, precision)
+        check_modules(net, precision)
         _check_parameters(net, precision, any_dtype=precision.cast == "whole")
+        self.kept_inputs = kept_inputs(net, precision)
         self.converted_names: list[str] = []
+        self.rounded_buffers: list[str] = []
         if self.cast == "whole":
-            self.converted_names = _convert(net, self.module_dtypes)
+            _check_tied_parameters(net, precision, self.module_dtypes)
+            self.converted_names = _convert_parameters(net, self.module_dtypes)
+            self.rounded_buffers = _convert_buffers(net, self.module_dtypes)
+
+        # What all of this was planned for. A change of the network needs another Applied.
+        self.layout = NetworkLayout(net)
 
         # Whether products run as round(fp32 product), on a CPU without half units.
         low = precision.compute
         may_be_fast = device.type == "cpu" and precision.kernels == "auto" and low in (F16, BF16)
         self.rounds_fp32_products = may_be_fast and not has_native(low)
+
+        # Rules for operations, where the network is low.
+        self._op_rules: OpRules | None = None
+        if self.cast in ("copies", "whole") and low in (F16, BF16):
+            self._op_rules = OpRules(low)
 
         # What is put into slots while active. The first forward also observes the dtypes of
         # leaf modules; after it, `_forwards` are replaced by those that do not.
@@ -105,15 +128,15 @@ class Applied:
         self._swap = SlotSwap()
         self._forwards = self._wrap_forwards(observing=True)
         self._weights, self._copies = self._low_weights()
-        self._buffers = self._floating_slots("_buffers")
+        self._buffers = _floating_buffers(net)
 
         # What is entered while active; and of that, what a forward repeated in backward needs.
         self._contexts = self._make_contexts()
-        self._recompute_contexts = [c for c in self._contexts if isinstance(c, FastHalf)]
+        repeated = (FastHalf, OpRules)
+        self._recompute_contexts = [c for c in self._contexts if isinstance(c, repeated)]
 
         # What the last forward used, until its backward pass is over.
         self._forward_copies: tuple[Tensor, ...] = ()
-        self._forward_buffers: list[tuple[Slot, Tensor]] = []
 
     def __enter__(self) -> "Applied":
         assert not self._swap, "a precision is not re-entrant on one network"
@@ -129,16 +152,12 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        low_buffers = [(slot, slot.get()) for slot, _ in self._buffers]
-        self._forward_buffers = low_buffers
         self._swap.undo()
         self._unrounded.clear()
         if exc[0] is not None:
             self._forward_copies = ()
-
-        # A forward may have written into low buffers, say statistics of a norm that runs low.
-        for slot, low_buffer in low_buffers:
-            _write_back(slot, low_buffer)
+        if self._op_rules is not None:
+            self._keep_buffer_dtypes()
 
         if self._observing and self.observed:
             self._observing = False
@@ -161,12 +180,25 @@ class Applied:
             self._swap.undo()
             self._forward_copies = ()
 
+    @property
+    def widened_modules(self) -> list[str]:
+        """Low modules whose outputs were seen to be float32, because of buffers or kept inputs."""
+        if self._op_rules is None:
+            return []
+        names = []
+        for name, dtypes in self.observed.items():
+            is_low = name and self.module_dtypes[name].inside == self.precision.compute
+            is_loss = dtypes.kind.endswith("Loss")
+            if is_low and not is_loss and "float32" in dtypes.output.split("/"):
+                names.append(name)
+        return names
+
     def unrounded_outputs(self, out: Any) -> Any:
         """`out` with outputs of kept modules as they were before rounding."""
         return self._unrounded.restore(out) if self.precision.keep else out
 
     def _fill_slots(self) -> None:
-        """Puts forwards, fresh low weights and low buffers into their slots."""
+        """Puts forwards and fresh low weights into their slots."""
         for slot, forward in self._forwards:
             self._swap.put(slot, forward)
         self._forward_copies = ()  # frees the last graph before a new one is made
@@ -174,8 +206,6 @@ class Applied:
         self._forward_copies = copies
         for slot, index in self._weights:
             self._swap.put(slot, copies[index])
-        for slot, dtype in self._buffers:
-            self._swap.put(slot, slot.get().detach().to(dtype))
 
     def _restore_forward(self) -> None:
         """Puts into the slots what the last forward found there, its copies included."""
@@ -184,8 +214,13 @@ class Applied:
         if self._forward_copies:
             for slot, index in self._weights:
                 self._swap.put(slot, self._forward_copies[index])
-        for slot, low_buffer in self._forward_buffers:
-            self._swap.put(slot, low_buffer)
+
+    def _keep_buffer_dtypes(self) -> None:
+        """Buffers that forward has replaced by a tensor of another dtype: in their own dtype."""
+        for slot, dtype in self._buffers:
+            buffer = slot.owner.get(slot.key)
+            if buffer is not None and buffer.dtype != dtype and buffer.is_floating_point():
+                slot.owner[slot.key] = buffer.to(dtype)
 
     def _make_contexts(self) -> list[Any]:
         contexts: list[Any] = []
@@ -197,12 +232,16 @@ class Applied:
             contexts.append(torch.autocast(self.device.type, dtype=low, cache_enabled=False))
         if self.rounds_fp32_products:
             contexts.append(FastHalf(self.precision.compute, cast=self.cast == "autocast"))
+        if self._op_rules is not None:
+            contexts.append(self._op_rules)  # last: it sees a call before FastHalf does
         return contexts
 
     def _wrap_forwards(self, *, observing: bool) -> list[tuple[Slot, Forward]]:
         """The forwards that are not a module's own: with casts, and with observation if asked."""
         wrapped = []
         for name, module in self.net.named_modules():
+            if is_scripted(module):
+                continue
             is_network = not name
             own_forward = module.forward
             forward = own_forward
@@ -210,7 +249,13 @@ class Applied:
             # A leaf is observed inside its casts, the network around all of them.
             if observing and not is_network and _is_observed(module):
                 forward = observe(forward, module, name, self.observed)
-            forward = self._add_casts(self.module_dtypes[name], module, forward)
+            kept = self.kept_inputs.get(name)
+            dtypes = self.module_dtypes[name]
+            forward = self._add_casts(dtypes, module, forward, kept)
+            if self._op_rules is not None and not is_network:
+                torchs = not self.rounds_fp32_products
+                if needs_no_rules(module, dtypes.inside, products_are_torchs=torchs):
+                    forward = without_rules(forward)
             if is_network and self.cast != "none":
                 forward = self._unrounded.cast_network_output(forward, self.precision.output)
             if is_network and observing:
@@ -220,7 +265,9 @@ class Applied:
                 wrapped.append((Slot(module.__dict__, "forward"), forward))
         return wrapped
 
-    def _add_casts(self, dtypes: ModuleDtype, module: nn.Module, forward: Forward) -> Forward:
+    def _add_casts(
+        self, dtypes: ModuleDtype, module: nn.Module, forward: Forward, kept: KeptInputs | None
+    ) -> Forward:
         """`forward` with the casts that this module needs; itself if it needs none."""
         if self.cast == "none":
             return forward
@@ -230,11 +277,14 @@ class Applied:
         if dtypes.inside != dtypes.around:
             if takes_mixed_dtypes(module) and not dtypes.is_kept:
                 return forward
+            if dtypes.is_kept and self._op_rules is not None:
+                forward = self._op_rules.with_products_in(dtypes.inside, forward)
+            forward = cast_inputs(forward, dtypes.inside, kept)
             unrounded = self._unrounded if dtypes.is_kept else None
-            return cast_inputs_and_outputs(forward, dtypes.inside, dtypes.around, unrounded)
+            return cast_outputs(forward, dtypes.around, unrounded)
 
         if module is self.net or _has_own_parameters(module):
-            return cast_inputs(forward, dtypes.inside)
+            return cast_inputs(forward, dtypes.inside, kept)
         return forward
 
     def _low_weights(self) -> tuple[list[tuple[Slot, int]], LowCopies]:
@@ -244,28 +294,27 @@ class Applied:
         """
         copy_numbers: dict[tuple[Tensor, torch.dtype], int] = {}
         slots: list[tuple[Slot, int]] = []
-        for slot, dtype in self._floating_slots("_parameters"):
+        for slot, dtype in self._low_parameter_slots():
             number = copy_numbers.setdefault((slot.get(), dtype), len(copy_numbers))
             slots.append((slot, number))
         masters = [param for param, _ in copy_numbers]
         dtypes = [dtype for _, dtype in copy_numbers]
         return slots, LowCopies(masters, dtypes)
 
-    def _floating_slots(self, dictionary: str) -> list[tuple[Slot, torch.dtype]]:
-        """Slots of floating tensors that are stored in another dtype than their module runs in.
+    def _low_parameter_slots(self) -> list[tuple[Slot, torch.dtype]]:
+        """Slots of parameters that are stored in another dtype than their module runs in.
 
-        Each comes with the module's dtype. `dictionary` is "_parameters" or "_buffers".
+        Each comes with the module's dtype.
         """
         if self.cast != "copies":
             return []
         slots = []
         for name, module in self.net.named_modules():
-            owner = getattr(module, dictionary)
             inside = self.module_dtypes[name].inside
-            for key, tensor in owner.items():
-                is_floating = tensor is not None and tensor.is_floating_point()
-                if is_floating and tensor.dtype != inside:
-                    slots.append((Slot(owner, key), inside))
+            for key, param in module._parameters.items():
+                is_floating = param is not None and param.is_floating_point()
+                if is_floating and param.dtype != inside:
+                    slots.append((Slot(module._parameters, key), inside))
         return slots
 
 
@@ -288,26 +337,21 @@ def _has_own_parameters(module: nn.Module) -> bool:
 
 
 def _is_observed(module: nn.Module) -> bool:
-    """Whether its dtypes are listed: a leaf, or a module with weights beside its children's."""
+    """Whether its dtypes are listed: a leaf, or a module with tensors beside its children's."""
     is_leaf = not any(True for _ in module.children())
-    return is_leaf or _has_own_parameters(module) or parametrize.is_parametrized(module)
+    has_tensors = _has_own_parameters(module) or parametrize.is_parametrized(module)
+    has_float_buffers = any(b.is_floating_point() for b in module.buffers(recurse=False))
+    return is_leaf or has_tensors or has_float_buffers
 
 
-def _write_back(slot: Slot, low_buffer: Tensor | None) -> None:
-    """Copies what forward wrote into a low buffer into the stored one, element by element.
-
-    Elements that forward did not write stay exact. (Tensor versions would not show it: the kernels
-    of batch norm write statistics without counting.)
-    """
-    stored = slot.get()
-    if low_buffer is None:
-        slot.owner[slot.key] = None
-    elif low_buffer.shape != stored.shape:
-        slot.owner[slot.key] = low_buffer.detach().to(stored.dtype)
-    else:
-        with torch.no_grad():
-            is_unchanged = low_buffer == stored.to(low_buffer.dtype)
-            stored.copy_(torch.where(is_unchanged, stored, low_buffer.to(stored.dtype)))
+def _floating_buffers(net: nn.Module) -> list[tuple[Slot, torch.dtype]]:
+    """The slots of floating buffers, each with the dtype in which it is stored."""
+    slots = []
+    for module in net.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                slots.append((Slot(module._buffers, key), buffer.dtype))
+    return slots
 
 
 def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) -> None:
@@ -318,19 +362,39 @@ def _check_parameters(net: nn.Module, precision: Precision, *, any_dtype: bool) 
                 f"parameter {name!r} has no shape yet: "
                 "run one forward of the network before building the step"
             )
-        if any_dtype or not param.is_floating_point():
+        if any_dtype or not (param.is_floating_point() or param.is_complex()):
             continue
-        if param.dtype != precision.params:
+        expected = complex_dtype(precision.params) if param.is_complex() else precision.params
+        if param.dtype != expected:
             raise ValueError(
-                f"precision {precision.name!r} keeps parameters in {precision.params}, "
+                f"precision {precision.name!r} keeps parameters in {expected}, "
                 f"but {name!r} is {param.dtype}; "
                 "call net.float() before building the optimizer, or choose 'fp16' or 'bf16' to "
                 "train low parameters, 'fp64' for float64 ones"
             )
 
 
-def _convert(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]:
-    """Stores parameters and floating buffers in their module's dtype; names of the parameters.
+def _check_tied_parameters(
+    net: nn.Module, precision: Precision, module_dtypes: dict[str, ModuleDtype]
+) -> None:
+    """Raises a ValueError for a parameter that two modules would store in different dtypes."""
+    first_modules: dict[Tensor, str] = {}
+    for name, module in net.named_modules():
+        for param in module.parameters(recurse=False):
+            first = first_modules.setdefault(param, name)
+            first_dtype = module_dtypes[first].inside
+            dtype = module_dtypes[name].inside
+            if dtype != first_dtype and param.is_floating_point():
+                raise ValueError(
+                    f"precision {precision.name!r} stores a parameter in one dtype, but modules "
+                    f"{first!r} and {name!r} share one, and run in {dtype_name(first_dtype)} and "
+                    f"{dtype_name(dtype)}; name both in keep= or neither, or use 'O2', where each "
+                    "module takes a copy in its own dtype"
+                )
+
+
+def _convert_parameters(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]:
+    """Stores parameters in their module's dtype, and returns the names of those that had another.
 
     In place: the optimizer keeps its references.
     """
@@ -338,11 +402,59 @@ def _convert(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]
     for name, module in net.named_modules():
         dtype = module_dtypes[name].inside
         for param_name, param in module.named_parameters(prefix=name, recurse=False):
-            if param.is_floating_point() and param.dtype != dtype:
-                param.data = param.data.to(dtype)
+            stored_dtype = _stored_dtype(param, dtype)
+            if param.dtype != stored_dtype:
+                param.data = param.data.to(stored_dtype)
                 param.grad = None
                 converted.append(param_name)
-        for key, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[key] = buffer.to(dtype)
     return converted
+
+
+def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter or buffer in a module of this dtype: whole numbers stay as they are.
+
+    A complex tensor is complex128 in float64, complex64 in all others: there is no complex half.
+    """
+    if tensor.is_complex():
+        return complex_dtype(dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _convert_buffers(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> list[str]:
+    """Stores floating buffers in their module's dtype, as `net.half()` does.
+
+    Returns the names of those that this has rounded, except statistics of norm layers, and warns of
+    them. A buffer that modules share stays one: the widest of their dtypes.
+    """
+    slots: dict[Tensor, list[Slot]] = {}
+    dtypes: dict[Tensor, torch.dtype] = {}
+    names: dict[Tensor, str] = {}
+    for name, module in net.named_modules():
+        for buffer_name, buffer in module.named_buffers(prefix=name, recurse=False):
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                continue
+            dtype = _stored_dtype(buffer, module_dtypes[name].inside)
+            key = buffer_name.rpartition(".")[2]
+            slots.setdefault(buffer, []).append(Slot(module._buffers, key))
+            dtypes[buffer] = torch.promote_types(dtype, dtypes.get(buffer, dtype))
+            if not is_norm(module):
+                names[buffer] = buffer_name
+
+    rounded = []
+    for buffer, dtype in dtypes.items():
+        converted = buffer.to(dtype)
+        for slot in slots[buffer]:
+            slot.owner[slot.key] = converted
+        back = converted.to(buffer.dtype)
+        is_exact = torch.allclose(back, buffer, rtol=0, atol=0, equal_nan=True)
+        if buffer in names and not is_exact:
+            rounded.append(names[buffer])
+    if rounded:
+        warnings.warn(
+            f"float buffers lose digits in this precision, which stores them low: "
+            f"{list_some(rounded, 3)}; keep= keeps their modules in float32, "
+            "and O2 keeps all float buffers in float32",
+            Notice,
+            stacklevel=5,
+        )
+    return rounded

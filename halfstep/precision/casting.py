@@ -4,6 +4,7 @@
 and, where the module differs from its surroundings, what goes out.
 """
 
+import inspect
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
+from halfstep.errors import closest_name
 from halfstep.precision.policy import F32, Precision
 from halfstep.utils.text import dtype_name
 
@@ -54,6 +57,8 @@ def plan_dtypes(net: nn.Module, precision: Precision) -> dict[str, ModuleDtype]:
             inside = max(kept_dtypes, key=lambda dtype: torch.finfo(dtype).bits)
         elif is_norm(module) and not in_kept_block:
             inside = precision.norms
+        elif _is_parametrization(module) and precision.cast == "copies" and not in_kept_block:
+            inside = F32  # a weight is computed from the masters, then rounded once
         else:
             inside = around
         planned[name] = ModuleDtype(inside, around, is_kept=bool(kept_dtypes))
@@ -67,6 +72,10 @@ def is_norm(module: nn.Module) -> bool:
     """
     has_norm_name = _NORM_NAME.search(type(module).__name__) is not None
     return has_norm_name and not any(True for _ in module.children())
+
+
+def _is_parametrization(module: nn.Module) -> bool:
+    return isinstance(module, parametrize.ParametrizationList)
 
 
 def takes_mixed_dtypes(module: nn.Module) -> bool:
@@ -100,11 +109,22 @@ def _check_globs(net: nn.Module, precision: Precision) -> None:
 # Casts around forward
 
 
+def complex_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The complex dtype that goes with a floating one: complex128 with float64, else complex64.
+
+    There is no complex half: torch has hardly a kernel for one.
+    """
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with every floating tensor inside it in `dtype`."""
+    """`value` with every floating tensor inside it in `dtype`, complex ones to match in float64."""
     if isinstance(value, Tensor):
-        needs_cast = value.dtype != dtype and value.is_floating_point()
-        return value.to(dtype) if needs_cast else value
+        if value.is_floating_point():
+            return value.to(dtype) if value.dtype != dtype else value
+        if dtype == torch.float64 and value.dtype == torch.complex64:
+            return value.to(torch.complex128)
+        return value
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return tree_map(
@@ -112,8 +132,82 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
+class KeptInputs(NamedTuple):
+    """The arguments of one forward that are not cast."""
+
+    positions: tuple[str, ...]  # names of the arguments by position
+    names: frozenset[str]  # "positions", or "batch.positions" for a key of a dictionary
+
+    def cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+        """The arguments, with floating tensors in `dtype` except those to be kept."""
+        last = len(self.positions) - 1
+        cast_args = []
+        for i, arg in enumerate(args):
+            name = self.positions[min(i, last)] if self.positions else ""
+            cast_args.append(self._cast_argument(name, arg, dtype))
+        cast_kwargs = {name: self._cast_argument(name, arg, dtype) for name, arg in kwargs.items()}
+        return cast_args, cast_kwargs
+
+    def _cast_argument(self, name: str, value: Any, dtype: torch.dtype) -> Any:
+        if name in self.names:
+            return value
+        if not isinstance(value, dict):
+            return cast_floats(value, dtype)
+        return {
+            key: item if f"{name}.{key}" in self.names else cast_floats(item, dtype)
+            for key, item in value.items()
+        }
+
+
+# Masks that torch's attention adds to a product: there they get a low copy that stays finite.
+_ATTENTION_MASKS = frozenset({"attn_mask", "key_padding_mask"})
+
+
+def kept_inputs(net: nn.Module, precision: Precision) -> dict[str, KeptInputs]:
+    """Module name → its inputs that are not cast, for the modules that have some."""
+    kept: dict[str, KeptInputs] = {}
+    unmatched = set(precision.keep_inputs)
+    argument_names: set[str] = set()
+    for module_name, module in net.named_modules():
+        has_masks = isinstance(module, nn.MultiheadAttention)
+        if not precision.keep_inputs and not has_masks:
+            continue
+        parameters = list(inspect.signature(module.forward).parameters.values())
+        names = [parameter.name for parameter in parameters]
+        argument_names.update(names)
+        takes_any_name = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
+
+        here = {
+            name
+            for name in precision.keep_inputs
+            if takes_any_name or name.partition(".")[0] in names
+        }
+        unmatched -= here
+        if has_masks:
+            here |= _ATTENTION_MASKS
+        if here:
+            by_position = [p.name for p in parameters if p.kind != p.KEYWORD_ONLY]
+            kept[module_name] = KeptInputs(tuple(by_position), frozenset(here))
+
+    for name in sorted(unmatched):
+        close = closest_name(name, sorted(argument_names))
+        suggestion = f"; did you mean {close!r}?" if close else ""
+        raise ValueError(
+            f"keep_inputs: {name!r} is no argument of a forward of this network{suggestion}"
+        )
+    return kept
+
+
+def cast_inputs(forward: Forward, dtype: torch.dtype, kept: KeptInputs | None = None) -> Forward:
     """`forward` with its inputs in `dtype`: low weights need low inputs, whatever comes in."""
+    if kept is not None:
+
+        @wraps(forward)
+        def forward_with_kept_inputs(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = kept.cast(args, kwargs, dtype)
+            return forward(*args, **kwargs)
+
+        return forward_with_kept_inputs
 
     @wraps(forward)
     def forward_with_cast_inputs(*args: Any, **kwargs: Any) -> Any:
@@ -125,26 +219,22 @@ def cast_inputs(forward: Forward, dtype: torch.dtype) -> Forward:
     return forward_with_cast_inputs
 
 
-def cast_inputs_and_outputs(
-    forward: Forward,
-    inside: torch.dtype,
-    outside: torch.dtype,
-    unrounded: "UnroundedOutputs | None",
+def cast_outputs(
+    forward: Forward, dtype: torch.dtype, unrounded: "UnroundedOutputs | None"
 ) -> Forward:
-    """A module that runs in another dtype: inputs cast to it, outputs back to the dtype around it.
+    """A module that runs in another dtype, with its outputs in the dtype around it.
 
     With `unrounded`, outputs are remembered as they were before that.
     """
-    forward_inside = cast_inputs(forward, inside)
 
     @wraps(forward)
-    def forward_with_casts(*args: Any, **kwargs: Any) -> Any:
-        out = forward_inside(*args, **kwargs)
+    def forward_with_cast_outputs(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
         if unrounded is None:
-            return cast_floats(out, outside)
-        return unrounded.round(out, outside)
+            return cast_floats(out, dtype)
+        return unrounded.round(out, dtype)
 
-    return forward_with_casts
+    return forward_with_cast_outputs
 
 
 def without_autocast(forward: Forward, device_type: str) -> Forward:

@@ -55,7 +55,10 @@ class _CastMasters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return (None, *widen(grads, ctx.dtypes))
+        # Modes of torch functions are on in backward, for forwards that are repeated there. Here
+        # they have nothing to see, and would cost 2 µs for each look at a gradient.
+        with torch._C.DisableTorchFunction():
+            return (None, *widen(grads, ctx.dtypes))
 
 
 def widen(grads: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:

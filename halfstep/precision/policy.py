@@ -165,6 +165,11 @@ class Precision:
     """Module glob → dtype, for instance {"head*": "fp32"}: those modules run in that dtype."""
     keep_batchnorm_fp32: bool | None = None
     """MindSpore's switch: True keeps norm layers in fp32, False runs them low; None: the table."""
+    keep_inputs: tuple[str, ...] = ()
+    """Names of forward's arguments that are not cast, for instance ("positions",).
+
+    A dictionary's key is named behind its argument: "batch.positions".
+    """
     scale: Any = None
     """Loss scale: "dynamic", "none", a number (fixed) or a DynamicScale / FixedScale.
 
@@ -181,6 +186,7 @@ class Precision:
         self._set("dtype", self._compute_dtype())
         rules = {glob: _parse_dtype(f"keep[{glob!r}]", d) for glob, d in dict(self.keep).items()}
         self._set("keep", tuple(sorted(rules.items())))
+        self._set("keep_inputs", _parse_names("keep_inputs", self.keep_inputs))
 
         # What follows from them, as plain attributes. They are no fields: equality, repr and
         # state_dict see the choices only.
@@ -229,6 +235,8 @@ class Precision:
         chosen_dtype = None
         if self.row.compute is None:
             chosen_dtype = dtype_name(self.dtype)
+        # Checkpoints from before there was keep_inputs do not have it.
+        kept: dict[str, Any] = {"keep_inputs": list(self.keep_inputs)} if self.keep_inputs else {}
         return {
             "name": self.name,
             "keep_batchnorm_fp32": self.keep_batchnorm_fp32,
@@ -237,6 +245,7 @@ class Precision:
             "dtype": chosen_dtype,
             "keep": {glob: dtype_name(dtype) for glob, dtype in self.keep},
             "scale": {"kind": type(self.scale).__name__, **vars(self.scale)},
+            **kept,
         }
 
     def _parse_name(self) -> None:
@@ -372,6 +381,18 @@ def _unknown_word_message(received: str, word: str) -> str:
         f"expected fp16, bf16 or a rounding ({', '.join(ROUNDINGS)}) after the plus, "
         f"as in O2+bf16 or fp16+kahan.{suggestion}"
     )
+
+
+def _parse_names(argument: str, value: Any) -> tuple[str, ...]:
+    """Names in order, each once. A single string is refused: it would be taken letter by letter."""
+    names = () if isinstance(value, str) else tuple(value)
+    is_valid = not isinstance(value, str) and all(isinstance(name, str) for name in names)
+    if not is_valid:
+        raise TypeError(
+            f"{argument}: expected names of forward's arguments, as in ('positions',), "
+            f"received {value!r}"
+        )
+    return tuple(sorted(set(names)))
 
 
 def _parse_dtype(argument: str, value: Any) -> torch.dtype:

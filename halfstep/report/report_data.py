@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from halfstep.utils.text import printable
+
 # The memory of a process is known to about 20 MiB: it also depends on the state of its allocator.
 PROCESS_MEMORY_NOISE = 20 * 2**20  # bytes
 
@@ -132,11 +134,11 @@ def finite_or_none(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def as_text(value: Any) -> str:
-    """The value as text that UTF-8 can hold: JSON may contain half of a surrogate pair."""
+def as_text(value: Any, *, lines: bool = False) -> str:
+    """The value as text that a page can show: JSON may contain half of a surrogate pair."""
     if value is None:
         return ""
-    return str(value).encode("utf-8", "replace").decode()
+    return printable(value, lines=lines)
 
 
 def as_sequence(value: Any) -> Sequence[Any]:
@@ -174,7 +176,7 @@ def _parse_run(run: Mapping[str, Any]) -> Run:
         precision=as_text(run.get("precision")),
         seed=int(finite_or_none(run.get("seed")) or 0),
         failed=run.get("status") == "failed",
-        error=as_text(run.get("error")),
+        error=as_text(run.get("error"), lines=True),
         epochs=tuple(as_numbers(epoch) for epoch in as_sequence(run.get("epochs"))),
         curve=curve,
         skipped_steps=tuple(int(step) for step in skipped_steps if step is not None),

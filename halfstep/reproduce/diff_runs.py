@@ -1,28 +1,26 @@
 """Where two runs part: the first step that differs, by logs, by checkpoints and by replay."""
 
-import json
 import re
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from halfstep import checkpoint
-from halfstep.engine import Callback, Run
+from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
 from halfstep.experiment.builders import Builder, call_builder
+from halfstep.reproduce.recorded import (
+    LOG,
+    RecordedSteps,
+    differing_fields,
+    differing_leaves,
+    read_log,
+)
 from halfstep.reproduce.replay_step import last_checkpoint_until, state_fingerprints, train_until
 from halfstep.utils.text import list_some
 
-LOG = "log.jsonl"
 MAX_NAMES_SHOWN = 8  # fields or tensors in the text of a difference
-
-# Fields of a log's row that no two runs share.
-CLOCK_FIELDS = re.compile(r"time|.*seconds")
 
 # Parts of a checkpoint that decide no step: what was logged where, and the number of epochs.
 IRRELEVANT_STATE = re.compile(r"(writers|loop\.epochs)\b")
@@ -30,9 +28,6 @@ IRRELEVANT_STATE = re.compile(r"(writers|loop\.epochs)\b")
 BY_LOGS = "by the logs"
 BY_CHECKPOINTS = "by the checkpoints"
 BY_REPLAY = "by replay"
-
-# A row of a log by its global step and its kind ("step", "valid", …).
-LogRows = dict[tuple[int, str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,8 @@ class Difference:
     equal_until: int = 0
     """The last step known to be equal."""
     note: str = ""
-    """Which run is longer, where one is: that alone is no difference."""
+    """Which run is longer, where one is: that alone is no difference. By replay: which run has
+    recorded something else than its replay gives."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""
@@ -108,8 +104,8 @@ def _compare_logs(a: Path, b: Path) -> Difference | None:
     """By the rows of both logs without their times. Fingerprints in them see every bit."""
     if not (a / LOG).is_file() or not (b / LOG).is_file():
         return None
-    rows_a = _read_log(a / LOG)
-    rows_b = _read_log(b / LOG)
+    rows_a = read_log(a / LOG)
+    rows_b = read_log(b / LOG)
     steps_a = [step for step, kind in rows_a if kind == "step"]
     steps_b = [step for step, kind in rows_b if kind == "step"]
     note = _note_longer_run((a, b), steps_a, steps_b)
@@ -120,7 +116,7 @@ def _compare_logs(a: Path, b: Path) -> Difference | None:
     for key in shared_keys:
         step, _ = key
         names = changed_fields.setdefault(step, [])
-        names += _differing_fields(rows_a[key], rows_b[key])
+        names += differing_fields(rows_a[key], rows_b[key])
 
     equal_until = 0
     for step, names in changed_fields.items():
@@ -128,33 +124,6 @@ def _compare_logs(a: Path, b: Path) -> Difference | None:
             return Difference(step, BY_LOGS, tuple(names), equal_until, note)
         equal_until = step
     return Difference(None, BY_LOGS, (), equal_until, note)
-
-
-def _differing_fields(row_a: dict[str, Any], row_b: dict[str, Any]) -> list[str]:
-    shared = [name for name in row_a if name in row_b and not CLOCK_FIELDS.fullmatch(name)]
-    return [name for name in shared if row_a[name] != row_b[name]]
-
-
-def _read_log(path: Path) -> LogRows:
-    rows: LogRows = {}
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        row: Any = {}
-        if line.strip():
-            try:
-                row = json.loads(line.decode())
-            except ValueError:
-                if number == len(lines):  # without a line end: it was being written at a kill
-                    break
-                row = None
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"diff: {path}, line {number}: expected a JSON object, got {line[:40]!r}. "
-                "Take that line out to compare the others."
-            )
-        if isinstance(row.get("global_step"), int):
-            rows[row["global_step"], str(row.get("kind"))] = row
-    return rows
 
 
 # By the checkpoints
@@ -176,7 +145,7 @@ def _compare_checkpoints(a: Path, b: Path) -> Difference | None:
             continue
         names = [
             name
-            for name in _differing_leaves("", tree_a, tree_b)
+            for name in differing_leaves("", tree_a, tree_b)
             if not IRRELEVANT_STATE.match(name)
         ]
         if names:
@@ -189,35 +158,6 @@ def _compare_checkpoints(a: Path, b: Path) -> Difference | None:
     return Difference(None, BY_CHECKPOINTS, (), equal_until, note)
 
 
-def _differing_leaves(prefix: str, a: Any, b: Any) -> list[str]:
-    """Names of the leaves of two trees that differ in any bit. `prefix` ends with a dot."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        names = [f"{prefix}{key} (in one only)" for key in sorted(map(str, a.keys() ^ b.keys()))]
-        for key in a:
-            if key in b:
-                names += _differing_leaves(f"{prefix}{key}.", a[key], b[key])
-        return names
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        names = []
-        for i, (item_a, item_b) in enumerate(zip(a, b, strict=True)):
-            names += _differing_leaves(f"{prefix}{i}.", item_a, item_b)
-        return names
-
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same_kind = a.shape == b.shape and a.dtype == b.dtype
-        is_equal = same_kind and torch.equal(_as_bytes(a), _as_bytes(b))
-    elif type(a) is type(b):
-        both_are_nan = a != a and b != b
-        is_equal = a == b or both_are_nan
-    else:
-        is_equal = False
-    return [] if is_equal else [prefix.removesuffix(".")]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 # By replay
 
 
@@ -226,7 +166,9 @@ def _compare_by_replay(
 ) -> Difference:
     """Both runs again from their last equal checkpoint, with fingerprints after every step.
 
-    Up to the first step that the other ways know to differ, else up to the last equal one.
+    Up to the first step that the other ways know to differ, else up to the last equal one. Where a
+    run has recorded another step than its replay gives, the note says so: whatever made the runs
+    differ is then not in what was replayed.
     """
     start = max((d.equal_until for d in differences if d.by == BY_CHECKPOINTS), default=0)
     differing_steps = [d.step for d in differences if d.step is not None]
@@ -235,8 +177,11 @@ def _compare_by_replay(
     else:
         last_step = max(d.equal_until for d in differences)
 
-    steps_a = _replay_fingerprints(folders[0], build[0], start, last_step)
-    steps_b = _replay_fingerprints(folders[1], build[1], start, last_step)
+    replay_a = _replay_run(folders[0], build[0], start, last_step)
+    replay_b = _replay_run(folders[1], build[1], start, last_step)
+    note = _note_unreproduced(replay_a, replay_b, runs_differ=bool(differing_steps))
+    steps_a = replay_a.fingerprints
+    steps_b = replay_b.fingerprints
     equal_until = start
     for step in sorted(steps_a.keys() & steps_b.keys()):
         prints_a = steps_a[step]
@@ -244,33 +189,68 @@ def _compare_by_replay(
         changed = [name for name in prints_a if prints_a[name] != prints_b.get(name)]
         only_in_b = [name for name in prints_b if name not in prints_a]
         if changed or only_in_b:
-            return Difference(step, BY_REPLAY, (*changed, *only_in_b), equal_until)
+            return Difference(step, BY_REPLAY, (*changed, *only_in_b), equal_until, note)
         equal_until = step
-    return Difference(None, BY_REPLAY, (), equal_until)
+    return Difference(None, BY_REPLAY, (), equal_until, note)
 
 
-def _replay_fingerprints(
-    folder: Path, build: Builder, start: int, last_step: int
-) -> dict[int, dict[str, int]]:
-    """Fingerprints of the state after every step from the checkpoint at `start` on."""
-    recorder = _FingerprintRecorder(last_step)
+def _note_unreproduced(*replays: "_ReplayRecorder", runs_differ: bool) -> str:
+    """Which runs have recorded something else than their replay gives; empty if none has."""
+    parts = []
+    for replayed in replays:
+        if replayed.unreproduced_step is not None:
+            names = list_some(replayed.unreproduced_names, MAX_NAMES_SHOWN)
+            parts.append(
+                f"replay does not give what {replayed.recorded.folder} has recorded of step "
+                f"{replayed.unreproduced_step} ({names})"
+            )
+    if not parts:
+        return ""
+    consequence = "what was replayed is not what the run did"
+    if runs_differ:
+        consequence = "the runs differ for another reason than what was replayed"
+    return (
+        f"{'; '.join(parts)}, so {consequence}: other code, data, versions or settings, a device "
+        "that does not repeat itself, or a changed checkpoint"
+    )
+
+
+def _replay_run(folder: Path, build: Builder, start: int, last_step: int) -> "_ReplayRecorder":
+    """The steps from the checkpoint at `start` on, again."""
+    recorder = _ReplayRecorder(RecordedSteps(folder), last_step)
     parts = call_builder(build)
     start_path = last_checkpoint_until(folder, start) if start else None
     train_until(parts, folder, start_path, recorder, last_step)
-    return recorder.fingerprints
+    return recorder
 
 
-class _FingerprintRecorder(Callback):
-    """Records the fingerprints after every step up to the last, then stops the run."""
+class _ReplayRecorder(Callback):
+    """Records the fingerprints after every step up to the last, then stops the run.
 
-    def __init__(self, last_step: int) -> None:
+    Each step is compared with what the run has recorded of it, up to the first that differs.
+    """
+
+    def __init__(self, recorded: RecordedSteps, last_step: int) -> None:
+        self.recorded = recorded
         self.last_step = last_step
         self.fingerprints: dict[int, dict[str, int]] = {}
+        self.unreproduced_step: int | None = None
+        self.unreproduced_names: list[str] = []
 
     def next_stop(self, run: Run) -> int | None:
         return run.position + 1
 
+    def step(self, run: Run, row: Row) -> None:
+        if row.global_step <= self.last_step:
+            self._note_names(row.global_step, self.recorded.differing_from_row(row))
+
     def visit(self, run: Run) -> None:
         self.fingerprints[run.position] = state_fingerprints(run.model)
+        self._note_names(run.position, self.recorded.differing_from_state(run))
         if run.position >= self.last_step:
             run.stop("compared")
+
+    def _note_names(self, step: int, names: list[str]) -> None:
+        if names and self.unreproduced_step in (None, step):
+            self.unreproduced_step = step
+            self.unreproduced_names += names

@@ -13,6 +13,7 @@ from halfstep import checkpoint
 from halfstep.checkpoint.health import read_health
 from halfstep.engine import Callback, Row, Run
 from halfstep.experiment.builders import Builder, RunParts, call_builder
+from halfstep.reproduce.recorded import RecordedSteps
 
 
 @dataclass
@@ -34,6 +35,9 @@ class Replayed:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
+    unreproduced: list[str] = field(default_factory=list)
+    """What the run's own log or checkpoint has recorded of this step with other values: then this
+    is not the step that the run made."""
 
 
 def replay(build: Builder, folder: str | Path, step: int) -> Replayed:
@@ -44,7 +48,7 @@ def replay(build: Builder, folder: str | Path, step: int) -> Replayed:
     folder = Path(folder)
     start = last_checkpoint_until(folder, step - 1)
     origin = "the beginning" if start is None else str(start)
-    recorder = _StepRecorder(Replayed(step, origin))
+    recorder = _StepRecorder(Replayed(step, origin), RecordedSteps(folder))
     train_until(parts, folder, start, recorder, step)
     if recorder.result.row is None:
         raise ValueError(
@@ -123,8 +127,9 @@ def _saved_epochs(path: Path) -> int | None:
 class _StepRecorder(Callback):
     """Records one step with hooks, then stops the run."""
 
-    def __init__(self, result: Replayed) -> None:
+    def __init__(self, result: Replayed, recorded: RecordedSteps) -> None:
         self.result = result
+        self.recorded = recorded
         self._hook_handles: list[Any] = []
 
     def next_stop(self, run: Run) -> int | None:
@@ -138,6 +143,7 @@ class _StepRecorder(Callback):
     def step(self, run: Run, row: Row) -> None:
         if row.global_step == self.result.step:
             self.result.row = row
+            self.result.unreproduced += self.recorded.differing_from_row(row)
             self._remove_hooks()  # an evaluation may come before the visit
 
     def visit(self, run: Run) -> None:
@@ -145,6 +151,7 @@ class _StepRecorder(Callback):
             self._start_recording(run)
         elif run.position >= self.result.step:
             self.result.after = state_fingerprints(run.model)
+            self.result.unreproduced += self.recorded.differing_from_state(run)
             run.stop("replayed")
 
     def end(self, run: Run) -> None:

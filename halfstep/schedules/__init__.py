@@ -12,7 +12,7 @@ from halfstep.schedules.formulas import (
     steps,
     warmup_cosine,
 )
-from halfstep.schedules.resolve import resolve
+from halfstep.schedules.group_schedules import resolve
 from halfstep.schedules.schedule import Schedule, tables
 from halfstep.schedules.torch_schedulers import from_torch
 

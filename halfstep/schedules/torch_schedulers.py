@@ -14,6 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from halfstep.schedules.formulas import per_epoch, sequence
 from halfstep.schedules.schedule import Schedule, check_updates
 
+# Of halfstep's one_cycle, and of torch's OneCycleLR by other names.
+ONE_CYCLE_DEFAULTS = {"rise": 0.3, "div": 25.0, "final_div": 1e4}
+
 
 def from_torch(scheduler: LRScheduler, updates: int, *, every: int = 1) -> list[Schedule]:
     """One table per parameter group: the rates of the next `updates` updates, bit for bit.
@@ -51,9 +54,10 @@ def last_update(scheduler: Any) -> int | None:
 def check_is_table(scheduler: Any) -> None:
     """Raises an error unless this is a scheduler of torch that depends on nothing but its steps."""
     if isinstance(scheduler, ReduceLROnPlateau):
+        code = f"hs.ReduceLROnPlateau('loss', {scheduler.factor:g}, {scheduler.patience})"
         raise ValueError(
             "schedule: ReduceLROnPlateau follows a measured value, so it is no table of rates by "
-            "update; give the callback hs.ReduceLROnPlateau to fit() instead"
+            f"update; give the callback to fit() instead: fit(…, callbacks=[{code}])"
         )
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
@@ -147,9 +151,48 @@ def _check_other_settings(scheduler: LRScheduler, settings_before: list[dict[str
         if changed:
             raise ValueError(
                 f"schedule: {type(scheduler).__name__} changes {', '.join(changed)} besides the "
-                "learning rate, which a table of rates cannot do; build the optimizer anew, and "
-                "the scheduler with cycle_momentum=False or without what changes it"
+                "learning rate, which a table of rates cannot do; build the optimizer anew (the "
+                f"scheduler has changed it), and {_rates_alone(scheduler)}"
             )
+
+
+def _rates_alone(scheduler: LRScheduler) -> str:
+    """What gives the rates of a scheduler that changes other settings too."""
+    parts = getattr(scheduler, "_schedulers", None) or [scheduler]
+    cycling = [part for part in parts if getattr(part, "cycle_momentum", False)]
+    if not cycling:
+        return "the scheduler without what changes it"
+    name = type(cycling[0]).__name__
+    without_momentum = f"build {name}(…, cycle_momentum=False)"
+    formula = _one_cycle_formula(scheduler)
+    if formula is None:
+        return without_momentum
+    return f"give schedule={formula}, or {without_momentum}"
+
+
+def _one_cycle_formula(scheduler: LRScheduler) -> str | None:
+    """The call of hs.schedules.one_cycle that has the rates of a OneCycleLR; None where none has.
+
+    It has two phases, and one rate at the top for all parameter groups.
+    """
+    if not isinstance(scheduler, OneCycleLR) or len(scheduler._schedule_phases) != 2:
+        return None
+    group = scheduler.optimizer.param_groups[0]
+    if any(other["max_lr"] != group["max_lr"] for other in scheduler.optimizer.param_groups):
+        return None
+    settings = {
+        "rise": (scheduler._schedule_phases[0]["end_step"] + 1) / scheduler.total_steps,
+        "div": group["max_lr"] / group["initial_lr"],
+        "final_div": group["initial_lr"] / group["min_lr"],
+    }
+    arguments = [f"{group['max_lr']:.12g}", str(scheduler.total_steps)]
+    for name, default in ONE_CYCLE_DEFAULTS.items():
+        text = f"{settings[name]:.12g}"  # the digits that a division and its inverse leave
+        if float(text) != default:
+            arguments.append(f"{name}={text}")
+    if scheduler._anneal_func_type == "linear":
+        arguments.append("shape='linear'")
+    return f"hs.schedules.one_cycle({', '.join(arguments)})"
 
 
 def _other_settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Accumulate:
         self.accumulates = options.accumulate > 1
         self.scales_loss = applied.precision.loss_scale.is_active
         self.sum_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
+        self.has_complex_params = any(p.is_complex() for p in params)
         self.sens = options.sens
         if isinstance(self.sens, Tensor):
             self.sens = self.sens.to(applied.device)
@@ -167,6 +168,10 @@ class Accumulate:
         for p in trainable:
             p.grad = None
 
+        # All frozen, and the loss depends on parameters of another optimizer: nothing to compute.
+        if not trainable:
+            return [None] * len(self.params)
+
         # Activation checkpointing repeats parts of forward here, and must find its precision.
         seed = self._backward_seed(state.scale, loss, weight)
         with self.applied.for_recompute():
@@ -175,6 +180,9 @@ class Accumulate:
         grads = [p.grad if p.requires_grad else None for p in self.params]
         for p in trainable:
             p.grad = None
+        if self.has_complex_params:
+            # Autograd may leave a conjugate to be computed later, which kernels do not take.
+            grads = [None if grad is None else grad.resolve_conj() for grad in grads]
         return grads
 
     def _backward_seed(self, scale: Tensor, loss: Tensor, weight: Tensor | None) -> Tensor:

@@ -40,8 +40,13 @@ def coalesce(grads: Sequence[Tensor]) -> list[Tensor]:
 
 
 def dense_values(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient."""
-    return [grad._values() if grad.is_sparse else grad for grad in grads]
+    """The memory behind each gradient: a coalesced sparse gradient's values, or the gradient.
+
+    Of a complex gradient both of its parts, as real numbers: torch's kernels that check, clip and
+    unscale know no others.
+    """
+    values = [grad._values() if grad.is_sparse else grad for grad in grads]
+    return [torch.view_as_real(value) if value.is_complex() else value for value in values]
 
 
 def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
@@ -54,6 +59,20 @@ def unscale_(grads: list[Tensor], inverse_scale: Tensor) -> Tensor:
     return overflow
 
 
+def nonfinite_flags(grads: list[Tensor]) -> Tensor:
+    """Whether each gradient has an element that is inf or NaN, in few launches and one pass.
+
+    The largest absolute value says it. A norm does not: that of a finite gradient may be infinite.
+    """
+    # There is no largest value of nothing.
+    grads = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
+    maxima = torch._foreach_norm(grads, float("inf"))
+    dtype = maxima[0].dtype
+    if any(maximum.dtype != dtype for maximum in maxima):
+        maxima = tuple(maximum.double() for maximum in maxima)
+    return ~torch.isfinite(torch.stack(maxima))
+
+
 def average_(grads: list[Tensor], weight: Tensor) -> None:
     """Divides by N, the summed weight of a cycle's micro-batches."""
     # N is 0 for a cycle without terms. Its update does not happen, so any divisor will do.
@@ -63,9 +82,12 @@ def average_(grads: list[Tensor], weight: Tensor) -> None:
 
 def grad_norms(grads: list[Tensor]) -> Tensor:
     """The 2-norm of each gradient as torch's clip_grad_norm_ computes it, all in one dtype."""
-    # A 16-bit sum of squares would overflow. The rest may be fp32: modules that are kept so.
+    # A 16-bit sum of squares would overflow. The rest may be wider: modules that are kept so.
     if any(grad.dtype.itemsize == 2 for grad in grads):
-        norms = torch._foreach_norm(grads, 2, torch.float32)
+        has_fp64 = any(grad.dtype == torch.float64 for grad in grads)
+        sum_dtype = torch.float64 if has_fp64 else torch.float32
+        norms = torch._foreach_norm(grads, 2, sum_dtype)
+        norms = tuple(norm.float() for norm in norms)
     else:
         norms = torch._foreach_norm(grads)
     dtype = norms[0].dtype

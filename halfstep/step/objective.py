@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
+from halfstep.utils.text import dtype_name
 
 Batch = tuple[Any, ...]
 
@@ -57,6 +58,11 @@ class Objective:
         # The loss is torch's or the network's own: it cannot read weights outside their forward.
         self.is_known_loss = loss is None or self.terms.is_known
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The modules and functions that a step calls."""
+        return self.net, self.loss, self.forward, self.count_fn
+
     def __call__(
         self, applied: Applied, batch: Batch, *, weighted: bool
     ) -> tuple[Tensor, Count | None]:
@@ -93,11 +99,8 @@ class Objective:
             if isinstance(count, Tensor):
                 divisor = torch.where(count > 0, count, 1)
             return at_least_fp32(self.terms.sum_loss(*arguments), min_dtype) / divisor, count
-        if self.loss is None:
-            loss = find_loss(out)
-        else:
-            loss = _check_loss(self.loss(*arguments))
-        return at_least_fp32(loss, min_dtype), count
+        loss = find_loss(out) if self.loss is None else self.loss(*arguments)
+        return at_least_fp32(check_loss(loss), min_dtype), count
 
     def count_from_batch(
         self, batch: Batch, count: Count | None, *, weighted: bool
@@ -169,13 +172,37 @@ def find_loss(out: Any) -> Tensor:
     return loss
 
 
-def _check_loss(loss: Any) -> Tensor:
+def outputs_beside_loss(out: Any) -> Any:
+    """What a network that returns its loss returned beside it; None where that is nothing.
+
+    Of a tuple (loss, outputs, …) the second item; of a dict its "outputs", or the dict as it is
+    where it has anything but the loss; an object as it is where it has `.logits`.
+    """
+    if isinstance(out, dict):
+        if out.get("outputs") is not None:
+            return out["outputs"]
+        has_outputs = any(name != "loss" and value is not None for name, value in out.items())
+        return out if has_outputs else None
+    if isinstance(getattr(out, "loss", None), Tensor):
+        return None if getattr(out, "logits", None) is None else out
+    if isinstance(out, (tuple, list)) and len(out) > 1:
+        return out[1]
+    return None
+
+
+def check_loss(loss: Any) -> Tensor:
+    """The loss, if it is a tensor of real numbers."""
     if not isinstance(loss, Tensor):
         detail = " with the loss first" if isinstance(loss, (tuple, list)) else ""
         raise TypeError(
             "loss: expected it to return a tensor, the loss, "
             f"received {type(loss).__name__}{detail}; return the tensor alone, not .item(): "
             "what else is worth knowing goes into metrics="
+        )
+    if loss.is_complex():
+        raise TypeError(
+            f"loss: expected a tensor of real numbers, received {dtype_name(loss.dtype)}, which "
+            "nothing can minimize; return a real number of it, for instance loss.abs() or loss.real"
         )
     return loss
 

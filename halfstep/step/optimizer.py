@@ -10,6 +10,8 @@ Optimizers are of three kinds:
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -55,17 +57,22 @@ class OptimizerGuard:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self.param_count = self._count_params()
+        self._params = list(self._current_params())
         self._switches = self._read_switches()
 
     def check(self) -> None:
-        """Refuses parameters that were added later: no gradient is computed for them."""
-        param_count = self._count_params()
-        if param_count != self.param_count:
+        """Refuses parameters that came later, added or exchanged: they get no gradient."""
+        param_count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if param_count != len(self._params):
             raise ValueError(
-                f"optimizer: expected the {self.param_count} parameters that it had when the step "
+                f"optimizer: expected the {len(self._params)} parameters that it had when the step "
                 f"was built, received {param_count}; "
                 "after add_param_group build a new step (or Model) around it"
+            )
+        if not all(map(is_, self._current_params(), self._params)):
+            raise ValueError(
+                "optimizer: expected the parameters that it had when the step was built, received "
+                "others in their place; build a new step (or Model) around it"
             )
 
     def settings_switched(self) -> bool:
@@ -77,8 +84,8 @@ class OptimizerGuard:
         self._switches = self._read_switches()
         return before != self._switches
 
-    def _count_params(self) -> int:
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+    def _current_params(self) -> Iterator[Tensor]:
+        return chain.from_iterable([group["params"] for group in self.optimizer.param_groups])
 
     def _read_switches(self) -> list[list[bool]]:
         switches = []

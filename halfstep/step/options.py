@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from halfstep.errors import Notice
 from halfstep.precision import Precision
 from halfstep.precision.casting import batch_dependent_modules
+from halfstep.precision.module_support import check_has_values
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import OptimizerKind, named_parameters
 from halfstep.utils.checks import expect
@@ -144,11 +145,46 @@ def find_parameters(net: Any, loss: Any, optimizer: Optimizer) -> tuple[list[str
         )
     names = [name for name, _ in named]
     params = [p for _, p in named]
+    _warn_stale_optimizer(net, named)
     return names, params
+
+
+def _warn_stale_optimizer(net: nn.Module, named: list[tuple[str, Tensor]]) -> None:
+    """Warns where a layer was probably replaced between the optimizer and the step.
+
+    Then the optimizer holds parameters that nobody uses, and the network has some that nobody
+    trains. Either of the two alone is usual: two networks in one optimizer, or a frozen body.
+    """
+    outside = [name for name, _ in named if name.startswith("group")]
+    trained = {id(p) for _, p in named}
+    untrained = [n for n, p in net.named_parameters() if p.requires_grad and id(p) not in trained]
+    if outside and untrained:
+        warnings.warn(
+            f"optimizer: it holds parameters that are not the network's ({list_some(outside, 3)}), "
+            f"and does not hold {list_some(untrained, 3)} of the network; was a layer replaced "
+            "after the optimizer was built? Build it again from net.parameters()",
+            Notice,
+            stacklevel=4,
+        )
+
+
+def unreached_message(names: list[str], params: list[Tensor], step: int) -> str:
+    """What is wrong with a loss that gives no parameter of the optimizer a gradient."""
+    advice = (
+        "is an output detached, a forward under no_grad, or is this the optimizer of another "
+        "network?"
+    )
+    if not any(p.requires_grad for p in params):
+        advice = "all of them are frozen (requires_grad is False)"
+    return (
+        f"step {step}: the loss depends on none of the optimizer's {len(params)} parameters "
+        f"({list_some(names, 3)}): {advice}"
+    )
 
 
 def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
     """The one device of all parameters and buffers."""
+    check_has_values(net)
     devices = {t.device for t in (*params, *net.parameters(), *net.buffers())}
     if len(devices) != 1:
         names = ", ".join(sorted(map(str, devices)))

@@ -1,12 +1,14 @@
 """What happens when gradients will not become finite: a named error, or another precision.
 
 A host that decides about updates knows at once. Where the device decides, the host learns of it
-later, from the counters `halted` and `streak` of StepState: in a loop of your own after 16 updates
-or more (`check_after_update`), in `fit` and `hs.sink` at the next visit (`raise_device_errors`).
+later: in a loop of your own after 16 updates or more, from the counters `halted` and `streak` of
+StepState (`check_after_update`); in `fit` and `hs.sink` at the next visit, from `halted` and from
+what became of each step, so that a streak that is over by then is seen too (`raise_device_errors`).
 """
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -45,6 +47,27 @@ def nonfinite_error(step: "TrainStep", at_step: int) -> NonFiniteError:
     )
 
 
+class StepOutcome(Protocol):
+    """What a step's row says of its update. Inside an open cycle both flags are False."""
+
+    @property
+    def skipped(self) -> bool: ...
+
+    @property
+    def updated(self) -> bool: ...
+
+    @property
+    def scale(self) -> float: ...  # that the step used
+
+
+class SkipStreak(NamedTuple):
+    """Too many skipped updates in a row."""
+
+    at_step: int  # the one whose skip was one too many
+    skips: int  # in a row, up to there
+    scale: float  # after it
+
+
 def check_after_update(step: "TrainStep", result: UpdateResult) -> None:
     """Raises or changes the precision where an update was stopped, or skips go on too long."""
     state = step.state
@@ -53,44 +76,91 @@ def check_after_update(step: "TrainStep", result: UpdateResult) -> None:
     if result.skipped is step.update.true:
         halted_cycle = step.cycles_ended if step.options.nonfinite == "raise" else 0
         skips_in_a_row = int(step.host_reads.read(state.streak))
-        raise_or_fall_back(step, halted_cycle, skips_in_a_row)
+        raise_or_fall_back(step, halted_cycle, _streak_at(step, skips_in_a_row, state.steps))
     elif step.decides_on_device:
         counters = step.device_watch.poll(
-            lambda: torch.stack([state.halted, state.streak]), step.device
+            lambda: torch.stack([state.halted, state.streak, step.update.cycles_ended]), step.device
         )
         if counters is not None:
-            raise_or_fall_back(step, *counters)
+            raise_for_counters(step, *counters)
 
 
-def raise_device_errors(step: "TrainStep") -> None:
-    """Raises, or changes the precision, for what the device has run into: one wait for it."""
+def raise_device_errors(step: "TrainStep", outcomes: Sequence[StepOutcome] = ()) -> None:
+    """Raises, or changes the precision, for what the device has run into: one wait for it.
+
+    `outcomes` are those of the steps since the last visit, which are the newest ones. A streak is
+    noticed also if it ended among them.
+    """
     counters = torch.stack([step.state.halted, step.state.streak])
     halted_cycle, skips_in_a_row = read_to_host(counters)
+    streak = _find_streak(step, outcomes) or step.postponed_streak
+    step.skips_at_visit = skips_in_a_row
+
     # Inside a cycle no precision can change: the fallback waits for the cycle's end.
     falls_back = step.precision.loss_scale.on_skips != "raise"
+    step.postponed_streak = None
     if falls_back and step.state.cycle.micro > 0:
-        skips_in_a_row = 0
-    raise_or_fall_back(step, halted_cycle, skips_in_a_row)
+        step.postponed_streak = streak
+        streak = None
+    raise_or_fall_back(step, halted_cycle, streak)
 
 
-def raise_or_fall_back(step: "TrainStep", halted_cycle: int, skips_in_a_row: int) -> None:
-    """Acts on the counters: the cycle that nonfinite="raise" stopped at (0: none), and skips."""
+def raise_for_counters(
+    step: "TrainStep", halted_cycle: int, skips_in_a_row: int, cycles_ended: int
+) -> None:
+    """Acts on the device's counters: the streak was one too long that many cycles ago."""
+    max_skips = getattr(step.precision.loss_scale, "max_skips", skips_in_a_row)
+    cycle = cycles_ended - max(skips_in_a_row - max_skips, 0)
+    at_step = step.last_steps.get(cycle, step.state.steps)
+    raise_or_fall_back(step, halted_cycle, _streak_at(step, skips_in_a_row, at_step))
+
+
+def raise_or_fall_back(step: "TrainStep", halted_cycle: int, streak: SkipStreak | None) -> None:
+    """Acts on the cycle that nonfinite="raise" stopped at (0: none), else on a streak of skips."""
     if halted_cycle:
         error = nonfinite_error(step, step.last_steps.get(halted_cycle, step.state.steps))
         step.state.halted.zero_()  # the user knows now, and may continue
         step.device_watch = AsyncHostRead(every_calls=POLL_EVERY_UPDATES)
         raise error
-    handle_skip_streak(step, skips_in_a_row)
+    if streak is not None:
+        _handle_streak(step, streak)
 
 
-def handle_skip_streak(step: "TrainStep", skips_in_a_row: int) -> None:
-    """After max_skips skipped updates in a row: raises, or continues in bf16 or fp32."""
+def _streak_at(step: "TrainStep", skips_in_a_row: int, at_step: int) -> SkipStreak | None:
+    """The streak that the counters show, if it is too long."""
     loss_scale = step.precision.loss_scale
-    if not loss_scale.is_active or skips_in_a_row < loss_scale.max_skips:
-        return
+    if loss_scale.is_active and skips_in_a_row >= loss_scale.max_skips:
+        return SkipStreak(at_step, skips_in_a_row, step.state.scale.item())
+    return None
+
+
+def _find_streak(step: "TrainStep", outcomes: Sequence[StepOutcome]) -> SkipStreak | None:
+    """The first skip among the outcomes that was one too many in a row.
+
+    The streak may have begun before them.
+    """
+    loss_scale = step.precision.loss_scale
+    if not loss_scale.is_active:
+        return None
+    in_a_row = step.skips_at_visit
+    first_step = step.state.steps - len(outcomes) + 1
+    for i, outcome in enumerate(outcomes):
+        if outcome.updated:
+            in_a_row = 0
+        if outcome.skipped:
+            in_a_row += 1
+        if outcome.skipped and in_a_row >= loss_scale.max_skips:
+            is_last = i + 1 == len(outcomes)
+            scale = step.state.scale.item() if is_last else outcomes[i + 1].scale
+            return SkipStreak(first_step + i, in_a_row, scale)
+    return None
+
+
+def _handle_streak(step: "TrainStep", streak: SkipStreak) -> None:
+    """After max_skips skipped updates in a row: raises, or continues in bf16 or fp32."""
     message = (
-        f"step {step.state.steps}, scale {step.state.scale.item():g}: "
-        f"{skips_in_a_row} updates in a row overflowed, in {nonfinite_names(step)}"
+        f"step {streak.at_step}, scale {streak.scale:g}: "
+        f"{streak.skips} updates in a row overflowed, in {nonfinite_names(step)}"
     )
     fallback = fallback_precision(step.precision)
     if fallback is None:

@@ -31,6 +31,8 @@ class ForwardPath(Protocol):
     def forward_and_loss(self) -> Callable[..., tuple[Tensor, Count | None]]: ...
 
     def __call__(self, on: bool, why: str = "asked for") -> bool: ...
+    def compiled_shapes(self) -> dict[str, bool]: ...
+    def load_compiled_shapes(self, shapes: dict[str, bool]) -> None: ...
 
 
 class MemoryFormatPath(Protocol):
@@ -101,6 +103,13 @@ class PlainForward:
     def __call__(self, on: bool, why: str = "asked for") -> bool:
         """Stays uncompiled, whatever is asked for."""
         return False
+
+    def compiled_shapes(self) -> dict[str, bool]:
+        """None: nothing is compiled."""
+        return {}
+
+    def load_compiled_shapes(self, shapes: dict[str, bool]) -> None:
+        """Compiles nothing, as before."""
 
 
 class PlainMemoryFormat:

@@ -61,6 +61,23 @@ def _flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1) for t in tensors])
 
 
+def _buffer_slots(roots: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Where each buffer stands: a module's dictionary of buffers, and a name in it.
+
+    A TorchScript module has something like a dictionary, which has no `get` and cannot be iterated.
+    """
+    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    return [(m._buffers, name) for m in modules for name, _ in m._buffers.items()]
+
+
+def _buffer_at(owner: Any, name: str) -> Tensor | None:
+    try:
+        buffer: Tensor | None = owner[name]
+    except KeyError:
+        return None
+    return buffer
+
+
 class Buffers:
     """The buffers of a network and its loss: copied when a cycle begins, restored on a skip.
 
@@ -68,22 +85,31 @@ class Buffers:
     """
 
     def __init__(self, *roots: Any) -> None:
-        modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-        self._slots = [(m._buffers, name) for m in modules for name in m._buffers]
+        self._roots = roots
+        self._slots = _buffer_slots(roots)
+        self._are_outdated = False
         self._tensors_at_copy: list[Tensor | None] = []  # what stood in each slot
 
+    def collect_again(self) -> None:
+        """Looks for buffers anew when the next cycle begins; the open one has its copies."""
+        self._are_outdated = True
+
     def __bool__(self) -> bool:
-        return bool(self._slots)
+        return bool(self._slots) or self._are_outdated
 
     def tensors(self) -> list[Tensor]:
         """The buffers, a shared one once."""
-        unique = {id(b): b for owner, name in self._slots if (b := owner.get(name)) is not None}
+        buffers = [_buffer_at(owner, name) for owner, name in self._slots]
+        unique = {id(buffer): buffer for buffer in buffers if buffer is not None}
         return list(unique.values())
 
     def copy(self, storage: list[Tensor]) -> list[Tensor]:
         """Copies of the buffers, in `storage` if it fits, else in new memory."""
+        if self._are_outdated:
+            self._slots = _buffer_slots(self._roots)
+            self._are_outdated = False
         buffers = self.tensors()
-        self._tensors_at_copy = [owner.get(name) for owner, name in self._slots]
+        self._tensors_at_copy = [_buffer_at(owner, name) for owner, name in self._slots]
         shapes = [(b.shape, b.dtype) for b in buffers]
         if [(s.shape, s.dtype) for s in storage] != shapes:
             return [b.detach().clone() for b in buffers]
@@ -111,4 +137,4 @@ class Buffers:
     def _were_replaced(self) -> bool:
         """Whether a slot holds another tensor now than when it was copied."""
         pairs = zip(self._slots, self._tensors_at_copy, strict=False)  # none before the first copy
-        return any(owner.get(name) is not tensor for (owner, name), tensor in pairs)
+        return any(_buffer_at(owner, name) is not tensor for (owner, name), tensor in pairs)

@@ -1,20 +1,28 @@
 """A step's saved state: everything that decides the next step, as plain dicts, numbers, tensors.
 
-Loading checks first: what does not fit is refused before anything is changed.
+Loading is in two halves: `check_saved_step` refuses what does not fit, before anything is changed;
+`apply_saved_step` loads. Where that fails all the same, load_backup.py takes it back.
 """
 
 import copy
+import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from halfstep.errors import Notice
+from halfstep.precision import Precision
+from halfstep.step.load_backup import StepBackup, undone_on_error
+from halfstep.step.optimizer_schema import check_optimizer_state
 from halfstep.step.overflow import fallback_precision
 from halfstep.step.state import load_state, state_to_dict
+from halfstep.utils.saved_state import SavedValue
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -22,8 +30,7 @@ if TYPE_CHECKING:
 # The keys of a saved step. "beside" holds what lies outside the network's own state_dict.
 SAVED_PARTS = ("net", "beside", "optimizer", "state", "precision")
 
-# Settings that torch's schedulers leave in the groups of an optimizer.
-SCHEDULER_PREFIXES = ("initial_", "max_", "min_", "base_")
+OWNER = "TrainStep.load_state_dict"  # how messages begin, outside fit
 
 
 def step_to_dict(step: "TrainStep") -> dict[str, Any]:
@@ -39,33 +46,57 @@ def step_to_dict(step: "TrainStep") -> dict[str, Any]:
 
 
 def load_step(step: "TrainStep", saved: dict[str, Any]) -> None:
-    """Restores a saved step, bit for bit.
+    """Restores a saved step, bit for bit, or raises and leaves the step as it was.
 
     A change of precision is announced, and the step keeps its own loss scale.
     """
-    # Check everything before anything is loaded.
-    if set(saved) != set(SAVED_PARTS):
-        raise ValueError(
-            f"TrainStep.load_state_dict: expected {', '.join(SAVED_PARTS)}, "
-            f"received {', '.join(saved)}"
-        )
-    _check_same_tensors(step, saved)
-    _check_same_optimizer(step.optimizer, saved["optimizer"]["param_groups"])
+    check_saved_step(step, SavedValue(saved, OWNER))
+    with undone_on_error(StepBackup(step)):
+        apply_saved_step(step, saved)
 
+
+def check_saved_step(step: "TrainStep", saved: SavedValue) -> None:
+    """ValueError for a state that this step could not continue from. Changes nothing.
+
+    The schema is what this step would save now, and for the optimizer what a twin of it would.
+    """
+    # The parts, and the precision that they were saved in.
+    parts = saved.entries()
+    if set(parts) != set(SAVED_PARTS):
+        received = ", ".join(map(str, parts))
+        raise ValueError(f"{saved.where}: expected {', '.join(SAVED_PARTS)}, received {received}")
+    saved_precision = _check_precision(parts["precision"])
+    precision = step.precision
+    fallback = fallback_precision(precision)
+    if fallback is not None and saved_precision == fallback:
+        precision = fallback
+    exact = saved_precision == precision
+
+    _check_same_tensors(step, saved, exact=exact)
+    check_optimizer_state(
+        parts["optimizer"], step.optimizer, state_dtypes=_state_dtypes(step), exact=exact
+    )
+    _check_state(step, parts["state"], exact=exact)
+    _check_can_continue(step, saved, precision)
+
+
+def apply_saved_step(step: "TrainStep", saved: dict[str, Any]) -> None:
+    """Loads a state that was checked. Where the user's own code fails, a ValueError names it."""
     # Skips had gone on too long in the saved run, and it continued in its fallback.
     fallback = fallback_precision(step.precision)
     if fallback is not None and saved["precision"] == fallback.state_dict():
         step.switch(fallback)
-    _check_can_continue(step, saved)
 
-    # Load.
     scale_before = step.state.scale
     growth_before = step.state.growth
-    step.net.load_state_dict(saved["net"])
+    with _named_errors(f"the load_state_dict of {type(step.net).__name__}"):
+        step.net.load_state_dict(saved["net"])
     with torch.no_grad():
         for name, tensor in find_extra_tensors(step).items():
             tensor.copy_(saved["beside"][name])
-    step.load_optimizer_state(copy.deepcopy(saved["optimizer"]))  # torch keeps the given tensors
+    with _named_errors(f"the load_state_dict of {type(step.optimizer).__name__}"):
+        # A copy: torch keeps the given tensors.
+        step.load_optimizer_state(copy.deepcopy(saved["optimizer"]))
     load_state(step.state, saved["state"], step.device)
     step.after_load()
 
@@ -112,83 +143,163 @@ def _clone_tensors(tree: Any) -> Any:
     return tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, dict(tree))
 
 
-def _check_same_tensors(step: "TrainStep", saved: dict[str, Any]) -> None:
-    """Refuses the tensors of another network or another loss."""
+@contextmanager
+def _named_errors(what: str) -> Iterator[None]:
+    """An error of code that is not ours becomes a ValueError that says whose it is."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"{OWNER}: {what} failed: {type(error).__name__}: {error}. Nothing was loaded"
+        ) from error
+
+
+def _check_precision(saved: SavedValue) -> Precision:
+    """The precision that a state was saved in."""
+    entries = saved.entries()
+    saved.field("name").text()
+    saved.field("scale").entries()
+    try:
+        return Precision(**{str(name): entry.value for name, entry in entries.items()})
+    except (TypeError, ValueError, KeyError, AttributeError):
+        saved.refuse("the settings of a precision")
+
+
+def _check_same_tensors(step: "TrainStep", saved: SavedValue, *, exact: bool) -> None:
+    """Refuses the tensors of another network or another loss, and parameters of another dtype."""
     # Hooks may rename a network's tensors while it loads: then names prove nothing.
+    net = saved.field("net")
+    saved_net = net.entries()
     renames = any(module._load_state_dict_pre_hooks for module in step.net.modules())
     if not renames:
-        net_tensors = step.net.state_dict()
-        saved_only = saved["net"] if net_tensors else ()
-        _compare_shapes(net_tensors, saved["net"], [*net_tensors, *saved_only])
+        net_tensors = step.net.state_dict(keep_vars=True)
+        saved_only = saved_net if net_tensors else ()
+        _compare_shapes(saved, net_tensors, net.value, [*net_tensors, *saved_only])
+        _compare_dtypes(net_tensors, saved_net, exact=exact)
     extra_tensors = find_extra_tensors(step)
-    _compare_shapes(extra_tensors, saved["beside"], list(extra_tensors))
+    saved_extra = saved.field("beside").entries()
+    _compare_shapes(saved, extra_tensors, saved.value["beside"], list(extra_tensors))
+    _compare_dtypes(extra_tensors, saved_extra, exact=exact)
 
 
-def _compare_shapes(present: dict[str, Any], saved: dict[str, Any], names: list[str]) -> None:
+def _compare_shapes(
+    saved: SavedValue, present: dict[str, Any], received: dict[str, Any], names: list[str]
+) -> None:
     for name in names:
-        expected = _describe_shape(present.get(name))
-        received = _describe_shape(saved.get(name))
-        if expected != received:
+        expected_shape = _describe_shape(present.get(name, MISSING))
+        received_shape = _describe_shape(received.get(name, MISSING))
+        if expected_shape != received_shape:
             raise ValueError(
-                f"TrainStep.load_state_dict: {name}: expected {expected}, received {received}; "
+                f"{saved.where}: {name}: expected {expected_shape}, received {received_shape}; "
                 "build the network and the loss as they were when it was saved. Nothing was loaded"
             )
 
 
+def _compare_dtypes(present: dict[str, Any], saved: dict[str, SavedValue], *, exact: bool) -> None:
+    """Parameters have their dtype, unless another precision saved them; buffers its kind."""
+    for name, tensor in present.items():
+        if isinstance(tensor, Tensor):
+            same_dtype = exact and isinstance(tensor, nn.Parameter)
+            saved[name].tensor_like(tensor, same_dtype=same_dtype)
+
+
 def _describe_shape(value: Any) -> str:
-    if value is None:
+    if value is MISSING:
         return "no such tensor"
     if isinstance(value, Tensor):
         return f"shape {list(value.shape)}"
     return "a value"
 
 
-def _check_same_optimizer(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
-    """Refuses the state of an optimizer with other groups, or of another kind."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in saved_groups]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"TrainStep.load_state_dict: expected an optimizer with {sizes} parameters in its "
-            f"groups, received {saved_sizes}; build the optimizer as it was when it was saved. "
-            "Nothing was loaded"
-        )
+def _state_dtypes(step: "TrainStep") -> dict[int, torch.dtype]:
+    """By a parameter's position in the optimizer, the dtype of its state: float32 where parameters
+    are updated as float32 copies."""
+    params = [p for group in step.optimizer.param_groups for p in group["params"]]
+    updated_as_fp32 = step.updated_as_fp32
+    return {
+        position: torch.float32 if id(p) in updated_as_fp32 else p.dtype
+        for position, p in enumerate(params)
+    }
 
-    # Another kind of optimizer has settings that this one lacks, and lacks some of this one's.
-    # Another version of the same kind differs in one direction only.
-    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
-        missing = [name for name in optimizer.defaults if name not in saved_group]
-        foreign = [name for name in saved_group if name not in group]
-        foreign = [name for name in foreign if not name.startswith(SCHEDULER_PREFIXES)]
-        if missing and foreign:
+
+def _check_state(step: "TrainStep", saved: SavedValue, *, exact: bool) -> None:
+    """Counters, scale, averages and the open cycle, field by field."""
+    present = step.state
+    entries = _fields_of(saved, present)
+
+    # Counters and the scale.
+    entries["steps"].whole_number()
+    for name in ("updates", "skips", "streak", "growth", "halted"):
+        entries[name].count_tensor(getattr(present, name))
+    entries["bad"].tensor_like(present.bad)
+    scale = float(entries["scale"].tensor_like(present.scale))
+    if not 0 < scale < math.inf:
+        entries["scale"].refuse("a finite scale above 0")
+
+    # Averages and residues.
+    for name, option in (("ema", "ema="), ("residue", "rounding=")):
+        present_tensors: list[Tensor] = getattr(present, name)
+        items = entries[name].items()
+        if len(present_tensors) != len(items):
             raise ValueError(
-                "TrainStep.load_state_dict: expected the state of "
-                f"{type(optimizer).__name__}, received one without {', '.join(missing)} and with "
-                f"{', '.join(foreign)}; build the optimizer that it was saved with. "
-                "Nothing was loaded"
+                f"{saved.where}: expected {len(present_tensors)} tensors of {name}, "
+                f"received {len(items)}; build the step with the {option} it was saved with"
             )
+        for item, tensor in zip(items, present_tensors, strict=True):
+            item.tensor_like(tensor, same_dtype=exact)
+
+    _check_cycle(step, entries["cycle"])
 
 
-def _check_can_continue(step: "TrainStep", saved: dict[str, Any]) -> None:
-    """Refuses an open cycle that could not be continued, and missing averages or residues."""
-    open_micro_batches = saved["state"]["cycle"]["micro"]
-    same_scale = saved["precision"]["scale"] == step.precision.state_dict()["scale"]
+def _check_cycle(step: "TrainStep", saved: SavedValue) -> None:
+    """The open cycle. Of a closed one only the kinds count: nothing reads it."""
+    entries = _fields_of(saved, step.state.cycle)
+    is_open = entries["micro"].whole_number() > 0
+    has_grads = is_open or entries["grads"].value != []
+    grads = entries["grads"].items(len(step.params) if has_grads else 0)
+    for i, grad in enumerate(grads):
+        if grad.value is not None:
+            dtype = step.accumulator.sum_dtypes[i] if is_open else None
+            grad.tensor(dtype, step.params[i].shape)
+    for name in ("weight", "nominal", "loss"):
+        if is_open:
+            entries[name].tensor(torch.float64, ())
+        elif entries[name].value is not None:
+            entries[name].tensor()
+
+    copies = entries["buffers"].items()
+    for item in copies:
+        item.tensor()
+    if is_open and copies:
+        buffers = step.buffers.tensors()
+        for item, buffer in zip(entries["buffers"].items(len(buffers)), buffers, strict=True):
+            item.tensor_like(buffer, same_dtype=False)
+
+
+def _fields_of(saved: SavedValue, present: Any) -> dict[str, SavedValue]:
+    """The entries of a saved dataclass, which are its fields and no others."""
+    names = [f.name for f in fields(present)]
+    entries = saved.entries()
+    if sorted(names) != sorted(map(str, entries)):
+        raise ValueError(
+            f"{saved.where}: expected the fields {', '.join(names)}; "
+            f"received {', '.join(map(str, entries))}"
+        )
+    return entries
+
+
+def _check_can_continue(step: "TrainStep", saved: SavedValue, precision: Precision) -> None:
+    """Refuses an open cycle that could not be continued."""
+    open_micro_batches = saved.value["state"]["cycle"]["micro"]
+    same_scale = saved.value["precision"]["scale"] == precision.state_dict()["scale"]
     if open_micro_batches and not same_scale:
         raise ValueError(
-            "TrainStep.load_state_dict: the saved update cycle is open and its gradients carry "
+            f"{saved.where}: the saved update cycle is open and its gradients carry "
             "another loss scale; call flush() before saving, or load it with the same scale"
         )
     if open_micro_batches and open_micro_batches >= step.options.accumulate:
         raise ValueError(
-            f"TrainStep.load_state_dict: {open_micro_batches} batches of the saved update cycle "
+            f"{saved.where}: {open_micro_batches} batches of the saved update cycle "
             f"are open, expected fewer than accumulate={step.options.accumulate}; "
             "call flush() before saving, or give the accumulate= it had"
         )
-    for field, option in (("ema", "ema="), ("residue", "rounding=")):
-        expected = len(getattr(step.state, field))
-        received = len(saved["state"][field])
-        if expected != received:
-            raise ValueError(
-                f"TrainStep.load_state_dict: expected {expected} tensors of {field}, "
-                f"received {received}; build the step with the {option} it was saved with"
-            )

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from halfstep.precision.casting import ObservedDtypes
+from halfstep.utils.text import list_some
 
 if TYPE_CHECKING:
     from halfstep.step.train_step import TrainStep
@@ -64,6 +65,17 @@ def report_step(step: "TrainStep") -> Report:
     if step.applied.converted_names:
         count = len(step.applied.converted_names)
         choices["converted"] = f"{count} parameters to {precision.params}, in place"
+    if step.applied.rounded_buffers:
+        names = list_some(step.applied.rounded_buffers, 3)
+        choices["rounded buffers"] = f"{names}: stored in {precision.params}, as net.half() does"
+    if precision.keep_inputs:
+        choices["kept inputs"] = f"{', '.join(precision.keep_inputs)}: not cast"
+    if step.applied.widened_modules:
+        names = list_some(step.applied.widened_modules, 3)
+        choices["float32 outputs"] = (
+            f"{names}: float buffers and kept inputs stay float32, and so does what is computed "
+            "elementwise from them; cast it in forward, as in x + table.to(x.dtype), to stay low"
+        )
     if step.notices:
         choices["notices"] = "; ".join(step.notices)
     choices = {name: choice.replace("torch.", "") for name, choice in choices.items()}

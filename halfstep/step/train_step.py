@@ -5,14 +5,16 @@ stand in files of their own and read like the formula: accumulate.py (one micro-
 (the end of a cycle). This file wires them together.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Applied, Precision
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
@@ -21,6 +23,7 @@ from halfstep.step.accumulate import Accumulate
 from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fingerprint import combine, fingerprints
+from halfstep.step.network_guard import NetworkGuard
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.optimizer import (
     LearningRates,
@@ -36,12 +39,14 @@ from halfstep.step.options import (
     check_switch,
     find_device,
     find_parameters,
+    unreached_message,
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import HostReads, Record, StepState, UpdateResult
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
+from halfstep.step.step_copy import deep_copy_step, refuse_copy
 from halfstep.step.step_report import Report, report_step
 from halfstep.step.update import Update
 from halfstep.utils.device_values import AsyncHostRead
@@ -93,12 +98,15 @@ class TrainStep:
         # Host reads, buffers to roll back, learning rates.
         self.host_reads = HostReads()
         self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+        self.skips_at_visit = 0  # in a row, when the host last looked in
+        self.postponed_streak: overflow.SkipStreak | None = None
         self.buffers = Buffers(net, loss)
         self._classify_optimizer(lr_table=self.options.lr)
         self._params_with_state: set[int] = set()  # moved by a committed update
         self._optimizer_guard = OptimizerGuard(optimizer)
-        self._requested_nonfinite = self.options.nonfinite
+        self.requested_nonfinite = self.options.nonfinite
         self._holds_averages = False
+        self._unreached_is_known = False  # a loss that reached no parameter was announced
         self._ema_buffers: list[Tensor] = []
 
         # Paths: compiled or not, channels-last or not.
@@ -117,6 +125,8 @@ class TrainStep:
 
         # Precision and state.
         self._set_precision(precision)
+        self._network_guard = NetworkGuard(net, loss, self.params)
+        self._network_guard.passed(self.applied)
         scale_state = self.precision.loss_scale.start(self.device)
         self.state = StepState.start(self.device, scale_state, len(self.params))
         if self.options.ema is not None:
@@ -137,7 +147,12 @@ class TrainStep:
         self._check_usable()
         with set_backend_flags(self.precision, self.device, **self._backend_flags):
             batch = self.channels_last.convert_batch(to_device(batch, self.device))
-            loss = self.accumulator(self.state, batch)
+            try:
+                loss = self.accumulator(self.state, batch)
+            except Exception as error:
+                self._explain_new_layers(error)
+                raise
+            self._check_after_forward()
             self.state.steps += 1
             if self.state.cycle.micro < self.options.accumulate:
                 record = self.record_open_cycle(loss)
@@ -159,9 +174,11 @@ class TrainStep:
 
         For decide="device", where steps do not wait.
         """
-        halted_cycle = int(self.host_reads.read(self.state.halted))
-        skips_in_a_row = int(self.host_reads.read(self.state.streak))
-        overflow.raise_or_fall_back(self, halted_cycle, skips_in_a_row)
+        counters = (self.state.halted, self.state.streak, self.update.cycles_ended)
+        halted_cycle, skips_in_a_row, cycles_ended = (
+            int(self.host_reads.read(counter)) for counter in counters
+        )
+        overflow.raise_for_counters(self, halted_cycle, skips_in_a_row, cycles_ended)
 
     def evaluator(self) -> EvalStep:
         """The evaluation counterpart, sharing this step's precision and low copies."""
@@ -171,7 +188,7 @@ class TrainStep:
             precision=self.precision,
             forward=self.options.forward,
             count=self.options.count,
-            _applied=lambda: self.applied,
+            _applied=self.follow_network,
             _benchmark=self.options.measures_algorithms,
         )
 
@@ -228,6 +245,23 @@ class TrainStep:
         self._check_usable()
         load_step(self, saved)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TrainStep":
+        """A step over copies of network, loss and optimizer, which trains on by itself."""
+        self._check_usable()
+        return deep_copy_step(self, memo)
+
+    def __copy__(self) -> NoReturn:
+        """Two steps over one network and one optimizer would undo each other's work."""
+        refuse_copy("a TrainStep", "copied without its network", "copy.deepcopy(step) copies both")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A step holds functions and entries of its network, which no pickle holds."""
+        refuse_copy(
+            "a TrainStep",
+            "pickled",
+            "save step.state_dict(), build the step anew and load that with load_state_dict",
+        )
+
     # What a new precision, table of rates or saved state changes in the parts of the step.
 
     def _classify_optimizer(self, *, lr_table: Any) -> None:
@@ -249,7 +283,7 @@ class TrainStep:
         self.precision = precision
         default_nonfinite: NonFinite = "skip" if precision.loss_scale.is_active else "raise"
         self.options = replace(
-            self.options, nonfinite=self._requested_nonfinite or default_nonfinite
+            self.options, nonfinite=self.requested_nonfinite or default_nonfinite
         )
         self._backend_flags = self.options.backend_flags
         check_optimizer_precision(self.optimizer, precision, self.device)
@@ -263,6 +297,7 @@ class TrainStep:
         if self.optimizer.state and params_changed:
             self.load_optimizer_state(self.optimizer.state_dict())
 
+        self._forward_was_checked = False
         self.accumulator = Accumulate(
             objective=self.objective,
             forward_path=self.compiled,
@@ -304,11 +339,55 @@ class TrainStep:
             self.optimizer.load_state_dict(saved)
         self.channels_last.match_optimizer_state(self.optimizer)
 
+    @property
+    def updated_as_fp32(self) -> set[int]:
+        """The ids of the low parameters that are updated as float32 copies, with such state."""
+        if self._fp32_update is None:
+            return set()
+        return {id(p) for p in self._fp32_update.params}
+
     def after_load(self) -> None:
         """Forgets what was known of the state before a load."""
         self._params_with_state.clear()
         self.channels_last.match_step_state(self.state, self.optimizer, self.params)
         self.device_watch = AsyncHostRead(every_calls=overflow.POLL_EVERY_UPDATES)
+        self.skips_at_visit = int(self.state.streak.item())
+        self.postponed_streak = None
+
+    # Changes of the network between two steps, and inside a forward.
+
+    def check_network(self) -> None:
+        """Follows a change of the network, or refuses it where the optimizer cannot follow."""
+        self._optimizer_guard.check()
+        guard = self._network_guard
+        if guard.is_current(self.applied):
+            return
+        guard.check()
+        self.names = guard.current_names(self.names)
+        guard.passed(self.follow_network())
+
+    def follow_network(self) -> Applied:
+        """The network under the precision, planned anew if the network is not what it was."""
+        if not self.applied.layout.is_current():
+            self.buffers.collect_again()
+            self._set_precision(self.precision)
+        return self.applied
+
+    def _check_after_forward(self) -> None:
+        """Refuses layers that forward has made: after the first one, and when some were added."""
+        if self._forward_was_checked and not self.applied.layout.has_other_count():
+            return
+        self._network_guard.check(after_forward=True)
+        self._forward_was_checked = True
+
+    def _explain_new_layers(self, error: Exception) -> None:
+        """A layer that is new inside forward has no casts: says so, and not which dtypes met."""
+        if self.applied.layout.is_current():
+            return
+        try:
+            self._network_guard.check(after_forward=True)
+        except ValueError as refusal:
+            raise refusal from error
 
     # The end of a batch and of a cycle. Captured steps use these too.
 
@@ -347,6 +426,8 @@ class TrainStep:
         """The update that ends a cycle, decided by the device where it can, and its record."""
         state = self.state
         grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
+        if not grad_indices:
+            self._check_reach()
         can_decide = self.decides_on_device
         if can_decide and self.has_optimizer_state(state.cycle.grads, grad_indices):
             result = self._update_on_device(state, grad_indices)
@@ -356,8 +437,29 @@ class TrainStep:
                 self._params_with_state.update(grad_indices)
         self.count_cycle()
         state.cycle.close()
-        overflow.check_after_update(self, result)
-        return self.record_update(loss, result)
+        record = self.record_update(loss, result)
+        try:
+            overflow.check_after_update(self, result)
+        except NonFiniteError as error:
+            error.record = self._with_fingerprint(record)  # the step is over, and has one
+            raise
+        return record
+
+    def _check_reach(self) -> None:
+        """Of a loss that gave no parameter a gradient: an error at first, later a Notice, once."""
+        weight = self.state.cycle.weight
+        has_terms = weight is None or self.host_reads.read(weight) > 0
+        if not has_terms or self._unreached_is_known:
+            return
+        self._unreached_is_known = True
+        message = unreached_message(self.names, self.params, self.state.steps)
+        is_frozen = not any(p.requires_grad for p in self.params)
+        if is_frozen or self.host_reads.read(self.state.updates) > 0:
+            warnings.warn(f"{message}; nothing is updated", Notice, stacklevel=4)
+            return
+        self._unreached_is_known = False
+        self.state.cycle.close()
+        raise ValueError(message)
 
     def count_cycle(self) -> None:
         """Notes that one more cycle has ended, and at which step."""
@@ -403,4 +505,4 @@ class TrainStep:
                 "step: inside averaged() the network holds averages, to evaluate; "
                 "leave the block first"
             )
-        self._optimizer_guard.check()
+        self.check_network()

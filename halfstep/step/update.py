@@ -27,10 +27,11 @@ class UnscaledGrads(NamedTuple):
 
     indices: list[int]  # the parameter that each gradient belongs to
     tensors: list[Tensor]
-    values: list[Tensor]  # the memory of `tensors`: other tensors where these are sparse
+    values: list[Tensor]  # their memory: other tensors where these are sparse or complex
     overflow: Tensor  # 1.0 if an element is inf or NaN, else 0.0
     norms: Tensor  # of each gradient
     total_norm: Tensor
+    nonfinite: Tensor | None  # of each gradient, whether an element is; None if not asked for
 
 
 class Update:
@@ -88,9 +89,15 @@ class Update:
         scale_used = state.scale.clone() if self.scales_loss else state.scale
         self.cycles_ended += 1
 
-        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip.
-        drop = not grad_indices or self._read_has_no_terms(state.cycle, grads.total_norm)
-        skipped = not drop and self.host_reads.read(grads.overflow) != 0
+        # Decide. A cycle without terms is dropped and not counted: neither an update nor a skip. So
+        # are one whose loss reached no parameter, whose loss is recorded as it is, and every cycle
+        # after nonfinite="raise" has halted the device, until the host has raised.
+        is_empty = self._read_has_no_terms(state.cycle, grads.total_norm)
+        drop = is_empty or not grad_indices
+        overflowed = False
+        if not drop:
+            overflowed, drop = self._read_overflow_and_halt(state, grads.overflow)
+        skipped = overflowed and not drop
         updated = not (skipped or drop)
 
         # Clip and commit, or roll back. The optimizer gets the rate of the update to come in any
@@ -122,7 +129,7 @@ class Update:
 
         return UpdateResult(
             lr=self.commit.learning_rates.current(),
-            cycle_loss=self._cycle_loss(state.cycle, self.true if drop else None),
+            cycle_loss=self._cycle_loss(state.cycle, self.true if is_empty else None),
             grad_norm=grads.total_norm,
             scale=scale_used,
             skipped=self.true if skipped else self.false,
@@ -145,7 +152,7 @@ class Update:
                 return self.fused_update(state, grad_indices, record_target)
 
         # Unscale, average, check.
-        grads = self._unscale_and_check(state, grad_indices, reads_are_free=False)
+        grads = self._unscale_and_check(state, grad_indices, reads_are_free=False, checks_each=True)
         scale_used = state.scale.clone()
         self.cycles_ended += 1
 
@@ -166,14 +173,14 @@ class Update:
         self._clip(grads)
         self.commit.step_unless(roll_back, state, self._optimizer_grads(grads))
 
-        # Count, and note which parameters overflowed: by norm, which costs no pass more, but also
-        # names a gradient that is finite and so large that its norm is not.
+        # Count, and note which parameters overflowed: by element, as on_host does.
         state.updates += updated
         state.skips += skipped
         streak = (state.streak + 1) * overflow
         state.streak.copy_(torch.where(drop, state.streak, streak))
-        nonfinite = self._for_all_params(~torch.isfinite(grads.norms), grad_indices)
-        state.bad.copy_(torch.where(skipped, nonfinite, state.bad))
+        if grads.nonfinite is not None:
+            nonfinite = self._for_all_params(grads.nonfinite, grad_indices)
+            state.bad.copy_(torch.where(skipped, nonfinite, state.bad))
         if self.options.nonfinite == "raise":
             state.halted.copy_(torch.where(skipped, self.cycles_ended, state.halted))
 
@@ -194,19 +201,31 @@ class Update:
         )
 
     def _unscale_and_check(
-        self, state: StepState, grad_indices: list[int], *, reads_are_free: bool
+        self,
+        state: StepState,
+        grad_indices: list[int],
+        *,
+        reads_are_free: bool,
+        checks_each: bool = False,
     ) -> UnscaledGrads:
         """g = G · 1/scale / N, its norm, and whether an element is inf or NaN. Before clipping.
 
-        `reads_are_free`: a look at a value waits for nothing, as on a CPU.
+        `reads_are_free`: a look at a value waits for nothing, as on a CPU. `checks_each`: the
+        result says of each gradient whether it is finite, where that can matter.
         """
         cycle = state.cycle
         tensors = self._fp32_grads(cycle, grad_indices)
         values = gradients.dense_values(tensors)
 
+        nonfinite = None
+        if checks_each and values and self.options.nonfinite != "ignore":
+            nonfinite = gradients.nonfinite_flags(values)
+
         # Unscale. The kernel checks in the same pass; times 1, it only checks.
         overflow = None
-        if self.scales_loss:
+        if nonfinite is not None and not self.scales_loss:
+            overflow = nonfinite.any().float()
+        elif self.scales_loss:
             overflow = gradients.unscale_(values, inverse_scale(state.scale))
         elif self.options.nonfinite != "ignore" and not reads_are_free:
             overflow = gradients.unscale_(values, self.one)
@@ -236,7 +255,15 @@ class Update:
             if not math.isfinite(total_norm.item()):
                 overflow = gradients.unscale_(values, self.one)
 
-        return UnscaledGrads(grad_indices, tensors, values, overflow, norms, total_norm)
+        return UnscaledGrads(
+            indices=grad_indices,
+            tensors=tensors,
+            values=values,
+            overflow=overflow,
+            norms=norms,
+            total_norm=total_norm,
+            nonfinite=nonfinite,
+        )
 
     def _fp32_grads(self, cycle: Cycle, grad_indices: list[int]) -> list[Tensor]:
         """The cycle's gradients in float32 or wider, so that editing them rounds nothing away.
@@ -293,6 +320,14 @@ class Update:
             return False
         empty = self._has_no_terms(cycle, total_norm)
         return empty is not None and self.host_reads.read(empty) != 0
+
+    def _read_overflow_and_halt(self, state: StepState, overflow: Tensor) -> tuple[bool, bool]:
+        """Whether a gradient is not finite, and whether the device has halted: one read of both."""
+        if self.options.nonfinite != "raise":
+            return self.host_reads.read(overflow) != 0, False
+        flags = torch.stack([overflow, state.halted.to(overflow.dtype)])
+        overflow_flag, halted_cycle = self.host_reads.read_all(flags)
+        return overflow_flag != 0, halted_cycle != 0
 
     def _cycle_loss(self, cycle: Cycle, empty: Tensor | None) -> Tensor:
         """The loss of the whole cycle: the weighted mean of its micro-batches, 0 without terms."""

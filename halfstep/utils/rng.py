@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.utils.saved_state import SavedValue
+
 
 def save() -> dict[str, Any]:
     """All states, as tensors, numbers and strings that a checkpoint can hold."""
@@ -56,6 +58,18 @@ def set_host_states(states: dict[str, Any], *, numpy: bool = True) -> None:
     torch.set_rng_state(states["torch"])
 
 
+def equal_host_states(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether nothing was drawn between two calls of `host_states`."""
+    words_a = a["numpy"][1]
+    words_b = b["numpy"][1]
+    return (
+        torch.equal(a["torch"], b["torch"])
+        and a["python"] == b["python"]
+        and a["numpy"][2:] == b["numpy"][2:]
+        and np.array_equal(words_a, words_b)
+    )
+
+
 def pack_host_states(states: dict[str, Any]) -> dict[str, Any]:
     """`host_states()` as tensors, numbers and strings in lists."""
     version, words, gauss = states["python"]
@@ -95,3 +109,53 @@ def _cuda_states() -> list[Tensor]:
 def _set_cuda_states(states: list[Tensor]) -> None:
     for device, state in enumerate(states[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, device)
+
+
+# Checks of saved states, on generators of their own: the process's are not touched.
+
+
+def check(saved: SavedValue) -> None:
+    """ValueError unless `load` could set these states."""
+    check_host_states(saved)
+    for state in saved.field("cuda").items():
+        state.tensor(torch.uint8)
+
+
+def check_host_states(saved: SavedValue) -> None:
+    """ValueError unless these are the packed states of the three host generators."""
+    check_generator_state(saved.field("torch"))
+
+    python = saved.field("python")
+    version, words, gauss = python.items(3)
+    version.whole_number()
+    words.tensor(torch.int64)
+    if gauss.value is not None:
+        gauss.number()
+    numpy = saved.field("numpy")
+    algorithm, keys, position, has_gauss, cached_gauss = numpy.items(5)
+    algorithm.text()
+    keys.tensor(torch.int64)
+    position.whole_number(maximum=624)  # words of a Mersenne twister
+    has_gauss.whole_number(maximum=1)
+    cached_gauss.number()
+
+    # What is left is for the libraries to say.
+    packed = {"python": python.value, "numpy": numpy.value, "torch": None}
+    try:
+        states = unpack_host_states(packed)
+        random.Random().setstate(states["python"])
+    except (TypeError, ValueError, OverflowError):
+        python.refuse("a state of Python's random numbers")
+    try:
+        np.random.RandomState().set_state(states["numpy"])
+    except (TypeError, ValueError, OverflowError):
+        numpy.refuse("a state of numpy's random numbers")
+
+
+def check_generator_state(saved: SavedValue) -> None:
+    """ValueError unless it is the state of one of torch's generators on the host."""
+    state = saved.tensor(torch.uint8)
+    try:
+        torch.Generator().set_state(state)
+    except (RuntimeError, TypeError):
+        saved.refuse("a state of torch's random numbers")

@@ -1,6 +1,13 @@
 """Pieces of messages that many places need."""
 
+import unicodedata
 from collections.abc import Sequence
+
+# What a terminal acts on or hides: control characters, marks of direction and other formats, lone
+# surrogates, separators of lines and paragraphs.
+UNPRINTABLE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# Formats that only shape the letters beside them, in Persian, in Hindi, in emoji.
+HARMLESS_FORMATS = "\u200b\u200c\u200d"
 
 
 def list_some(names: Sequence[str], limit: int) -> str:
@@ -27,3 +34,28 @@ def first_line(error: BaseException) -> str:
         if line.strip():
             return line.strip()
     return type(error).__name__
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """The text for a terminal or a message: what is not printed is escaped as Python writes it.
+
+    Names of files, classes and tensors may hold sequences that a terminal obeys. With `lines`,
+    ends of lines and tabs stay, for messages of several lines.
+
+    >>> printable("cat\\x1b[2J")
+    'cat\\\\x1b[2J'
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(_printable_character(character, lines=lines) for character in text)
+
+
+def _printable_character(character: str, *, lines: bool) -> str:
+    if character.isprintable() or character in HARMLESS_FORMATS:
+        return character
+    if lines and character in "\n\t":
+        return character
+    if unicodedata.category(character) not in UNPRINTABLE_CATEGORIES:
+        return character  # kinds of spaces, letters newer than this Python
+    return character.encode("unicode_escape").decode("ascii")

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from halfstep.cli import main
@@ -39,3 +40,16 @@ class CommandLine:
         with pytest.raises(SystemExit) as exit_info:
             main()
         return exit_info.value.code or 0, "".join(self.capsys.readouterr())
+
+
+def every_command() -> list[str]:
+    """The commands of the application as they are typed: "train", "data check", …"""
+    names = []
+    root = get_command(app)
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        inner_names = getattr(command, "commands", None)
+        if inner_names is None:
+            names.append(name)
+        else:
+            names += [f"{name} {inner_name}" for inner_name in inner_names]
+    return names

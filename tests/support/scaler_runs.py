@@ -101,7 +101,7 @@ def fill_grads(net: nn.Module, value: float = math.nan) -> None:
         p.grad = torch.full_like(p, value)
 
 
-def skip_once(scaler: GradScaler, net: nn.Module, optimizer: Optimizer) -> None:
+def skip_once(scaler: TorchScaler, net: nn.Module, optimizer: Optimizer) -> None:
     scaler.scale(torch.ones(()))
     fill_grads(net)
     scaler.step(optimizer)

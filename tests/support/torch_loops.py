@@ -156,20 +156,19 @@ class TorchLoop:
             else:
                 self.leaves.append(param.detach().to(low).requires_grad_())
 
-        statistics: dict[str, Tensor] = {}
-        if self.spec.low_norms:
-            statistics = {name: _cast(b, low) for name, b in self.net.named_buffers()}
-
-        replaced = {**dict(zip(params, self.leaves, strict=True)), **statistics}
+        # Statistics are float32. Beside them torch's kernel takes float32 weights.
+        replaced = {
+            name: leaf.float() if self._is_in_norm(name) else leaf
+            for name, leaf in zip(params, self.leaves, strict=True)
+        }
         out: Tensor = functional_call(self.net, replaced, (_cast(x, low),))
-        with torch.no_grad():
-            for name, statistic in statistics.items():
-                self.net.get_buffer(name).copy_(statistic)
         return out
 
+    def _is_in_norm(self, name: str) -> bool:
+        return isinstance(self.net.get_submodule(name.rpartition(".")[0]), nn.BatchNorm2d)
+
     def _stays_wide(self, name: str) -> bool:
-        module = self.net.get_submodule(name.rpartition(".")[0])
-        return isinstance(module, nn.BatchNorm2d) and not self.spec.low_norms
+        return self._is_in_norm(name) and not self.spec.low_norms
 
     def add_wide_grads(self) -> None:
         """Adds the half gradients of backward to the float32 sums."""

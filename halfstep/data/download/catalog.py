@@ -41,13 +41,13 @@ class Checksum:
 
 
 def _new_hasher(algorithm: str) -> Any:
-    # md5 is good enough here: it tells a damaged file from a good one and guards no secret.
+    # md5 tells a damaged file from a good one, and no more: it is taken over https only.
     return hashlib.new(algorithm, usedforsecurity=False)
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """One file to download: its mirrors in the order to try, and its publisher's checksum."""
+    """One file to download: its mirrors in the order to try, and its checksum."""
 
     file: str
     urls: tuple[str, ...]
@@ -107,12 +107,12 @@ IDX_FILES = (
 )
 
 
-def _idx_sources(md5s: tuple[str, ...], *mirrors: str) -> tuple[PublishedFile, ...]:
+def _idx_sources(sha256s: tuple[str, ...], *mirrors: str) -> tuple[PublishedFile, ...]:
     sources = []
-    for name, md5 in zip(IDX_FILES, md5s, strict=True):
+    for name, sha256 in zip(IDX_FILES, sha256s, strict=True):
         file = f"{name}.gz"
         urls = tuple(mirror + file for mirror in mirrors)
-        sources.append(PublishedFile(file, urls, Checksum("md5", md5)))
+        sources.append(PublishedFile(file, urls, Checksum("sha256", sha256)))
     return tuple(sources)
 
 
@@ -127,10 +127,10 @@ _MNIST = CatalogEntry(
     files=IDX_FILES,
     sources=_idx_sources(
         (
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "d53e105ee54ea40749a09fcbcd1e9432",
-            "9fb629c4189551a2d022fa330f9573f3",
-            "ec29112dd5afa0611ce80d1b7f02629c",
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
         ),
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -152,11 +152,12 @@ _FASHION = CatalogEntry(
     files=IDX_FILES,
     sources=_idx_sources(
         (
-            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "25c81989df183df01b3e8a0aad5dffbe",
-            "bef4ecab320f06d8554ea6380940ec79",
-            "bb300cfdad3c16e7a12a480ee83cd310",
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
         ),
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
     ),
     contents=_sha256s(
@@ -198,7 +199,7 @@ _CIFAR10 = CatalogEntry(
         PublishedFile(
             "cifar-10-binary.tar.gz",
             (f"{_TORONTO}cifar-10-binary.tar.gz",),
-            Checksum("md5", "c32a1d4ab5d03f1284b67883e8d87530"),
+            Checksum("sha256", "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
         ),
     ),
     classes=(
@@ -237,7 +238,7 @@ _CIFAR100 = CatalogEntry(
         PublishedFile(
             "cifar-100-binary.tar.gz",
             (f"{_TORONTO}cifar-100-binary.tar.gz",),
-            Checksum("md5", "03b5dce01913d631647c71ecec9e9cb8"),
+            Checksum("sha256", "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
         ),
     ),
     classes=tuple(_CIFAR100_CLASSES.split()),

@@ -17,8 +17,11 @@ from urllib.parse import urlsplit
 
 from halfstep.data.download.catalog import Checksum
 from halfstep.utils.atomic_files import atomic_file
+from halfstep.utils.text import printable
 
 CHUNK_BYTES = 1 << 16
+PROVING_ALGORITHM = "sha256"  # nobody can make another file of the same sha256
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,21 @@ def fetch_file(
     If none does, an OSError lists the failure of each. A file that is already there is replaced in
     one step, and only by a complete one. `timeout_s` is the longest silence, not the longest
     download. A progress bar is drawn on a terminal unless `progress` is False.
+
+    Over http anybody on the way can change the file, and md5 does not show it: such an address
+    needs a sha256. Addresses of this machine need none.
     """
     mirrors = [urls] if isinstance(urls, str) else list(urls)
-    _check_urls(mirrors)
+    _check_urls(mirrors, checksum)
+    proves_content = checksum is not None and checksum.algorithm == PROVING_ALGORITHM
     target = Path(target)
     failures = []
     for url in mirrors:
         try:
-            with _open_url(url, timeout_s) as response, _write_target(target) as file:
+            with (
+                _open_url(url, timeout_s, allow_downgrade=proves_content) as response,
+                _write_target(target) as file,
+            ):
                 size, sha256 = _save_response(
                     response,
                     file,
@@ -79,12 +89,24 @@ def fetch_file(
     )
 
 
-def _check_urls(urls: list[str]) -> None:
+def _check_urls(urls: list[str], checksum: Checksum | None) -> None:
     if not urls:
         raise ValueError("expected at least one address to download from, got none")
     for url in urls:
         if not (isinstance(url, str) and _is_web_address(url)):
             raise ValueError(f"expected an address like https://host/file, got {url!r}")
+        if checksum is not None and checksum.algorithm != PROVING_ALGORITHM and is_open(url):
+            raise ValueError(
+                f"expected https, or a sha256, got {url} with an {checksum.algorithm}: over http "
+                "anybody on the way can change a file and keep its md5. Write https://, or "
+                "#sha256=… after the address."
+            )
+
+
+def is_open(url: str) -> bool:
+    """Whether anybody on the way can change what the address delivers: http to other machines."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and parts.hostname not in LOCAL_HOSTS
 
 
 def _is_web_address(url: str) -> bool:
@@ -93,7 +115,13 @@ def _is_web_address(url: str) -> bool:
 
 
 class _WebRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirects stay on http and https: urllib itself would also follow one to ftp."""
+    """Redirects stay on http and https: urllib itself would also follow one to ftp.
+
+    From https they stay on https, unless the file has a sha256 (`allow_downgrade`).
+    """
+
+    def __init__(self, *, allow_downgrade: bool) -> None:
+        self.allow_downgrade = allow_downgrade
 
     def redirect_request(
         self,
@@ -107,16 +135,20 @@ class _WebRedirects(urllib.request.HTTPRedirectHandler):
         if urlsplit(newurl).scheme not in ("http", "https"):
             fp.close()
             raise MirrorError(f"redirected to {newurl}, expected an http or https address")
+        was_private = urlsplit(req.full_url).scheme == "https"
+        if was_private and is_open(newurl) and not self.allow_downgrade:
+            fp.close()
+            raise MirrorError(f"redirected from https to {newurl}, expected https or a sha256")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
 @contextmanager
-def _open_url(url: str, timeout_s: float) -> Iterator[HTTPResponse]:
+def _open_url(url: str, timeout_s: float, *, allow_downgrade: bool) -> Iterator[HTTPResponse]:
     # identity: the bytes as they were published, which checksums and lengths are about.
     headers = {"Accept-Encoding": "identity", "User-Agent": "halfstep"}
     request = urllib.request.Request(url, headers=headers)
     with _as_mirror_errors(timeout_s):
-        opener = urllib.request.build_opener(_WebRedirects)
+        opener = urllib.request.build_opener(_WebRedirects(allow_downgrade=allow_downgrade))
         response = opener.open(request, timeout=timeout_s)
     with response:
         yield response
@@ -211,7 +243,7 @@ def _progress_bar(
         console=Console(stderr=True),
     )
     with bar:
-        task = bar.add_task(escape(title), total=total)
+        task = bar.add_task(escape(printable(title)), total=total)
         yield lambda size: bar.update(task, completed=size)
 
 

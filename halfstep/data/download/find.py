@@ -19,7 +19,7 @@ from urllib.request import url2pathname
 
 from halfstep.data.download.archive import unpack
 from halfstep.data.download.catalog import CATALOG, CatalogEntry, Checksum, catalog_entry
-from halfstep.data.download.fetch import fetch_file
+from halfstep.data.download.fetch import fetch_file, is_open
 from halfstep.errors import Notice
 
 DEBIAN = Path("/usr/share/datasets")  # where Debian's packages put data sets
@@ -218,6 +218,12 @@ def _find_remote(entry: CatalogEntry, url: str, progress: bool | None) -> Datase
     is_archive = bool(parts.query or ARCHIVE_SUFFIX.search(parts.path))
     pin = _parse_pin(url, is_archive=is_archive)
     address = parts._replace(fragment="").geturl()
+    if pin is None and is_open(address):
+        message = (
+            f"{address} is fetched over http, where anybody on the way can change it. "
+            "Write https://, or pin an archive: #sha256=… after its address"
+        )
+        warnings.warn(message, Notice, stacklevel=2)
     folder = require_cache() / "urls" / hashlib.sha256(url.encode()).hexdigest()
     if not is_archive:
         return _fetch_folder(entry, address, folder, progress)

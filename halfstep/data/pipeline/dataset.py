@@ -12,6 +12,7 @@ from halfstep.data import hashing
 from halfstep.data.pipeline.collate import Batch
 from halfstep.data.pipeline.iterate import Pass, PassPosition, Workers, WorkerSettings
 from halfstep.data.pipeline.maps import SelectMap, as_list, build_maps, is_transform
+from halfstep.data.pipeline.own_generators import find_generators
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.position import Position, load_position
 from halfstep.data.pipeline.residency import (
@@ -295,6 +296,17 @@ class Dataset:
         """
         self._next_position = load_position(self.plan, state)
         self._newest_pass = None
+
+    def resume_limits(self) -> list[str]:
+        """What a resumed run cannot repeat with this data, in words."""
+        paths = find_generators(self.plan.user_code())
+        return [
+            f"{path} is a random generator that code of yours keeps. What it draws while batches "
+            "are fetched depends on all that it drew before, so a resumed run, or one with other "
+            "workers, draws other numbers. Draw from torch, numpy.random or random instead: they "
+            "are seeded for each batch."
+            for path in paths
+        ]
 
     def __repr__(self) -> str:
         return f"Dataset({'; '.join(self.plan.describe())}; {self.placement})"

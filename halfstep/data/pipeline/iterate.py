@@ -85,6 +85,9 @@ class Workers:
             persistent_workers=True,
             pin_memory=pin_memory,
             collate_fn=_return_unchanged,
+            # torch draws a base seed for the workers from here. Nothing depends on it, as user code
+            # is seeded for each item; drawn from the process's generator, it would move dropout.
+            generator=torch.Generator(),
         )
 
     def available(self) -> "Workers":

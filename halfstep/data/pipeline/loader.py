@@ -7,13 +7,30 @@ import warnings
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
+from halfstep.data.pipeline.loader_limits import (
+    OWN_GENERATOR_ADVICE,
+    describe_changes,
+    known_limits,
+    watch_draws,
+    what_to_watch,
+)
+from halfstep.data.pipeline.loader_states import (
+    DRAWS_LATER,
+    load_own_states,
+    load_random_states,
+    match_workers,
+    save_own_states,
+    save_random_states,
+    set_epoch,
+)
 from halfstep.data.pipeline.stream import copy_to_device
-from halfstep.errors import Notice
+from halfstep.errors import CheckpointError, Notice
 from halfstep.utils import rng
 
 VERSION = 1
@@ -28,6 +45,11 @@ class _LoaderPass:
     step: int = 0
     start_states: dict[str, Any] = field(default_factory=dict)
     is_over: bool = False  # the loader has said that there are no more batches
+
+    @property
+    def draws_later(self) -> bool:
+        """Whether the order was seen to depend on draws from the process's generators meanwhile."""
+        return bool(self.start_states.get(DRAWS_LATER))
 
 
 class Loader:
@@ -50,6 +72,8 @@ class Loader:
         self.epoch = 0
         self.step = 0
         self._device: torch.device | None = None
+        self._watched = ""  # "order": a sampler's draws, "batches": all draws of a fetch
+        self._announced_draws = False
         self._newest_pass = _LoaderPass(0, is_over=True)
         self._loaded_state: dict[str, Any] | None = None
 
@@ -78,26 +102,59 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         return _PassIterator(self)
 
-    def state_dict(self) -> dict[str, Any]:
+    def resume_limits(self) -> list[str]:
+        """What a resumed run cannot repeat with these batches, in words.
+
+        From now on a pass also notices when its order is drawn while it goes on.
+        """
+        self._watched = what_to_watch(self.batches)
+        return known_limits(self.batches)
+
+    def save_generators(self) -> dict[str, Any]:
+        """The states of the random generators that the loader, its sampler or data set keeps."""
+        return save_own_states(self.batches)
+
+    def load_generators(self, states: dict[str, Any]) -> None:
+        """Sets what `save_generators` returned."""
+        load_own_states(self.batches, states)
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Where the newest pass stands, and what is needed to go on there.
 
-        That is the loader's own state, the random states that the pass began with, and, between
-        passes, the present ones.
+        That is the loader's own state, the random states that the pass began with, and the present
+        ones: all of them between passes, those of generators of the loader's own within one.
+        `step`: how many of the delivered batches count, where the last ones do not.
         """
         if self._loaded_state:
             return dict(self._loaded_state)
         newest = self._newest_pass
+        if step is None:
+            step = self.step
         own_state = None
-        if hasattr(self.batches, "state_dict") and (self.step or newest.is_over):
-            own_state = self.batches.state_dict()
+        present_states = {}
+        generators = {}
+        if step == self.step:
+            if hasattr(self.batches, "state_dict") and (step or newest.is_over):
+                own_state = self.batches.state_dict()
+            if step:
+                generators = save_own_states(self.batches)
+            else:
+                present_states = save_random_states(self.batches)
+        elif not newest.start_states:
+            raise CheckpointError(
+                f"{type(self.batches).__name__} has delivered {self.step} batches of this pass, "
+                f"of which {step} were trained on, and its own state cannot go back. Resume from "
+                "an older checkpoint."
+            )
         return {
             "version": VERSION,
             "epoch": self.epoch,
-            "step": self.step,
+            "step": step,
             "own": own_state,
             "began": dict(newest.start_states),
             "began_epoch": newest.epoch,
-            "now": {} if self.step else _save_random_states(self.batches),
+            "now": present_states,
+            **({"generators": generators} if generators else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -116,7 +173,8 @@ class Loader:
         self.step = state["step"]
         self._newest_pass = _LoaderPass(self.epoch, is_over=True)
         if not state["step"] and state["now"]:
-            _load_random_states(self.batches, state["now"])
+            load_random_states(self.batches, state["now"])
+            match_workers(self.batches, state["now"])
         if state["step"] and state["own"] is None:
             warnings.warn(
                 f"{type(self.batches).__name__} cannot seek: its first {state['step']} batches are "
@@ -126,6 +184,8 @@ class Loader:
                 Notice,
                 stacklevel=2,
             )
+        for change in describe_changes(self.batches, state):
+            warnings.warn(change, Notice, stacklevel=2)
 
     # For the iterator of a pass
 
@@ -139,16 +199,20 @@ class Loader:
             self.step = 0
         new_pass = _LoaderPass(self.epoch, self.step)
         self._newest_pass = new_pass
-        _set_epoch(self.batches, new_pass.epoch)
+        set_epoch(self.batches, new_pass.epoch)
 
         if state and state["own"] is not None:
             self.batches.load_state_dict(state["own"])  # type: ignore[attr-defined]
         elif state and state["began"] and state["began_epoch"] == new_pass.epoch:
-            new_pass.start_states = state["began"]
-            return new_pass, self._replay(new_pass)
+            new_pass.start_states = dict(state["began"])
+            match_workers(self.batches, new_pass.start_states)
+            batches = self._replay(new_pass)
+            # Whatever else draws from the loader's own generators has drawn since.
+            load_own_states(self.batches, state.get("generators", {}))
+            return new_pass, batches
         else:
-            new_pass.start_states = _save_random_states(self.batches)
-        return new_pass, self._on_device(iter(self.batches))
+            new_pass.start_states = save_random_states(self.batches)
+        return new_pass, self._on_device(self._batches_of(new_pass))
 
     def _retry_batch(self, failed_pass: _LoaderPass) -> Iterator[Any]:
         """The batches from the failed one on, by a replay."""
@@ -178,8 +242,8 @@ class Loader:
         step = of_pass.step
         end = object()
         with rng.preserved_states(cuda=False):
-            _load_random_states(self.batches, of_pass.start_states)
-            batches = iter(self.batches)
+            load_random_states(self.batches, of_pass.start_states)
+            batches = self._batches_of(of_pass)
             for count in range(step):
                 if next(batches, end) is end:
                     raise ValueError(
@@ -190,6 +254,34 @@ class Loader:
             # Samplers draw with the first batch, so it has to be fetched with these states.
             first_batch = [] if step else list(islice(batches, 1))
         return self._on_device(chain(first_batch, batches))
+
+    def _batches_of(self, of_pass: _LoaderPass) -> Iterator[Any]:
+        """A new iterator over the loader, watched where `resume_limits` says so."""
+        batches = iter(self.batches)
+        if not self._watched:
+            return batches
+        watch = partial(watch_draws, on_draw=partial(self._announce_draw, of_pass))
+        sampled = getattr(batches, "_sampler_iter", None)  # torch's name, of its iterators
+        if self._watched == "order" and sampled is not None:
+            # Workers have been sent their first batches already.
+            batches._sampler_iter = watch(sampled, skip=batches._num_workers == 0)  # type: ignore[attr-defined]
+            return batches
+        return watch(batches, skip=True)
+
+    def _announce_draw(self, in_pass: _LoaderPass) -> None:
+        if in_pass.draws_later:
+            return
+        in_pass.start_states[DRAWS_LATER] = True
+        if not self._announced_draws:
+            self._announced_draws = True
+            warnings.warn(
+                f"the batches of {type(self.batches).__name__} draw from the random generators of "
+                "the process while a pass goes on, in turns with the training. A run that is "
+                "resumed in the middle of a pass cannot repeat that, and may see other samples. "
+                f"{OWN_GENERATOR_ADVICE}",
+                Notice,
+                stacklevel=2,
+            )
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         return copy_to_device(batches, self._device) if self._device else batches
@@ -224,53 +316,3 @@ class _PassIterator:
         finally:
             self.loader._record_progress(current_pass)
         return batch
-
-
-# What decides the order of a DataLoader: generators attached to it, and those of the process
-
-
-def _save_random_states(batches: Any) -> dict[str, Any]:
-    """The states of all generators, as tensors, numbers and strings."""
-    states = rng.pack_host_states(rng.host_states())
-    for name, generator in _attached_generators(batches).items():
-        states[name] = generator.get_state()
-    return states
-
-
-def _load_random_states(batches: Any, states: dict[str, Any]) -> None:
-    """Sets the states; a generator that the saved loader did not have is left alone."""
-    rng.set_host_states(rng.unpack_host_states(states))
-    for name, generator in _attached_generators(batches).items():
-        if name in states:
-            generator.set_state(states[name])
-
-
-def _attached_generators(batches: Any) -> dict[str, torch.Generator]:
-    """By the part of the loader; one of two parts is set twice, to the same state."""
-    generators = {}
-    for name, part in _loader_parts(batches).items():
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generators[name] = generator
-    return generators
-
-
-def _set_epoch(batches: Any, epoch: int) -> None:
-    """Calls `set_epoch` of each part that has it, such as torch's DistributedSampler."""
-    updated_ids: set[int] = set()
-    for part in _loader_parts(batches).values():
-        if callable(getattr(part, "set_epoch", None)) and id(part) not in updated_ids:
-            part.set_epoch(epoch)
-            updated_ids.add(id(part))
-
-
-def _loader_parts(batches: Any) -> dict[str, Any]:
-    """The parts of a DataLoader that may decide its order. The names are keys of saved states."""
-    batch_sampler = getattr(batches, "batch_sampler", None)
-    return {
-        "loader": batches,
-        "sampler": getattr(batches, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "inner_sampler": getattr(batch_sampler, "sampler", None),
-        "dataset": getattr(batches, "dataset", None),
-    }

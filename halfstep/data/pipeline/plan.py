@@ -8,12 +8,20 @@ It knows no position; see position.py.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_or_raise
-from halfstep.data.pipeline.maps import FunctionMap, Map, SelectMap, TransformMap, join_chains
+from halfstep.data.pipeline.maps import (
+    FunctionMap,
+    Map,
+    SelectMap,
+    TransformMap,
+    describe_callable,
+    join_chains,
+)
 from halfstep.data.pipeline.seeding import seeded_generators
 from halfstep.data.pipeline.source import ColumnSource, Source, only_sample
 from halfstep.data.pipeline.stages import BufferShuffle, Shard, Stage
@@ -102,6 +110,16 @@ class Plan:
         """Whether a fetch runs no code of the user's."""
         calls_function = any(isinstance(operation, FunctionMap) for operation in self.maps)
         return isinstance(self.source, ColumnSource) and not calls_function
+
+    def user_code(self) -> dict[str, Any]:
+        """The user's objects that a fetch calls, by name: the data set, and each function."""
+        objects: dict[str, Any] = {}
+        if not isinstance(self.source, ColumnSource):
+            objects["the data set"] = getattr(self.source, "dataset", self.source)
+        for operation in self.maps:
+            if isinstance(operation, FunctionMap):
+                objects[f"map({describe_callable(operation.function)})"] = operation.function
+        return objects
 
     @property
     def has_random_transforms(self) -> bool:

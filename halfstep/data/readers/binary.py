@@ -11,6 +11,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TypeAlias
 
+from halfstep.utils.text import printable
+
 FETCH_AGAIN = "Fetch the file again or name another one."
 PACKED_CHUNK = 1 << 16  # bytes; unpacked fivefold, as images are, they still fit a core's cache
 READ_CHUNK = 16 * PACKED_CHUNK  # bytes of content read at once
@@ -47,7 +49,7 @@ def open_binary(path: Path) -> Iterator[BufferedReader]:
         reason = error.strerror or str(error)
         raise OSError(
             error.errno or 0,
-            f"{path}: expected a file that can be read, found: {reason}. {FETCH_AGAIN}",
+            f"{printable(path)}: expected a file that can be read, found: {reason}. {FETCH_AGAIN}",
         ) from error
 
 
@@ -55,7 +57,7 @@ def damaged_file_error(
     path: Path, expected: str, actual: str, *, at: str, advice: str = FETCH_AGAIN
 ) -> ValueError:
     """An error with the file, the position, what was expected there, what was found, and advice."""
-    return ValueError(f"{path}: expected {expected} at {at}, found {actual}. {advice}")
+    return ValueError(f"{printable(path)}: expected {expected} at {at}, found {actual}. {advice}")
 
 
 def guess_file_kind(head: bytes) -> str | None:

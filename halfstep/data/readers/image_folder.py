@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from halfstep.data.readers.binary import describe_head, open_binary
-from halfstep.utils.checks import one_of
+from halfstep.utils.checks import one_of, whole_number
+from halfstep.utils.text import printable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,6 +26,9 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".
 # (EPS).
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM", "TIFF")
 MODES = ("RGB", "L")
+# Decoding takes 8 bytes per pixel, WebP 16: 270 MB, or 540 MB, for the largest image.
+MAX_PIXELS = 1 << 25  # 8192 × 4096
+STRIP_PIXELS = 1 << 20  # converted at once: a whole converted copy would take as much again
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -32,11 +36,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     Images stand upright by their EXIF tag. `classes` are the sub-folders by name, and a label is an
     index into them; `files` are sorted by path within each class. Alpha is dropped, 16-bit gray
-    keeps its high byte, and of an animation the first frame counts.
+    keeps its high byte, and of an animation the first frame counts. An image of more than
+    `max_pixels` is refused before it is decoded: a small file can hold a very large one.
     """
 
-    def __init__(self, root: str | Path, *, mode: Literal["RGB", "L"] = "RGB") -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        mode: Literal["RGB", "L"] = "RGB",
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
         one_of("mode", mode, MODES)
+        self.max_pixels = whole_number("max_pixels", max_pixels, minimum=1)
         if find_spec("PIL") is None:
             raise ImportError(
                 "expected Pillow, which decodes images, found it not installed. "
@@ -56,7 +68,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return read_image(Path(self.files[index]), self.mode), self.labels[index]
+        path = Path(self.files[index])
+        return read_image(path, self.mode, self.max_pixels), self.labels[index]
 
 
 def _list_classes(root: Path) -> list[str]:
@@ -79,7 +92,8 @@ def _list_images(folder: Path) -> list[str]:
     if not paths:
         kinds = " ".join(suffix[1:] for suffix in SUFFIXES)
         raise ValueError(
-            f"{folder}: expected images ({kinds}), found none. Remove the folder or fill it."
+            f"{printable(folder)}: expected images ({kinds}), found none. "
+            "Remove the folder or fill it."
         )
     return paths
 
@@ -94,15 +108,15 @@ def _walk_images(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[str]:
         if entry.is_dir():
             if Path(entry.path).resolve() in ancestors:
                 raise ValueError(
-                    f"{entry.path}: expected images, found a link to a folder it is in. "
+                    f"{printable(entry.path)}: expected images, found a link to a folder it is in. "
                     "Remove the link."
                 )
             yield from _walk_images(Path(entry.path), ancestors)
         elif entry.name.lower().endswith(SUFFIXES):
             if not entry.is_file():
                 raise ValueError(
-                    f"{entry.path}: expected an image file, found a broken link or a device. "
-                    "Remove it."
+                    f"{printable(entry.path)}: expected an image file, "
+                    "found a broken link or a device. Remove it."
                 )
             yield entry.path
 
@@ -113,15 +127,18 @@ def _list_entries(folder: Path) -> list["os.DirEntry[str]"]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def read_image(path: Path, mode: str) -> Tensor:
+def read_image(path: Path, mode: str, max_pixels: int = MAX_PIXELS) -> Tensor:
     """The pixels of an image file, as ImageFolder gives them."""
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
 
     with open_binary(path) as file:
         try:
-            return torch.from_numpy(_decode(file, mode))
+            return torch.from_numpy(_decode(file, mode, max_pixels))
         except MemoryError:
             raise
+        except ImageTooLarge as error:
+            advice = "Shrink the image, or pass ImageFolder(…, max_pixels=…) if it is meant to be."
+            raise _image_error(path, str(error), advice) from error
         except (DecompressionBombError, DecompressionBombWarning) as error:
             advice = (
                 "Shrink the image, or raise PIL.Image.MAX_IMAGE_PIXELS "
@@ -134,12 +151,21 @@ def read_image(path: Path, mode: str) -> Tensor:
             raise _image_error(path, actual, "Replace the file or remove it.") from error
 
 
-def _decode(file: BufferedReader, mode: str) -> ByteArray:
+class ImageTooLarge(ValueError):
+    """An image of more pixels than its reader decodes."""
+
+
+def _decode(file: BufferedReader, mode: str, max_pixels: int) -> ByteArray:
     from PIL import Image, ImageOps
 
     with Image.open(file, formats=FORMATS) as image:
-        # Pillow itself only warns, up to twice its limit.
+        # Only the head of the file has been read so far.
         pixel_count = image.width * image.height
+        if pixel_count > max_pixels:
+            raise ImageTooLarge(
+                f"{image.width:,} × {image.height:,} pixels, over max_pixels={max_pixels:,}"
+            )
+        # Pillow itself only warns, up to twice its limit.
         limit = Image.MAX_IMAGE_PIXELS
         if limit is not None and pixel_count > limit:
             raise Image.DecompressionBombError(
@@ -163,16 +189,24 @@ def _convert(image: "Image", mode: str) -> ByteArray:
         )
     # Alpha is dropped anyway, and Pillow would warn about that of a palette.
     image.info.pop("transparency", None)
-    if image.mode != mode:
-        image = image.convert(mode)
-    array = np.array(image)  # a copy: Pillow's own memory is read-only
-    return array.reshape(*array.shape[:2], -1)
+    image.load()
+    pixels = np.empty((image.height, image.width, len(mode)), np.uint8)  # "RGB" has three letters
+    strip_height = max(1, STRIP_PIXELS // image.width)
+    for top in range(0, image.height, strip_height):
+        bottom = min(top + strip_height, image.height)
+        strip = image
+        if bottom - top < image.height:
+            strip = image.crop((0, top, image.width, bottom))
+        if strip.mode != mode:
+            strip = strip.convert(mode)
+        pixels[top:bottom] = np.asarray(strip).reshape(bottom - top, image.width, len(mode))
+    return pixels
 
 
 def _take_high_byte(image: "Image", mode: str) -> ByteArray:
     """16-bit gray by its high byte, as Pillow reads 16-bit colour; its `convert` clips at 255."""
     gray = (np.asarray(image) >> 8).astype(np.uint8)
-    return np.repeat(gray[..., None], len(mode), axis=2)  # "RGB" has three letters, "L" one
+    return np.repeat(gray[..., None], len(mode), axis=2)
 
 
 def _explain_decode_error(file: BufferedReader, error: Exception) -> str:
@@ -188,4 +222,7 @@ def _explain_decode_error(file: BufferedReader, error: Exception) -> str:
 
 
 def _image_error(path: Path, actual: str, advice: str) -> ValueError:
-    return ValueError(f"{path}: expected an image that Pillow can decode, found {actual}. {advice}")
+    return ValueError(
+        f"{printable(path)}: expected an image that Pillow can decode, "
+        f"found {printable(actual)}. {advice}"
+    )

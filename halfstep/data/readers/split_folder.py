@@ -12,6 +12,7 @@ from halfstep.data import Dataset, ImageFolder
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.readers.idx import read_split
 from halfstep.errors import closest_name
+from halfstep.utils.text import printable
 
 READABLE_FOLDERS = (
     "train/ and test/ (or val/) with one folder of images per class, "
@@ -57,7 +58,7 @@ class SplitFolder:
             return None
         return (
             f"{self.root}: expected the same classes in {train} and {test}, "
-            f"found {', '.join(unmatched)} in one only"
+            f"found {', '.join(map(printable, unmatched))} in one only"
         )
 
 

@@ -75,7 +75,9 @@ class ModelCaptures:
             program.polish()
         return runner
 
-    def eval_runner(self, eval_step: Any, metrics: Metrics, labels: Labels) -> EvalRunner | None:
+    def eval_runner(
+        self, eval_step: Any, metrics: Metrics, labels: Labels | None
+    ) -> EvalRunner | None:
         """The evaluation of a step by these metrics."""
         if not self._runs_graphs or not isinstance(eval_step, EvalStep):
             return None

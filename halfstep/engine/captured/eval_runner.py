@@ -18,9 +18,7 @@ from halfstep.cuda_graphs.capture import CapturedGraph, GraphCache, rng_generati
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     addresses,
-    module_attributes,
     module_guards,
-    restore_attributes,
 )
 from halfstep.data import Dataset
 from halfstep.engine.captured.inputs import (
@@ -32,13 +30,13 @@ from halfstep.engine.captured.inputs import (
 )
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import HostThrottle
-from halfstep.engine.captured.uncapturable import locate_error
-from halfstep.engine.evaluate import Labels, final_scores
+from halfstep.engine.captured.uncapturable import locate_error, unrepeatable_reason
+from halfstep.engine.evaluate import Labels, final_scores, metric_arguments
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
-from halfstep.metrics.counters import logits_of
 from halfstep.step import EvalStep
+from halfstep.utils.python_state import PythonState
 
 
 class CapturedForward:
@@ -107,21 +105,28 @@ class CapturedForward:
         self.record_buffer.next_row.add_(1)
 
     def _capture(self, kind: Hashable, body: Callable[[], Any]) -> CapturedGraph | None:
-        attributes = module_attributes(self.net)
+        python_state = PythonState(self.net)
+        reason = ""
+        captured = None
         try:
             with self._container_tensors.during_capture():
-                return self.graphs.capture(kind, body)
+                captured = self.graphs.capture(kind, body)
         except Exception as error:
-            restore_attributes(attributes)
-            self.graphs.clear()
-            self.graphs.stop()
-            message = (
-                "evaluation cannot be captured as a CUDA graph:\n"
-                f"  {locate_error(error, self.net)}\n"
-                "It runs eagerly."
-            )
-            warnings.warn(message, Notice, stacklevel=3)
-            return None
+            reason = str(locate_error(error, self.net))
+        changes = python_state.changes()
+        if not reason and not changes:
+            return captured
+
+        python_state.restore()
+        self.graphs.clear()
+        self.graphs.stop()
+        message = (
+            "evaluation cannot be captured as a CUDA graph:\n"
+            f"  {reason or unrepeatable_reason(changes)}\n"
+            "It runs eagerly."
+        )
+        warnings.warn(message, Notice, stacklevel=3)
+        return None
 
 
 class EvalRunner:
@@ -131,7 +136,12 @@ class EvalRunner:
     """
 
     def __init__(
-        self, eval_step: EvalStep, metrics: Metrics, labels: Labels, *, direct: bool = False
+        self,
+        eval_step: EvalStep,
+        metrics: Metrics,
+        labels: Labels | None,
+        *,
+        direct: bool = False,
     ) -> None:
         self.eval_step = eval_step
         self.metrics = metrics
@@ -140,7 +150,7 @@ class EvalRunner:
         self.mean_loss = Loss().to(eval_step.device)
         self.metrics_in_graph, self.metrics_outside = metrics.split()
 
-    def __call__(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
+    def __call__(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The scores; None when `stop` cut the pass short."""
         device = self.eval_step.device
         self.mean_loss.reset()
@@ -155,6 +165,7 @@ class EvalRunner:
         )
         run_batch = partial(self._run_batch, inputs)
         throttle = HostThrottle(device)
+        batch_count = 0
         while (kind := inputs.next()) is not None:
             if stop():
                 return None
@@ -162,8 +173,9 @@ class EvalRunner:
             # Metrics may keep what they get, and the next replay overwrites the graph's tensors.
             if len(self.metrics_outside):
                 self.metrics_outside.update(*_clone_tensors((outputs, labels)))
+            batch_count += 1
             throttle.tick()
-        return final_scores(self.mean_loss, self.metrics)
+        return final_scores(self.mean_loss, self.metrics, batch_count)
 
     @torch.no_grad()
     def _run_batch(self, inputs: ResidentInputs | StagedInputs) -> tuple[Any, Any]:
@@ -171,13 +183,8 @@ class EvalRunner:
         args = inputs.batch()
         record = self.eval_step(*args)
         self.mean_loss.update(record.loss, record.count)
-        outputs = logits_of(record.outputs)
-        labels = None
-        if len(self.metrics):
-            labels = self.labels(args[0] if len(args) == 1 else args)
-            if isinstance(labels, Tensor):
-                labels = labels.to(self.eval_step.device)
-            self.metrics_in_graph.update(outputs, labels, loss=record.loss, count=record.count)
+        outputs, labels = metric_arguments(record, args, self.labels, self.metrics)
+        self.metrics_in_graph.update(outputs, labels, loss=record.loss, count=record.count)
         self.forward.count_batch()
         return outputs, labels
 

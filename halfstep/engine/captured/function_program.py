@@ -9,10 +9,8 @@ from torch.optim import Optimizer
 from halfstep.cuda_graphs.capture import MAX_GRAPHS, CapturedGraph, GraphCache, rng_generation
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
-    module_attributes,
     module_guards,
     optimizer_guards,
-    restore_attributes,
 )
 from halfstep.engine.captured.inputs import UNCAPTURABLE, MakeBatches
 from halfstep.engine.captured.record_buffer import RecordBuffer
@@ -21,8 +19,10 @@ from halfstep.engine.captured.uncapturable import (
     locate_error,
     raise_or_warn,
     record_host_syncs,
+    unrepeatable_reason,
 )
 from halfstep.step import Record
+from halfstep.utils.python_state import PythonState
 
 # Calls before a capture: then optimizer state, autotuned kernels and gradients exist.
 EAGER_CALLS = 3
@@ -120,15 +120,20 @@ class FunctionProgram:
 
     def _capture(self, shape_key: Hashable, make_batches: MakeBatches) -> CapturedGraph | None:
         """Records what a call launches. None where that did not work: the batch runs eagerly."""
-        attributes_before = module_attributes(*self.state)
+        python_state = PythonState(self.function, *self.state)
         try:
             with self._container_tensors.during_capture():
                 graph = self.graphs.capture(shape_key, lambda: self._call(make_batches))
             # Inside the try: a tensor without an address, a sparse one, cannot be guarded.
             self._guards = self._state_guards()
         except Exception as error:
-            restore_attributes(attributes_before)
+            python_state.restore()
             self._refuse(str(locate_error(error, None)), error)
+            return None
+        changes = python_state.changes()
+        if changes:
+            python_state.restore()
+            self._refuse(unrepeatable_reason(changes))
             return None
         return graph
 

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.feed import Feed
+from halfstep.engine.run import SCALE, SKIPPED, UPDATED
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.step.overflow import raise_device_errors
@@ -90,7 +91,7 @@ class Sink:
                 feed.end_pass()
             rows, fingerprints = runner.rows()
             if isinstance(self.step, TrainStep):
-                raise_device_errors(self.step)
+                raise_device_errors(self.step, [_Outcome.of(row) for row in rows])
             if samples:
                 yield self._make_records(rows, fingerprints, samples)
             if runner.pass_over:
@@ -111,6 +112,18 @@ class Sink:
         columns["lr"] = rates.squeeze(1) if rates.shape[1] == 1 else rates
         columns["fingerprint"] = torch.tensor(fingerprints)
         return Records(columns, samples)
+
+
+class _Outcome(NamedTuple):
+    """What a row says of its step's update."""
+
+    skipped: bool
+    updated: bool
+    scale: float
+
+    @classmethod
+    def of(cls, row: list[float]) -> "_Outcome":
+        return cls(row[SKIPPED] != 0, row[UPDATED] != 0, row[SCALE])
 
 
 def sink(

@@ -16,8 +16,6 @@ from halfstep.cuda_graphs.capture import (
 from halfstep.cuda_graphs.guards import (
     ContainerTensors,
     has_step_hooks,
-    module_attributes,
-    restore_attributes,
 )
 from halfstep.engine.captured.inputs import UNCAPTURABLE, MakeBatches
 from halfstep.engine.captured.record_buffer import RecordBuffer
@@ -32,10 +30,12 @@ from halfstep.engine.captured.uncapturable import (
     locate_error,
     raise_or_warn,
     record_host_syncs,
+    unrepeatable_reason,
 )
 from halfstep.engine.feed import Args
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
+from halfstep.utils.python_state import PythonState
 
 # From so many replays on a run is long enough to compile kernels for it: about 2 s, once on a
 # machine.
@@ -132,6 +132,7 @@ class StepProgram:
         """Drops graphs that are stale after whatever happened since the last visit."""
         step = self.step
         self._in_eager_step = False
+        step.check_network()
         self._has_step_hooks = has_step_hooks(step.optimizer)
         step.compiled.inside_whole_step = (
             self._compiles and not self.refusal_reason and step.compiled.on
@@ -353,7 +354,7 @@ class StepProgram:
         """Records what `body` launches. None where that did not work: the batch runs eagerly."""
         step = self.step
         guards_before = step_guards(step)
-        attributes_before = module_attributes(step.net, step.objective.loss)
+        python_state = PythonState(*step.objective.parts)
         grads_before = self.static.grad_indices
         self.static.allocate()
 
@@ -371,17 +372,15 @@ class StepProgram:
             reason = str(locate_error(error, step.net))
             cause = error
         else:
-            if self._guards != guards_before:
+            changes = python_state.changes()
+            if changes or self._guards != guards_before:
                 graph = None
-                reason = (
-                    "the step replaces a tensor of its network, or counts in Python: "
-                    "write in place, b.copy_(…)"
-                )
+                reason = unrepeatable_reason(changes)
 
         # A capture computes nothing. What the body has put into the network is not valid.
         self.static.grad_indices = grads_before
         if graph is None:
-            restore_attributes(attributes_before)
+            python_state.restore()
         if reason:
             self._refuse(reason, cause)
         # The traceback holds this frame, and with it gradients that belong to the capture's stream.

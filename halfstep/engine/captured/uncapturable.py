@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -23,7 +23,7 @@ from halfstep.cuda_graphs.capture import set_sync_debug_mode
 from halfstep.cuda_graphs.guards import has_step_hooks
 from halfstep.errors import Notice, UncapturableError
 from halfstep.step import TrainStep
-from halfstep.utils.text import first_line
+from halfstep.utils.text import first_line, list_some
 
 OnUncapturable: TypeAlias = Literal["raise", "eager"]
 
@@ -36,6 +36,19 @@ _INNER_PREFIXES = (_TORCH_FOLDER, *_HALFSTEP_FOLDERS, "<")
 _INNER_SUFFIXES = ("warnings.py", "contextlib.py")
 
 _SYNC_WARNING = "called a synchronizing"  # how torch's warning about a wait begins
+
+
+def unrepeatable_reason(changes: Sequence[str]) -> str:
+    """Why a step that changes this on the Python side has no replay. Without names: its tensors."""
+    if not changes:
+        return (
+            "the step replaces a tensor of its network, or counts in Python: "
+            "write in place, b.copy_(…)"
+        )
+    return (
+        f"the step changes {list_some(changes, 3)} in Python, which a replay would not repeat: "
+        "it counts in Python, or collects in a list; use a buffer, written in place: b.copy_(…)"
+    )
 
 
 def why_not_capturable(step: Any, device: torch.device) -> str:

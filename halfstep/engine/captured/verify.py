@@ -20,6 +20,7 @@ from halfstep.step import TrainStep
 from halfstep.step.fingerprint import fingerprint
 from halfstep.utils import rng
 from halfstep.utils.device_values import is_capturing
+from halfstep.utils.python_state import PythonState
 from halfstep.utils.text import list_some
 
 # Of each tensor, by its name.
@@ -72,6 +73,14 @@ class VerifiedStep:
             f"to start again from; received {received}"
         )
 
+    @property
+    def modules(self) -> Sequence[Any]:
+        """What may have modules among it, whose attributes forward may change."""
+        if self._is_train_step:
+            parts: Sequence[Any] = self.step.objective.parts
+            return parts
+        return (self.step, *self.state)
+
     def save(self) -> list[Any]:
         """A copy of the state, for `load`."""
         if self._is_train_step:
@@ -109,8 +118,10 @@ def verify(
     """
     saved = subject.save()
     random_states = rng.save()
+    python_state = PythonState(*subject.modules)
 
     def restore() -> None:
+        python_state.restore()
         subject.load(saved)
         rng.load(random_states)
 

@@ -20,12 +20,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfstep.compiler.backend import compile_graph
+from halfstep.cuda_graphs.guards import hook_dictionaries
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import Batch, Objective
 from halfstep.step.options import AutoFlag
+from halfstep.utils import rng
+from halfstep.utils.python_state import PythonState
 
 MAX_COMPILED_SHAPES = 6  # torch keeps 8 programs; two are left for a frozen layer or eval mode
 MAX_SHAPES_SEEN = 256  # shapes remembered; beyond that every batch has one of its own
@@ -80,6 +83,9 @@ class CompiledForward:
         self._applied: Applied | None = None  # what the program was made for
         self._program: Any = None
         self._shapes: dict[Any, bool] = {}  # those seen, and whether they are compiled
+        self._saved_shapes: dict[str, bool] = {}  # the same of the run that this one continues
+        self._hooks: list[dict[int, Any]] = []  # every dictionary of hooks that forward looks into
+        self._hook_count = 0
         self.forward_and_loss: Callable[..., tuple[Tensor, Count | None]] = objective
 
         if requested == "auto" and deterministic:
@@ -106,6 +112,19 @@ class CompiledForward:
             self._switch(on)
         return self.on
 
+    def compiled_shapes(self) -> dict[str, bool]:
+        """The shapes of batch seen so far, as text, and whether each is compiled."""
+        return {**self._saved_shapes, **{repr(s): done for s, done in self._shapes.items()}}
+
+    def load_compiled_shapes(self, shapes: dict[str, bool]) -> None:
+        """Continues where `compiled_shapes` was saved: these are compiled when they come again.
+
+        Compiled code draws other random numbers than uncompiled code, so dropout would differ if
+        their first batch ran uncompiled once more.
+        """
+        self._applied = None
+        self._saved_shapes = dict(shapes)
+
     @property
     def inside_whole_step(self) -> bool:
         """Whether forward and loss are part of a program of the whole step, made by an engine."""
@@ -131,14 +150,21 @@ class CompiledForward:
 
         Batches of too many shapes run uncompiled.
         """
-        if applied is not self._applied:
+        if applied is not self._applied or self._count_hooks() != self._hook_count:
             self._start_program(applied)
         shape = _batch_shape(batch)
         if self._shapes.get(shape):
             return self._run_program(applied, batch, weighted)
+        if self._saved_shapes and shape not in self._shapes:
+            was_compiled = self._saved_shapes.pop(repr(shape), None)
+            if was_compiled is not None:
+                self._run_without_effects(applied, batch, weighted)
+                self._shapes[shape] = False
+            if was_compiled:
+                return self._compile_shape(applied, batch, weighted, shape)
         if shape in self._shapes and not self._is_full():
             return self._compile_shape(applied, batch, weighted, shape)
-        if len(self._shapes) < MAX_SHAPES_SEEN:
+        if len(self._shapes) + len(self._saved_shapes) < MAX_SHAPES_SEEN:
             self._shapes[shape] = False  # compiled when it comes again: most odd batches do not
         return self.objective(applied, batch, weighted=weighted)
 
@@ -149,15 +175,23 @@ class CompiledForward:
             cause = f"keep= under {applied.precision.name!r} runs uncompiled only"
             self._give_up(cause, "use O1", None)
             return
+        if self._applied is not None:
+            self._saved_shapes = {}
         self._applied = applied
         self._program = _make_program(applied)
         self._shapes = {}
+        self._hooks = hook_dictionaries(applied.net)
+        self._hook_count = self._count_hooks()
+
+    def _count_hooks(self) -> int:
+        """The hooks of all modules. A program runs those that were there when it was made."""
+        return sum(map(len, self._hooks))
 
     def _compile_shape(
         self, applied: Applied, batch: Batch, weighted: bool, shape: Any
     ) -> tuple[Tensor, Count | None]:
         """A new shape's first run. What fails here and works uncompiled is the compiler's."""
-        snapshot = _Snapshot(self.objective.net, self.device)
+        snapshot = _Snapshot(self.objective, self.device)
         try:
             # One of torch's warnings is that strict fp32 could be TF32: strict was asked for.
             with warnings.catch_warnings(action="ignore"):
@@ -173,6 +207,13 @@ class CompiledForward:
             self._give_up(cause, "use compile=False", error)
         self._shapes[shape] = True
         return result
+
+    def _run_without_effects(self, applied: Applied, batch: Batch, weighted: bool) -> None:
+        """Runs uncompiled, as each shape does at first, and restores what that has changed."""
+        snapshot = _Snapshot(self.objective, self.device)
+        with torch.no_grad():
+            self.objective(applied, batch, weighted=weighted)
+        snapshot.restore()
 
     def _run_program(
         self, applied: Applied, batch: Batch, weighted: bool
@@ -204,7 +245,8 @@ class CompiledForward:
         """Whether no program may be made now: there are enough, or a graph is being captured."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return True
-        is_full = sum(self._shapes.values()) >= MAX_COMPILED_SHAPES
+        compiled_count = sum(self._shapes.values()) + sum(self._saved_shapes.values())
+        is_full = compiled_count >= MAX_COMPILED_SHAPES
         if is_full and not self.reason.endswith("shapes"):
             self.reason += f"; uncompiled beyond {MAX_COMPILED_SHAPES} batch shapes"
             warnings.warn(
@@ -262,19 +304,21 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 class _Snapshot:
-    """Buffers and random states as they were, to restore after a program that failed."""
+    """Buffers, attributes and random states as they were, for after a program that failed."""
 
-    def __init__(self, net: nn.Module, device: torch.device) -> None:
+    def __init__(self, objective: Objective, device: torch.device) -> None:
         self.device = device
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
-        self.cpu_rng = torch.get_rng_state()
+        self.python_state = PythonState(*objective.parts)
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in objective.net.buffers()]
+        self.host_rng = rng.host_states()
         self.cuda_rng = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
+        self.python_state.restore()
         with torch.no_grad():
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        torch.set_rng_state(self.cpu_rng)
+        rng.set_host_states(self.host_rng)
         if self.cuda_rng is not None:
             torch.cuda.set_rng_state(self.cuda_rng, self.device)
 

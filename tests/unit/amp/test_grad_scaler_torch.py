@@ -201,6 +201,7 @@ def test_an_optimizer_without_gradients_is_legal(skip: str, fused: bool) -> None
     gan = Gan(skip=skip, growth_interval=1)
     idle = Adam([nn.Parameter(torch.ones(2))], fused=fused)
     gan.scaler.step(idle)  # before the scale was ever used
+    gan.scaler.scale(torch.ones(()))
     gan.scaler.update()  # an iteration without any gradient
     assert gan.scaler.get_scale() == 2**16
     gan.backward()

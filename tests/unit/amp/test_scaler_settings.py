@@ -1,18 +1,22 @@
 """Settings of a GradScaler: floor, cap, a fixed scale, growth, and what is refused."""
 
 import copy
+import inspect
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import halfstep as hs
 from halfstep.amp import GradScaler
 from tests.support.scaler_runs import (
     TorchScaler,
     assert_same,
     make_net_and_optimizer,
     make_scaler,
+    make_torch_scaler,
     run_torch_iteration,
     skip_once,
     trained_values,
@@ -91,13 +95,21 @@ NOT_POSITIVE = (math.nan, math.inf, -math.inf, -1.0, "2", None, True)
 @pytest.mark.parametrize(
     ("field", "values", "advice"),
     [
-        ("init_scale", (0.0, 1e39, *NOT_POSITIVE), "(leave the default 2\\*\\*16|name the device)"),
+        (
+            "init_scale",
+            (0.0, 1e39, *NOT_POSITIVE),
+            "(leave the default|put the device first)",
+        ),
         ("growth_factor", (1.0, 0.5, *NOT_POSITIVE), "pass growth_interval=0"),
         ("backoff_factor", (1.0, 0.0, 2.0, *NOT_POSITIVE), "pass growth_interval=0"),
         ("growth_interval", (1.5, 2000.0, *NOT_POSITIVE), "leave the default 2000"),
         ("floor", NOT_POSITIVE, "leave the default 2"),
         ("cap", (0.0, 2.0**-20, *(v for v in NOT_POSITIVE if v is not None)), "pass None"),
-        ("max_skips", (0, 1.5, *NOT_POSITIVE), "leave the default 50"),
+        (
+            "max_skips",
+            (0, 1.5, *(v for v in NOT_POSITIVE if v is not None)),
+            "leave the default 50",
+        ),
         ("skip", ("both", None), "choose 'each'"),
         ("on_skips", ("fp16", None), "choose 'raise'"),
     ],
@@ -112,11 +124,12 @@ def test_settings_are_refused_at_construction(
 
 def test_the_advice_in_refusals_works() -> None:
     with pytest.raises(
-        ValueError, match=r"init_scale: .*do name the device: GradScaler\(device='cpu'\)"
+        ValueError,
+        match=r"init_scale: .*do put the device first: GradScaler\('cuda', init_scale\), or name",
     ):
-        GradScaler("cpu")  # type: ignore[arg-type]
-    GradScaler(device="cpu")
-    GradScaler(device=torch.device("cpu"))
+        GradScaler(init_scale="cpu")
+    GradScaler("cpu", 2.0**10)
+    GradScaler(2.0**10, device="cpu")
     with pytest.raises(
         ValueError, match=r"init_scale: expected between floor=6.*, do move floor or cap"
     ):
@@ -127,13 +140,79 @@ def test_the_advice_in_refusals_works() -> None:
     make_scaler(init_scale=16.0, cap=16)
     with pytest.raises(ValueError, match="growth_interval: expected an int"):
         make_scaler().set_growth_interval(-1)
+    make_scaler().set_growth_interval(np.int64(4))
+    assert make_scaler(init_scale=np.float32(4.0), growth_factor=np.float32(3)).get_scale() == 4
+
+
+# The device
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_the_device_may_come_first_as_in_torch(device: str | torch.device) -> None:
+    in_our_order = GradScaler(2.0**10, 3.0, 0.25, 7, True, device=device)
+    in_torchs_order = GradScaler(device, 2.0**10, 3.0, 0.25, 7, True)
+    by_keyword = GradScaler(device=device, growth_factor=3.0, init_scale=2.0**10)
+    for scaler in (in_our_order, in_torchs_order, by_keyword):
+        assert scaler.get_scale() == 2.0**10
+        assert scaler.get_growth_factor() == 3.0
+        assert scaler.scale(torch.ones(())).item() == 2.0**10
+    assert in_torchs_order.state_dict() == in_our_order.state_dict()
+    assert not GradScaler(device, 1.0, 2.0, 0.5, 7, False).is_enabled()
+    with pytest.raises(TypeError, match="device: expected it once, received 'cpu' and 'cuda'"):
+        GradScaler("cpu", device="cuda")
+
+
+def test_help_shows_the_arguments() -> None:
+    names = list(inspect.signature(GradScaler).parameters)
+    assert names[:6] == [
+        "init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled", "device",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator is there")
-def test_a_missing_device_is_refused_not_disabled() -> None:
+@pytest.mark.parametrize("by_position", [True, False])
+def test_without_cuda_a_scaler_for_it_is_disabled_with_a_warning_as_torchs(
+    by_position: bool,
+) -> None:
+    with pytest.warns(UserWarning, match="CUDA is not available.  Disabling"):
+        theirs = TorchScaler("cuda")
+    with pytest.warns(hs.Notice, match=r"expected CUDA.*disabled, as torch's is") as notices:
+        ours = GradScaler("cuda") if by_position else GradScaler(device="cuda")
+    assert notices[0].filename == __file__
+    net, opt = make_net_and_optimizer("adam")
+    for scaler in (theirs, ours):
+        assert not scaler.is_enabled()
+        run_torch_iteration(scaler, net, opt, 2)
+        assert scaler.get_scale() == 1
+    assert GradScaler().is_enabled()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the accelerator is there")
+def test_another_missing_device_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"device: .* has \(cpu\), received 'cuda', do leave device=None"
+        ValueError, match=r"device: .* has \(cpu\), received 'xpu', do leave device=None"
     ):
-        GradScaler(device="cuda")
+        GradScaler("xpu")
     assert GradScaler().scale_factor.device.type == "cpu"
     assert GradScaler(device="cuda", enabled=False).scale_factor == 1
+
+
+def test_a_disabled_scaler_does_not_look_at_the_rest_as_torchs() -> None:
+    TorchScaler("cpu", growth_factor=0.5, enabled=False)
+    assert not GradScaler("cpu", growth_factor=0.5, init_scale=-1.0, enabled=False).is_enabled()
+
+
+def test_without_floor_and_limit_the_scaler_is_torchs() -> None:
+    """60 skips in a row: the scale goes where torch's goes, and nothing is raised."""
+    net, opt = make_net_and_optimizer("adam")
+    theirs = make_torch_scaler(init_scale=2.0**16)
+    ours = make_scaler(init_scale=2.0**16, floor=0, max_skips=None)
+    for _ in range(60):
+        for scaler in (theirs, ours):
+            skip_once(scaler, net, opt)
+        assert ours.get_scale() == theirs.get_scale()
+    assert ours.get_scale() == 2.0**-44
+    assert ours.skips_in_a_row == 60
+    fresh = make_scaler()
+    fresh.load_state_dict(ours.state_dict())
+    assert fresh.settings == ours.settings

@@ -50,7 +50,11 @@ def train_planned(
 NAN = math.nan
 INF = math.inf
 
+# NaN and an infinite best get a notice: test_a_score_that_is_not_finite_is_announced_once.
+ignore_nonfinite_notice = pytest.mark.filterwarnings("ignore:.*the score:halfstep.errors.Notice")
 
+
+@ignore_nonfinite_notice
 @pytest.mark.parametrize("sink", [1, 2, 100, None])
 @pytest.mark.parametrize(
     ("plan", "how", "last"),
@@ -82,6 +86,7 @@ def test_stops_where_the_plan_says(
     assert (up.epoch, up.global_step) == (last, 3 * last)
 
 
+@ignore_nonfinite_notice
 def test_the_reason_has_the_best_and_the_patience() -> None:
     words = "EarlyStopping: acc was not better than its best"
     run = train_planned(
@@ -240,6 +245,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(tmp_path: Path) ->
 # plateaus
 
 
+@ignore_nonfinite_notice
 @pytest.mark.parametrize(("tensors", "sink"), [(False, 1), (True, 100)])
 @pytest.mark.parametrize(
     "how",
@@ -341,3 +347,58 @@ def test_what_a_plateau_refuses() -> None:
     own = Model(nn.Linear(4, 3), nn.CrossEntropyLoss(), step=lambda x, y: x.sum())
     with pytest.raises(ValueError, match="expected a model with an optimizer"):
         fit(1, ReduceLROnPlateau(), of=own)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "effect"),
+    [
+        ("err", [2.0, NAN, NAN, 1.0], "is nan: it counts as not better than any other"),
+        ("acc", [NAN, 0.5, NAN, 0.6], "is nan: it counts as not better than any other"),
+        ("err", [1.0, -INF, 0.0, -1.0], "is -inf: no later score can be better"),
+        ("acc", [1.0, INF, 2.0, 3.0], "is inf: no later score can be better"),
+    ],
+)
+@pytest.mark.parametrize("owner", ["EarlyStopping", "ReduceLROnPlateau", "Checkpoint"])
+def test_a_score_that_is_not_finite_is_announced_once(
+    owner: str, name: str, plan: list[float], effect: str, tmp_path: Path
+) -> None:
+    callback: Callback
+    if owner == "Checkpoint":
+        callback = Checkpoint(tmp_path / "run", best=name)
+    else:
+        callback = {"EarlyStopping": EarlyStopping, "ReduceLROnPlateau": ReduceLROnPlateau}[owner](
+            name, patience=8
+        )
+    with pytest.warns(hs.Notice) as notices:
+        train_planned(planned_model(name, plan), callback, epochs=4)
+    texts = [str(notice.message) for notice in notices]
+    assert len(texts) == 1
+    assert texts[0].startswith(f"{owner}: the score {name!r} {effect}")
+
+
+@pytest.mark.parametrize("plan", [[INF, 3.0, INF, 1.0], [3.0, INF, INF, INF]])
+def test_an_infinite_score_that_is_worse_is_an_ordinary_one(plan: list[float]) -> None:
+    train_planned(planned_model("err", plan), EarlyStopping("err", patience=8), epochs=4)
+
+
+class TwoNumbers(PlannedMetric):
+    """A metric of two numbers, such as one for each class."""
+
+    def compute(self) -> Tensor:
+        return torch.tensor([0.5, 0.75])
+
+
+@pytest.mark.parametrize("owner", ["EarlyStopping", "ReduceLROnPlateau", "Checkpoint"])
+def test_a_score_of_several_numbers_cannot_be_followed(owner: str, tmp_path: Path) -> None:
+    callback: Callback
+    if owner == "Checkpoint":
+        callback = Checkpoint(tmp_path / "run", best="acc", on_error=False)
+    else:
+        callback = {"EarlyStopping": EarlyStopping, "ReduceLROnPlateau": ReduceLROnPlateau}[owner](
+            "acc"
+        )
+    trained = planned_model("acc", [])
+    trained.metrics = hs.metrics.Metrics({"acc": TwoNumbers([])})
+    match = rf"{owner}: expected 'acc' as one number, got a tensor of shape \[2\]; follow another"
+    with pytest.raises(TypeError, match=match):
+        train_planned(trained, callback)

@@ -257,7 +257,7 @@ def test_a_sample_that_raises_is_named(run_line: CommandLine, project: Path) -> 
         "compare --net own:net --data own:torn --epochs 1 --seeds 1 --precisions fp32 --out c"
     )
     assert code == 1
-    assert f"fp32 seed 0 failed: RuntimeError: torn\n{location}\n" in output
+    assert f"fp32 seed 0 failed: RuntimeError: torn\n  {location}\n" in output
 
 
 def test_advice_about_batches_becomes_advice_about_the_data_function(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import halfstep as hs
 from halfstep.grads import GradManager, GradManagerGroup, GradOperation, gradients
 from tests.support.grad_helpers import all_equal, grads_of, leaf, make_net, twins
 
@@ -330,7 +331,7 @@ def test_a_raising_callback_of_an_intermediate_keeps_its_grad() -> None:
         h = w * 2
         gm.attach(h, callbacks=lambda t, g: g if not fail else fail[0])
         gm.backward(h * 3, retain_graph=True)
-    fail.append(None)
+    fail.append(3)
     with gm, pytest.raises(TypeError, match="return grad"):
         gm.backward(h * 3)
     assert h.grad.item() == 3.0
@@ -410,11 +411,36 @@ def test_attach_checks_callbacks() -> None:
     assert not w.requires_grad
 
 
-def test_a_callback_must_return_the_gradient() -> None:
+def test_a_callback_must_return_a_tensor_or_none() -> None:
     w = leaf(1.0)
-    gm = GradManager().attach(w, callbacks=lambda t, g: None)
-    with gm, pytest.raises(TypeError, match="received NoneType, do end with `return grad`"):
+    gm = GradManager().attach(w, callbacks=lambda t, g: 3)
+    with gm, pytest.raises(TypeError, match="received int, do end with `return grad`"):
         gm.backward(w * 2)
+
+
+@pytest.mark.parametrize("earlier", [None, 7.0])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_a_callback_that_returns_none_drops_the_gradient_and_says_so(
+    is_leaf: bool, earlier: float | None
+) -> None:
+    """MegEngine's way: the tensor receives nothing, those before and beside it receive theirs."""
+    w = leaf(1.0)
+    v = leaf(2.0)
+    gm = GradManager().attach([w, v])
+    with gm:
+        tensor = w if is_leaf else w * 1
+        gm.attach(tensor, callbacks=[lambda t, g: None, lambda t, g: g * 100])
+        tensor.retain_grad()
+        if earlier is not None:
+            tensor.grad = torch.tensor([earlier])
+        with pytest.warns(hs.Notice, match="returned None.*do end with `return grad`"):
+            gm.backward(tensor * v)
+    assert v.grad is not None
+    assert v.grad.item() == 1.0
+    if not is_leaf:
+        assert w.grad is not None
+        assert w.grad.item() == 2.0
+    assert (tensor.grad is None) if earlier is None else (tensor.grad.item() == earlier)
 
 
 def test_nothing_attached_or_alive_is_refused() -> None:

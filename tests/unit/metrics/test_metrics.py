@@ -641,12 +641,12 @@ def test_groups_merge_and_split() -> None:
         Metrics({"acc": Accuracy(), "loss": Loss(), "f": square_error}) for _ in range(2)
     )
     for group, label in ((metrics, 0), (other, 1)):
-        labels = torch.full((2, 2), label).float()
+        labels = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
         loss = torch.tensor(float(label))
-        group.update(torch.zeros(2, 2), labels, loss=loss, count=1 + label)
+        group.update(labels * (1 + label), labels, loss=loss, count=1 + label)
     metrics.merge(other)
     values = {name: float(value) for name, value in metrics.compute().items()}
-    assert values == {"acc": 1.0, "loss": 2 / 3, "f": 0.5}
+    assert values == {"acc": 1.0, "loss": 2 / 3, "f": 0.25}
     inside, outside = metrics.split()
     assert (list(inside), list(outside)) == (["acc", "loss"], ["f"])
     assert inside.by_name["acc"] is metrics.by_name["acc"]
@@ -709,3 +709,146 @@ def test_a_capture_cannot_move_the_counters() -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         metric.update(scores, labels)
+
+
+# Functions that compare every row with every other one.
+
+MIXING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "difference": lambda o, y: (o - y).abs(),
+    "one number": lambda o, y: float((o - y).square().mean()),
+    "in place": lambda o, y: y.clone().sub_(o),
+    "equality": lambda o, y: (o > 0) == (y > 0),
+    "intersection over union": lambda o, y: (
+        ((o > 0) & (y > 0)).sum() / ((o > 0) | (y > 0)).sum().clamp(min=1)
+    ),
+    "where": lambda o, y: torch.where(y > 0, o, -o),
+    "lerp": lambda o, y: torch.lerp(o, y, 0.5),
+}
+NOT_MIXING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "same shape": lambda o, y: (o.reshape(len(y), -1) - y.reshape(len(y), -1)).abs(),
+    "flat": lambda o, y: o.flatten() - y.flatten(),
+    "pairs on purpose": lambda o, y: (o.reshape(-1, 1) - y.reshape(1, -1)).abs(),
+    "thresholds": lambda o, y: o.reshape(-1, 1) > torch.linspace(-1, 1, 7),
+    "one weight for each column": lambda o, y: o * torch.ones(1),
+}
+SHAPES = [((5, 1), (5,)), ((5,), (5, 1)), ((5, 1, 3), (5, 3)), ((5, 1, 4, 4), (5, 4, 4))]
+
+
+class KeepsDifferences:
+    """An object with the three methods, whose update is a function of both."""
+
+    def __init__(self, fn: Callable[[Tensor, Tensor], Any]) -> None:
+        self.update = fn
+
+    def compute(self) -> float:
+        return 0.0
+
+    def reset(self) -> None: ...
+
+
+@pytest.mark.parametrize("make", [lambda fn: fn, KeepsDifferences], ids=["function", "object"])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_broadcast_against_rows_are_refused(name: str, shapes: Any, make: Any) -> None:
+    outputs, labels = (torch.randn(shape) for shape in shapes)
+    metric = as_metric(make(MIXING[name]))
+    match = r"outputs \[5.* and labels \[5.* broadcast to \[5, 5.*labels.view_as\(outputs\)"
+    with pytest.raises(ValueError, match=match):
+        metric.update(outputs, labels)
+    metric.update(outputs, labels.view_as(outputs))  # the advice of the message works
+
+
+@pytest.mark.parametrize("shapes", [*SHAPES, ((5,), (5,)), ((1, 1), (1,))], ids=str)
+@pytest.mark.parametrize("name", NOT_MIXING)
+def test_functions_that_mind_the_shapes_are_left_alone(name: str, shapes: Any) -> None:
+    outputs, labels = (torch.randn(shape) for shape in shapes)
+    metric = as_metric(NOT_MIXING[name])
+    for _ in range(2):
+        metric.update(outputs, labels)
+    expected = NOT_MIXING[name](outputs, labels).double().mean()
+    assert metric.compute().item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_complex_terms_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"real numbers, received torch.complex64; return its .abs"):
+        as_metric(lambda o, y: torch.complex(o, y)).update(torch.ones(3), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        torch.tensor([[1, 1, 0], [0, 1, 0]]),
+        torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+        torch.tensor([[True, False, True], [False, True, False]]),
+    ],
+    ids=["two classes", "no class", "bool"],
+)
+@pytest.mark.parametrize("top", [1, 2])
+def test_labels_of_several_classes_at_once_are_refused(labels: Tensor, top: int) -> None:
+    with pytest.raises(ValueError, match=r"one class for each sample, .* several classes or none"):
+        Accuracy(top).update(torch.randn(2, 3), labels)
+
+
+def test_probabilities_that_are_taken_for_logits_are_announced_once() -> None:
+    labels = torch.tensor([0, 1] * 4)
+    probabilities = torch.sigmoid(torch.tensor([-2.0, 2.0] * 4))
+    metric = Accuracy()
+    with pytest.warns(hs.Notice, match=r"ends with a sigmoid, write Accuracy\(threshold=0.5\)"):
+        metric.update(probabilities, labels)
+    metric.update(probabilities, labels)
+    assert metric.compute() == 0.5, "every score above 0 is class 1"
+    by_advice = Accuracy(threshold=0.5)
+    by_advice.update(probabilities, labels)
+    assert by_advice.compute() == 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels"),
+    [
+        (torch.tensor([-2.0, 0.5] * 4), torch.tensor([0, 1] * 4)),
+        (torch.rand(8), torch.ones(8)),
+        (torch.rand(4), torch.tensor([0, 1, 0, 1])),
+    ],
+    ids=["a logit below 0", "only class 1", "few scores"],
+)
+def test_logits_are_not_taken_for_probabilities(scores: Tensor, labels: Tensor) -> None:
+    Accuracy().update(scores, labels)
+
+
+@pytest.mark.parametrize("label", [-1, 6, 255])
+@pytest.mark.parametrize("top", [1, 2])
+def test_labels_that_no_score_stands_for_are_refused(label: int, top: int) -> None:
+    """Padding that the loss ignores by another number would count as wrong answers."""
+    scores, labels = random_batch(8, 5, ignored=0.0)
+    labels[2, 3] = label
+    with pytest.raises(ValueError, match=rf"labels from 0 to 5.*Accuracy\(ignore_index={label}\)"):
+        Accuracy(top).update(scores, labels)
+    by_advice = Accuracy(top, ignore_index=label)
+    by_advice.update(scores, labels)
+    assert int(by_advice.count) == 39
+
+
+def test_a_loss_that_ignores_another_label_is_announced() -> None:
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    with pytest.warns(hs.Notice, match=r"ignores the label 255, and 'acc' counts it.*index=255\)"):
+        hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy()})
+    hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy(ignore_index=255)})
+    hs.Model(nn.Linear(3, 2), nn.CrossEntropyLoss(), metrics={"acc": Accuracy(ignore_index=0)})
+
+
+def test_a_mean_with_a_dimension_counts_once_and_is_announced() -> None:
+    metric = as_metric(lambda o, y: (o - y).abs().mean(0, keepdim=True))
+    with pytest.warns(hs.Notice, match=r"one term of shape \[1\] for a batch of 4 rows.*squeeze"):
+        metric.update(torch.ones(4), torch.zeros(4))
+    metric.update(torch.zeros(2), torch.zeros(2))
+    assert metric.compute() == 0.5
+    one_row = as_metric(lambda o, y: (o - y).abs())
+    one_row.update(torch.ones(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["MeanMetric", "SumMetric", "MaxMetric", "CatMetric"])
+def test_metrics_that_take_no_labels_are_refused(name: str) -> None:
+    """Labels would be the weights of the outputs."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(TypeError, match=rf"{name}.update\(value.*aggregates values.*hs.metrics.Lo"):
+        as_metric(getattr(torchmetrics, name)())

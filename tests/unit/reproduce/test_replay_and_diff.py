@@ -1,6 +1,7 @@
 """One step again, bit for bit, and where two runs part: the functions and the commands."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -315,6 +316,91 @@ def test_a_broken_checkpoint_is_passed_over(tmp_path: Path) -> None:
     message = "nor a checkpoint of the same step that is whole"
     with pytest.warns(Notice), pytest.raises(ValueError, match=message):
         diff(a, b)
+
+
+# A replay that is not the run
+
+
+def build_with_other_dropout() -> dict[str, Any]:
+    """The builder after somebody has changed a number in it that no checkpoint knows."""
+    parts = build()
+    parts["model"].net[3].p = 0.3
+    return parts
+
+
+def change_checkpoint(path: Path) -> None:
+    """Writes one of its weights anew, one unit in the last place higher."""
+    tree = checkpoint.load(path).tree
+    weight = tree["step"]["net"]["0.weight"]
+    weight[0, 0] = torch.nextafter(weight[0, 0], torch.tensor(torch.inf))
+    shutil.rmtree(path)
+    checkpoint.save(path, tree)
+
+
+def test_a_checkpoint_that_replay_does_not_give_is_said_to_differ_for_another_reason(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        train(tmp_path / name)
+        (tmp_path / name / "log.jsonl").unlink()
+    change_checkpoint(tmp_path / "b" / checkpoint.name_of(12))
+    by_checkpoints, by_replay = diff(tmp_path / "a", tmp_path / "b", build=(build, build))
+    assert (by_checkpoints.step, by_checkpoints.equal_until) == (12, 6)
+    assert (by_replay.step, by_replay.equal_until) == (None, 12)
+    expected = (
+        f"replay does not give what {tmp_path / 'b'} has recorded of step 12 "
+        "(step.net.0.weight), so the runs differ for another reason than what was replayed: "
+    )
+    assert by_replay.note.startswith(expected)
+    assert str(by_replay).startswith(f"no difference up to step 12 (by replay); {expected}")
+
+
+def test_a_builder_without_what_made_the_runs_differ_is_noticed(tmp_path: Path) -> None:
+    """The second run had a nudge at step 14, and its builder has none."""
+    train(tmp_path / "a")
+    train(tmp_path / "b", nudge=14)
+    for name in ("a", "b"):
+        (tmp_path / name / "log.jsonl").unlink()
+    by_checkpoints, by_replay = diff(tmp_path / "a", tmp_path / "b", build=(build, build))
+    assert (by_checkpoints.step, by_replay.step) == (18, None)
+    assert f"what {tmp_path / 'b'} has recorded of step 18 (step." in by_replay.note
+    assert f"what {tmp_path / 'a'} has" not in by_replay.note
+
+
+def test_a_builder_that_is_not_the_runs_is_noticed_by_their_logs(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train(tmp_path / name)
+        for path in checkpoint.listing(tmp_path / name):
+            shutil.rmtree(path)
+    builders = (build, build_with_other_dropout)
+    by_logs, by_replay = diff(tmp_path / "a", tmp_path / "b", build=builders)
+    assert (by_logs.step, by_replay.step) == (None, 1)
+    assert f"what {tmp_path / 'b'} has recorded of step 1 (loss, " in by_replay.note
+    assert f"what {tmp_path / 'a'} has" not in by_replay.note
+    assert ", so what was replayed is not what the run did: other code" in by_replay.note
+
+
+@pytest.mark.parametrize("step", [1, 5, 14])
+def test_replays_that_are_the_runs_get_no_note(tmp_path: Path, step: int) -> None:
+    train(tmp_path / "a")
+    train(tmp_path / "b", nudge=step)
+    builders = (build, lambda: build(nudge=step))
+    by_replay = diff(tmp_path / "a", tmp_path / "b", build=builders)[-1]
+    assert (by_replay.step, by_replay.note) == (step, "")
+
+
+@pytest.mark.parametrize("step", [5, 12])
+def test_a_replayed_step_that_is_not_the_runs_says_so(tmp_path: Path, step: int) -> None:
+    train(tmp_path)
+    assert replay(build, tmp_path, step).unreproduced == []
+    other = replay(build_with_other_dropout, tmp_path, step).unreproduced
+    assert "fingerprint" in other
+    assert ("step.net.0.weight" in other) == (step == 12), "there is a checkpoint of step 12"
+    if step == 12:
+        (tmp_path / "log.jsonl").unlink()
+        assert replay(build, tmp_path, step).unreproduced == []
+        change_checkpoint(tmp_path / checkpoint.name_of(12))
+        assert replay(build, tmp_path, step).unreproduced == ["step.net.0.weight"]
 
 
 # Mistakes

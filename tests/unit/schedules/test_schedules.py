@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -540,6 +541,106 @@ def test_a_scheduler_that_is_no_table_is_refused(case: str) -> None:
     with pytest.raises(ValueError, match=match):
         resolve(scheduler, scheduler.optimizer, UPDATES)
     assert [group["lr"] for group in groups] == rates_before
+
+
+# Each class of torch.optim.lr_scheduler with the fewest arguments that it takes.
+DEFAULT_ARGUMENTS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda e: 0.9**e),
+    "MultiplicativeLR": lambda o: lrs.MultiplicativeLR(o, lambda e: 0.9),
+    "StepLR": lambda o: lrs.StepLR(o, 7),
+    "MultiStepLR": lambda o: lrs.MultiStepLR(o, [3, 20]),
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.93),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, 15),
+    "CosineAnnealingWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 5),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.5, UPDATES),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 0.1, 0.4),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o), lrs.OneCycleLR(o, 0.5, UPDATES)], [5]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.ConstantLR(o), lrs.CyclicLR(o, 0.1, 0.4)]
+    ),
+}
+# Refused with their default arguments, and what the message names.
+REFUSED_BY_DEFAULT = {
+    "OneCycleLR": "changes momentum .*schedule=hs.schedules.one_cycle(0.5, 40), or build "
+    "OneCycleLR(…, cycle_momentum=False)",
+    "CyclicLR": "changes momentum .*build CyclicLR(…, cycle_momentum=False)",
+    "SequentialLR": "SequentialLR changes momentum .*build OneCycleLR(…, cycle_momentum=False)",
+    "ChainedScheduler": "ChainedScheduler changes momentum .*build CyclicLR(…, cycle_momentum=F",
+    "ReduceLROnPlateau": "measured value.*fit(…, callbacks=[hs.ReduceLROnPlateau('loss', 0.1, 10)]",
+}
+
+
+def torchs_scheduler_classes() -> list[str]:
+    """The public classes of the module, whatever its version has."""
+    classes = [getattr(lrs, name) for name in lrs.__all__]
+    return [cls.__name__ for cls in classes if cls is not lrs.LRScheduler]
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("name", torchs_scheduler_classes())
+def test_every_class_of_torch_is_exact_or_refused_with_the_name_of_what_to_use(
+    name: str, optimizer_class: Any
+) -> None:
+    build = DEFAULT_ARGUMENTS.get(name, getattr(lrs, name))
+    options = {"momentum": 0.9} if optimizer_class is torch.optim.SGD else {}
+
+    def optimizer() -> Any:
+        return optimizer_class([nn.Parameter(torch.ones(2))], lr=0.5, **options)
+
+    scheduler = build(optimizer())
+    if name not in REFUSED_BY_DEFAULT:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            table = tables(resolve(scheduler, scheduler.optimizer, UPDATES), UPDATES).tolist()
+            assert table == rates_of_loop(build(optimizer()), UPDATES)
+        return
+    match = ".*".join(map(re.escape, REFUSED_BY_DEFAULT[name].split(".*")))
+    if options == {}:
+        match = match.replace("momentum\\ ", "betas\\ ")
+    with pytest.raises(ValueError, match=match):
+        resolve(scheduler, scheduler.optimizer, UPDATES)
+    with pytest.raises(ValueError, match=match):
+        from_torch(scheduler, UPDATES)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"pct_start": 0.45},
+        {"anneal_strategy": "linear"},
+        {"div_factor": 7.0, "final_div_factor": 300.0},
+        {"pct_start": 0.1, "div_factor": 3.0, "anneal_strategy": "linear"},
+    ],
+    ids=str,
+)
+def test_the_formula_that_is_named_for_one_cycle_has_its_rates(settings: dict[str, Any]) -> None:
+    optimizer = sgd(0.1, momentum=0.9)
+    scheduler = lrs.OneCycleLR(optimizer, 0.3, UPDATES, **settings)
+    with pytest.raises(ValueError, match=r"hs\.schedules\.one_cycle") as error:
+        resolve(scheduler, optimizer, UPDATES)
+    code = re.search(r"schedule=(hs\.schedules\.one_cycle\(.*?\)), or", str(error.value))
+    assert code is not None
+    formula: Schedule = eval(code[1], {"hs": hs})
+    expected = rates_of_loop(
+        lrs.OneCycleLR(sgd(0.1), 0.3, UPDATES, cycle_momentum=False, **settings), UPDATES
+    )
+    # The settings are shown with 12 digits; the lowest rate is a hundredth of a millionth of 0.3.
+    assert formula.table(UPDATES).tolist() == [
+        pytest.approx(rate, rel=1e-9) for rate in expected[0]
+    ]
+
+
+@pytest.mark.parametrize("max_lr", [0.3, [0.3, 0.5]], ids=str)
+def test_where_no_formula_has_the_rates_none_is_named(max_lr: Any) -> None:
+    optimizer = sgd(0.1, 0.2, momentum=0.9)
+    three_phase = not isinstance(max_lr, list)
+    scheduler = lrs.OneCycleLR(optimizer, max_lr, UPDATES, three_phase=three_phase)
+    with pytest.raises(ValueError, match=r"build OneCycleLR\(…, cycle_momentum=False\)$") as error:
+        resolve(scheduler, optimizer, UPDATES)
+    assert "one_cycle(" not in str(error.value)
 
 
 def test_a_scheduler_needs_its_optimizer_and_the_number_of_updates() -> None:

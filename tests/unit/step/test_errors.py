@@ -4,8 +4,11 @@ Each is provoked, its message is checked, and its advice is followed.
 """
 
 import ast
+import copy
 import os
+import pickle
 import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -99,6 +102,13 @@ def precision_case(words: str, bad: dict[str, Any], *good: dict[str, Any]) -> Ca
     return Case(lambda: hs.Precision(**bad), tuple(words.split(";")), follow_advice)
 
 
+def tied() -> nn.Module:
+    """Returns three layers, of which the first two have one weight."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+    net[1].weight = net[0].weight
+    return net.to(DEVICE)
+
+
 def group_parameters(params: Any, lr: float) -> torch.optim.Optimizer:
     """Returns an optimizer with one parameter group per parameter."""
     return torch.optim.SGD([{"params": [p]} for p in params], lr=lr)
@@ -162,6 +172,100 @@ def run_on_two_devices(*, moved: bool) -> None:
     assert_updates(build(net))
 
 
+def run_from_meta() -> None:
+    net = linear().to("meta").to_empty(device=DEVICE)
+    assert isinstance(net, nn.Linear)
+    net.reset_parameters()
+    assert_updates(build(net))
+
+
+def parallel() -> nn.DataParallel[nn.Module]:
+    """As it is on a machine with two GPUs."""
+    net = nn.DataParallel(linear())
+    net.device_ids = [0, 1]
+    return net
+
+
+def run_after_one_forward() -> None:
+    net = nn.Sequential(linear(), nn.LazyBatchNorm1d(affine=False).to(DEVICE))
+    net(X)
+    assert_updates(build(net))
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        net: nn.Module = torch.jit.script(linear())
+    return net
+
+
+def with_quantized_layer() -> nn.Module:
+    with warnings.catch_warnings(action="ignore"):
+        quantized = torch.ao.quantization.quantize_dynamic(
+            nn.Sequential(nn.Linear(3, 3)), {nn.Linear}
+        )
+    return nn.Sequential(quantized, nn.Linear(3, 2))
+
+
+def replace_parameter(net: Any) -> None:
+    net.weight = nn.Parameter(net.weight.detach() * 2)
+
+
+def run_changed(change: Callable[[nn.Module], object], *, new_step: bool = False) -> None:
+    net = linear()
+    step = build(net)
+    step(X, Y)
+    change(net)
+    if new_step:
+        step = build(net)
+    assert_updates(step)
+
+
+class MakesLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(2, 2).to(DEVICE)
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def run_layer_made_before() -> None:
+    net = MakesLayer()
+    net(X)
+    assert_updates(build(net))
+
+
+def run_changed_optimizer(*, new_step: bool = False) -> None:
+    net = nn.Sequential(linear(), nn.Linear(2, 2).to(DEVICE))
+    step = build(net, partial(optimizer_of_first, net))
+    step.optimizer.param_groups[0]["params"][0] = net[1].weight
+    if new_step:
+        step = hs.TrainStep(net, nn.MSELoss(), step.optimizer)
+    assert_updates(step)
+
+
+def optimizer_of_first(net: Any, _: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([net[0].weight], lr=lr)
+
+
+def run_beside(*, reached: bool) -> None:
+    """One layer in the optimizer, the other one in the loss."""
+    net = nn.Sequential(linear(), linear())
+    index = 0 if reached else 1
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    loss = nn.MSELoss()
+    step = hs.TrainStep(net, loss, optimizer, forward=lambda net, x, y: (net[index](x), y))
+    assert_updates(step)
+
+
+def copy_with_forward(make_forward: Callable[[nn.Module], Any]) -> None:
+    net = linear()
+    assert_updates(copy.deepcopy(build(net, forward=make_forward(net))))
+
+
 def run_deterministic(**options: Any) -> None:
     """Runs on the CPU, where a deterministic step needs no setting of cuBLAS."""
     step = build(nn.Linear(3, 2), deterministic=True, **options)
@@ -200,6 +304,17 @@ def load_edited_state(edit: Callable[[dict[str, Any]], Any]) -> None:
     saved = build().state_dict()
     edit(saved)
     build().load_state_dict(saved)
+
+
+def load_with_hook(*, fails: bool) -> None:
+    step = build()
+
+    def hook(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if fails:
+            raise KeyError("momentum_of_mine")
+
+    step.optimizer.register_load_state_dict_pre_hook(hook)
+    step.load_state_dict(build().state_dict())
 
 
 def enter_averaged(*, train: bool = False, **options: Any) -> None:
@@ -365,6 +480,25 @@ PRECISIONS = {
             build(nn.Sequential(linear()), precision=hs.Precision("O2", keep={"0": "fp32"}))
         ),
     ),
+    "tied weights": Case(
+        lambda: build(tied(), precision=hs.Precision("fp16", keep={"1": "fp32"})),
+        ("'0' and '1' share one", "float16 and float32", "keep= or neither", "'O2'"),
+        lambda: (
+            build(tied(), precision=hs.Precision("fp16", keep={"*": "fp32"})),
+            build(tied(), precision="fp16"),
+            assert_updates(build(tied(), precision=hs.Precision("O2", keep={"1": "fp32"}))),
+        ),
+    ),
+    "kept inputs": Case(
+        lambda: build(precision=hs.Precision("O2", keep_inputs=("imput",))),
+        ("keep_inputs", "'imput'", "did you mean 'input'"),
+        lambda: assert_updates(build(precision=hs.Precision("O2", keep_inputs=("input",)))),
+    ),
+    "names of kept inputs": Case(
+        lambda: hs.Precision("O2", keep_inputs="input"),
+        ("keep_inputs", "expected names", "received 'input'"),
+        lambda: hs.Precision("O2", keep_inputs=("input",)),
+    ),
     "tf32": Case(
         lambda: check_supported(hs.Precision("tf32"), CPU),
         ("CUDA", "cpu", "'fp32'", "'O1'"),
@@ -440,8 +574,78 @@ STEPS = {
     ),
     "devices": Case(
         lambda: run_on_two_devices(moved=False),
-        ("one device", "cpu", "net.to(device)"),
+        ("one device", "cpu", "net.to(device)") if DEVICE == "cuda" else ("meta", "to_empty"),
         lambda: run_on_two_devices(moved=True),
+    ),
+    "meta": Case(
+        lambda: build(linear().to("meta")),
+        ("weight", "meta device", "net.to_empty", "reset_parameters"),
+        lambda: run_from_meta(),
+    ),
+    "parallel": Case(
+        lambda: build(parallel()),
+        ("DataParallel", "2 devices", "net.module"),
+        lambda: assert_updates(build(parallel().module)),
+    ),
+    "lazy buffer": Case(
+        lambda: build(nn.Sequential(linear(), nn.LazyBatchNorm1d(affine=False).to(DEVICE))),
+        ("1.running_mean", "no shape yet", "one forward"),
+        lambda: run_after_one_forward(),
+    ),
+    "scripted": Case(
+        lambda: build(scripted(), precision="O2"),
+        ("TorchScript", "'O2'", "'fp32' or 'O1'"),
+        lambda: assert_updates(build(scripted())),
+    ),
+    "quantized": Case(
+        lambda: build(with_quantized_layer(), precision="O2"),
+        ("'0.0'", "quantized", "'fp32' or 'O1'"),
+        lambda: assert_updates(build(with_quantized_layer()), X.cpu(), Y.cpu()),
+    ),
+    "parameter replaced": Case(
+        lambda: run_changed(replace_parameter),
+        ("no longer uses weight", "load_state_dict without assign=True", "build the optimizer"),
+        lambda: run_changed(replace_parameter, new_step=True),
+    ),
+    "parameter cast": Case(
+        lambda: run_changed(lambda net: net.double()),
+        ("weight was float32", "is now float64", "build the optimizer"),
+        lambda: run_changed(lambda net: net.float(), new_step=True),
+    ),
+    "parameter in forward": Case(
+        lambda: assert_updates(build(MakesLayer())),
+        ("forward has added", "head.weight", "one forward first"),
+        lambda: run_layer_made_before(),
+    ),
+    "optimizer's parameter": Case(
+        lambda: run_changed_optimizer(),
+        ("others in their place", "build a new step"),
+        lambda: run_changed_optimizer(new_step=True),
+    ),
+    "complex loss": Case(
+        lambda: build(loss=lambda out, y: torch.fft.fft(out - y).sum())(X, Y),
+        ("real numbers", "complex64", "loss.abs()"),
+        lambda: assert_updates(build(loss=lambda out, y: torch.fft.fft(out - y).sum().abs())),
+    ),
+    "unreached": Case(
+        lambda: run_beside(reached=False),
+        ("none of the optimizer's 2 parameters", "0.weight", "detached"),
+        lambda: run_beside(reached=True),
+    ),
+    "copy": Case(
+        lambda: copy.copy(build()),
+        ("a TrainStep", "copy.deepcopy(step)"),
+        lambda: assert_updates(copy.deepcopy(build())),
+    ),
+    "pickle": Case(
+        lambda: pickle.dumps(build()),
+        ("a TrainStep", "step.state_dict()"),
+        lambda: build().load_state_dict(build().state_dict()),
+    ),
+    "copy with its forward": Case(
+        lambda: copy_with_forward(lambda net: lambda _, x, y: (net(x), y)),
+        ("forward=", "'net'", "first argument"),
+        lambda: copy_with_forward(lambda _: lambda net, x, y: (net(x), y)),
     ),
     "cycle": Case(
         run_cycle_of_own_loss,
@@ -512,6 +716,11 @@ STEPS = {
         ("expected the fields", "skips", "received steps"),
         lambda: load_edited_state(lambda s: None),
     ),
+    "saved hook": Case(
+        lambda: load_with_hook(fails=True),
+        ("load_state_dict of SGD failed", "KeyError: 'momentum_of_mine'", "Nothing was loaded"),
+        lambda: load_with_hook(fails=False),
+    ),
     "saved scale": Case(
         lambda: load_open_cycle(2.0), ("cycle is open", "same scale"), lambda: load_open_cycle(8.0)
     ),
@@ -578,6 +787,7 @@ CASES: dict[str, Case] = {**OPTIONS, **SCALES, **PRECISIONS, **STEPS}
 # Errors that this file cannot provoke: the source file, and words of the message.
 UNREACHED = {
     ("backend_flags.py", "has no bfloat16 units"),  # needs a GPU before compute capability 8.0
+    ("options.py", "on one device, found"),  # needs a GPU: then the case "devices" has it
     ("options.py", "fused SGD does not update"),  # see tests/parity/test_optimizers.py
     ("plain_paths.py", "compile=True"),  # needs step/fast deleted: tests/rules/test_layers.py
     ("plain_paths.py", "channels_last=True"),

@@ -210,7 +210,7 @@ def test_a_network_may_return_its_own_loss(style: str, device: torch.device) -> 
     if style == "dict":
         recorded_logits = record.outputs["logits"]
     elif style == "tuple":
-        recorded_logits = record.outputs[1]
+        recorded_logits = record.outputs
     else:
         recorded_logits = record.outputs.logits
     assert torch.equal(recorded_logits, logits)

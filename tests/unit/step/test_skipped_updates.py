@@ -3,6 +3,7 @@
 Buffers of every kind, counters that an optimizer has in Python, momentum that begins later.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import halfstep as hs
+from halfstep.utils.device_values import AsyncHostRead
 from tests.support.equal_tensors import assert_equal_tensors, copy_tensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +79,50 @@ def test_a_halted_device_changes_no_weight() -> None:
     step.accumulator(step.state, (X, Y))  # a cycle with gradients in it, not yet ended
     step._update_on_device(step.state, list(range(len(step.params))))
     assert_equal_tensors(step.params, weights_before)
+
+
+class SlowHost(AsyncHostRead):
+    """As on a GPU, where the counters arrive some updates late; here they never do."""
+
+    def poll(self, value: Callable[[], Tensor], device: torch.device) -> list[int] | None:
+        return None
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(3))
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, with_rare: bool) -> Tensor:
+        total = (x * self.used).sum()
+        return total + (x * self.rare).sum() if with_rare else total
+
+
+@pytest.mark.parametrize("loss_scale", ["none", 8.0])
+def test_a_first_gradient_after_a_halt_is_not_committed(loss_scale: Any) -> None:
+    """The host decides a parameter's first update: it, too, heeds that the device has stopped."""
+    net = TwoBranches()
+    step = hs.TrainStep(
+        net,
+        None,
+        torch.optim.Adam(net.parameters(), lr=0.1, fused=True),
+        precision=hs.Precision("fp32", scale=loss_scale),
+        decide="device",
+        nonfinite="raise",
+    )
+    step.device_watch = SlowHost()
+    ones = torch.ones(3)
+    assert step(ones, False).updated
+    assert step(ones * math.nan, False).skipped
+    before = copy_tensors(step.params)
+    record = step(ones, True)
+    assert not record.updated
+    assert not record.skipped
+    assert_equal_tensors(step.params, before)
+    with pytest.raises(hs.NonFiniteError, match="step 2: non-finite gradient in used"):
+        step.check()
+    assert step(ones, True).updated
 
 
 class ForeachCopyDtypes(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import io
 import os
 import pty
 import resource
@@ -11,15 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import HTTPMessage
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfstep.data.download.catalog import Checksum
-from halfstep.data.download.fetch import FetchedFile, fetch_file
+from halfstep.data.download.fetch import FetchedFile, MirrorError, _WebRedirects, fetch_file
 
 BODY = bytes(range(256)) * 1000
 SHA256 = Checksum("sha256", hashlib.sha256(BODY).hexdigest())
@@ -333,3 +337,41 @@ def test_progress_is_drawn_on_a_terminal_only(server: str, tmp_path: Path) -> No
     assert draw_on_terminal(server, tmp_path / "file", "False") == ""
     silent = "fetch_file(*sys.argv[1:], progress=True); assert 'rich' not in sys.modules"
     assert start_python(silent, f"{server}/good", tmp_path / "file").communicate()[1] == ""
+
+
+# Addresses where anybody on the way can change the file.
+
+OPEN_ADDRESS = "http://no.such.host.invalid/x"
+
+
+def test_md5_alone_over_http_is_refused_before_any_connection(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a connection")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_connection", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        for urls in (OPEN_ADDRESS, ["https://no.such.host.invalid/x", OPEN_ADDRESS]):
+            with pytest.raises(ValueError, match=r"expected https, or a sha256, got http://no\."):
+                fetch_file(urls, target, checksum=MD5)
+
+    # With a sha256 or over https it is tried.
+    for url, checksum in ((OPEN_ADDRESS, SHA256), ("https://no.such.host.invalid/x", MD5)):
+        with pytest.raises(OSError, match="could not be fetched"):
+            fetch_file(url, target, checksum=checksum)
+
+
+@pytest.mark.parametrize("allow_downgrade", [False, True])
+def test_a_redirect_does_not_leave_https_without_a_sha256(allow_downgrade: bool) -> None:
+    handler = _WebRedirects(allow_downgrade=allow_downgrade)
+    request = urllib.request.Request("https://host/x")
+    arguments = (request, io.BytesIO(), 302, "Found", HTTPMessage())
+    for url in ("https://other/x", "http://127.0.0.1:1/x"):
+        assert handler.redirect_request(*arguments, url) is not None
+    if allow_downgrade:
+        assert handler.redirect_request(*arguments, "http://other/x") is not None
+        return
+    with pytest.raises(MirrorError, match="redirected from https to http://other/x"):
+        handler.redirect_request(*arguments, "http://other/x")

@@ -471,3 +471,25 @@ def test_a_failed_download_is_no_sample(
     publish(monkeypatch, write_files(root / "web", suffix=".gz"), f"{web}/moved", "fashion-mnist")
     with pytest.raises(OSError, match="could not be fetched"):
         find("fashion-mnist", download=True)
+
+
+def test_every_known_file_is_proved_by_a_sha256() -> None:
+    for entry in CATALOG.values():
+        for source in entry.sources:
+            assert source.checksum.algorithm == "sha256", (entry.name, source.file)
+            assert source.urls[0].startswith("https://"), (entry.name, source.file)
+
+
+@pytest.mark.parametrize("name", ["mnist.zip", "mnist"])
+def test_an_open_address_without_a_sha256_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
+    address = f"http://no.such.host.invalid/{name}"
+    with (
+        pytest.warns(Notice, match=f"{address} is fetched over http, where anybody"),
+        pytest.raises(OSError, match="could not be fetched"),
+    ):
+        find("mnist", address)
+    with pytest.raises(ValueError, match="expected https, or a sha256"):
+        find("mnist", f"http://no.such.host.invalid/mnist.zip#md5={'0' * 32}")

@@ -7,12 +7,14 @@ import copy
 import functools
 import json
 import pickle
+import random
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 from halfstep.data import Dataset, Flip, PadCrop
 from halfstep.data.pipeline import stream
 from halfstep.errors import Notice
+from halfstep.utils import rng
 
 
 class Numbers(TorchDataset[Tensor]):
@@ -370,3 +373,32 @@ def test_transforms_draw_the_same_random_numbers_in_workers() -> None:
     dataset = Dataset({"image": images}, seed=2).map([PadCrop(8, 2), Flip()]).shuffle().batch(4)
     for (on_host,), (in_worker,) in zip(dataset, dataset.workers(1), strict=True):
         assert torch.equal(on_host, in_worker)
+
+
+# Random states
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes")
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_fetching_leaves_the_random_states_of_the_process_alone(workers: int) -> None:
+    """However many processes fetch, and in the passes after the first one too."""
+    pipeline = data().map(lambda i: i + torch.rand(()), "i").workers(workers)
+    before = rng.host_states()
+    for _ in range(2):
+        numbers(pipeline)
+    numbers(islice(pipeline, 2))
+    assert rng.equal_host_states(before, rng.host_states())
+
+
+def test_a_change_of_any_host_state_is_seen() -> None:
+    draws: list[Callable[[], Any]] = [
+        random.random,
+        np.random.rand,
+        np.random.randn,
+        lambda: torch.rand(()),
+    ]
+    for draw in draws:
+        before = rng.host_states()
+        assert rng.equal_host_states(before, rng.host_states())
+        draw()
+        assert not rng.equal_host_states(before, rng.host_states())

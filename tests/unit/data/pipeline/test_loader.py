@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from halfstep.data import Loader
-from halfstep.errors import Notice
+from halfstep.errors import CheckpointError, Notice
 
 DATA = TensorDataset(torch.arange(23), torch.arange(23) * 2)
 
@@ -327,3 +327,121 @@ def test_an_iterator_that_runs_once_is_refused() -> None:
 def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected the state of a hs\.data\.Loader, version 1"):
         Loader(shuffled_globally()).load_state_dict({"epoch": 0})
+
+
+# What a resumed pass needs beside the states of the process.
+
+
+class DrawsInWorkers(Dataset[Any]):
+    """Each sample with what its worker draws."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor(i), torch.rand(())
+
+
+def persistent_loader() -> DataLoader[Any]:
+    return DataLoader(
+        DrawsInWorkers(), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
+    )
+
+
+def numbers_of(batches: Any) -> list[Any]:
+    return [batch[0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_persistent_workers_give_the_same_samples_and_leave_the_same_random_state(
+    stop: int,
+) -> None:
+    """In the second pass too, which torch begins without a new base seed."""
+    torch.manual_seed(1)
+    first = Loader(persistent_loader())
+    numbers_of(first)
+    stream = iter(first)
+    numbers_of(islice(stream, stop))
+    state = first.state_dict()
+    torch_state = torch.get_rng_state()
+    expected = [numbers_of(stream), numbers_of(first)]
+    end = torch.get_rng_state()
+
+    torch.manual_seed(99)
+    second = Loader(persistent_loader())
+    with pytest.warns(Notice) if stop else nullcontext():
+        second.load_state_dict(state)
+    torch.set_rng_state(torch_state)
+    assert [numbers_of(second), numbers_of(second)] == expected
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_persistent_workers_that_run_already_are_ended_where_the_saved_pass_had_none() -> None:
+    torch.manual_seed(1)
+    first = Loader(persistent_loader())
+    stream = iter(first)
+    next(stream)
+    state = first.state_dict()
+    torch_state = torch.get_rng_state()
+    expected = as_lists(stream)
+    batches = persistent_loader()
+    list(batches)
+    second = Loader(batches)
+    with pytest.warns(Notice):
+        second.load_state_dict(state)
+    torch.set_rng_state(torch_state)
+    assert as_lists(second) == expected
+
+
+@pytest.mark.parametrize("stop", [0, 2])
+def test_another_number_of_workers_is_announced(stop: int) -> None:
+    first = Loader(shuffled_globally(workers=1))
+    numbers_of(islice(iter(first), stop))
+    second = Loader(shuffled_globally())
+    replay = pytest.warns(Notice, match="cannot seek") if stop else nullcontext()
+    with replay, pytest.warns(Notice, match="had num_workers=1 and has 0: what is drawn at random"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_a_shared_generator_goes_on_where_it_stood() -> None:
+    """Something else has drawn from the loader's generator within the pass."""
+
+    def loader() -> tuple[Loader, torch.Generator]:
+        batches = shuffled_by_own_generator()
+        assert isinstance(batches.generator, torch.Generator)
+        return Loader(batches), batches.generator
+
+    first, generator = loader()
+    stream = iter(first)
+    next(stream)
+    torch.rand(3, generator=generator)
+    state = first.state_dict()
+    expected = [as_lists(stream), as_lists(first)]
+    second, _ = loader()
+    with pytest.warns(Notice):
+        second.load_state_dict(state)
+    assert [as_lists(second), as_lists(second)] == expected
+
+
+def test_a_batch_that_was_fetched_and_not_used_does_not_count() -> None:
+    for make_batches in (shuffled_by_own_generator, Stateful):
+        first = Loader(make_batches())
+        stream = iter(first)
+        fetched = [next(stream) for _ in range(3)]
+        state = first.state_dict(step=2)
+        assert (state["step"], state["own"]) == (2, None)
+        second = Loader(make_batches())
+        with pytest.warns(Notice):
+            second.load_state_dict(state)
+        assert str(next(iter(second))) == str(fetched[2])
+
+
+def test_a_state_that_cannot_go_back_is_not_saved() -> None:
+    first = Loader(Stateful())
+    next(iter(first))
+    second = Loader(Stateful())
+    second.load_state_dict(first.state_dict())
+    stream = iter(second)
+    next(stream)
+    with pytest.raises(CheckpointError, match="has delivered 2 batches of this pass, of which 1"):
+        second.state_dict(step=1)

@@ -1,0 +1,85 @@
+"""copy.deepcopy of a step: network, loss, optimizer and state together, ready to train on.
+
+A step holds entries of the network's own dictionaries and functions over its modules, which no
+generic copy can follow. So the parts are copied, and a step is built around them.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch.optim import Optimizer
+
+from halfstep.errors import Notice
+from halfstep.utils.python_state import values_around
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+
+def deep_copy_step(step: "TrainStep", memo: dict[int, Any]) -> "TrainStep":
+    """A step of its own over copies, in the state that `step` is in, inside a cycle too."""
+    options = {f.name: getattr(step.options, f.name) for f in fields(step.options)}
+    options["nonfinite"] = step.requested_nonfinite
+    for name in ("forward", "count"):
+        _check_function(step, name, options[name])
+    _check_function(step, "loss", step.objective.loss)
+
+    net = copy.deepcopy(step.net, memo)
+    loss = copy.deepcopy(step.objective.loss, memo)
+    optimizer = _copy_optimizer(step.optimizer, memo)
+    options = copy.deepcopy(options, memo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Notice)  # whoever built the step has read them
+        copied = type(step)(net, loss, optimizer, precision=step.precision, **options)
+    copied.state = copy.deepcopy(step.state, memo)
+    copied.compiled(step.compiled.on, step.compiled.reason)
+    memo[id(step)] = copied
+    return copied
+
+
+def refuse_copy(kind: str, how: str, advice: str) -> NoReturn:
+    """The TypeError of copy.copy and pickle."""
+    raise TypeError(f"{kind} cannot be {how}: {advice}")
+
+
+def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """An optimizer over the copies of its parameters, with its attributes.
+
+    torch copies settings and state. What else an optimizer has in attributes it leaves out: that it
+    is fused, its hooks, counters of its own.
+    """
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        # A scheduler of torch's hangs a function over step() that runs the original.
+        is_wrapped_method = callable(value) and hasattr(type(optimizer), name)
+        if not is_wrapped_method and (name not in vars(copied) or name.endswith("_hooks")):
+            setattr(copied, name, copy.deepcopy(value, memo))
+    return copied
+
+
+def _check_function(step: "TrainStep", name: str, function: Any) -> None:
+    """Refuses a function that would go on with the original's network: it is not copied."""
+    own = {id(module) for module in step.net.modules()}
+    own |= {id(p) for p in step.params} | {id(step), id(step.optimizer), id(step.objective)}
+    for variable, value in _captured_values(function):
+        if id(value) in own:
+            raise TypeError(
+                f"copy.deepcopy: {name}= uses the network of the original step by its variable "
+                f"{variable!r}, so the copy would go on with it; take the network from the first "
+                f"argument of {name}=, or build a TrainStep around copies of network and optimizer "
+                "and give it step.state_dict()"
+            )
+
+
+def _captured_values(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function takes from around it, by name, and what functions that it calls do."""
+    if not isinstance(function, FunctionType):
+        return
+    for name, value in values_around(function):
+        yield name, value
+        if isinstance(value, FunctionType):
+            yield from ((f"{name}.{inner}", v) for inner, v in values_around(value))

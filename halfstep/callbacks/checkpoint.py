@@ -92,7 +92,7 @@ class Checkpoint(Callback):
                     stacklevel=2,
                 )
         self._check_writable()
-        self._check_no_other_run(run)
+        self.check_no_other_run(run.position if run.resumed is not None else None)
         tree = run.model.snapshot()
         checkpoint.check(tree)
 
@@ -117,18 +117,19 @@ class Checkpoint(Callback):
         except OSError as error:
             raise unwritable_folder(self.folder, error) from error
 
-    def _check_no_other_run(self, run: Run) -> None:
+    def check_no_other_run(self, resumed_step: int | None) -> None:
         """FileExistsError if the folder holds checkpoints that would be taken for this run's.
 
         They are another run's, or those of later steps of this one, from before it was resumed.
+        `resumed_step` is the step that this run goes on from; None for a new one.
         """
         existing = checkpoint.listing(self.folder)
-        if run.resumed is not None:
+        if resumed_step is not None:
             # A broken or failed one does no harm: it is replaced when its step comes.
             good = good_checkpoints(self.folder, self._verified)
-            if good and checkpoint.step_of(good[-1]) > run.position:
+            if good and checkpoint.step_of(good[-1]) > resumed_step:
                 raise FileExistsError(
-                    f"Checkpoint: this run goes on from step {run.position}, and {self.folder} "
+                    f"Checkpoint: this run goes on from step {resumed_step}, and {self.folder} "
                     f"holds checkpoints of later steps, up to {good[-1].name}. Go on from the "
                     'newest with fit(resume="auto"), remove those of later steps, or name another '
                     "folder."

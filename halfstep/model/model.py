@@ -295,6 +295,7 @@ class Model:
         """
         assert self._fit is not None
         if source is None:
+            _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
             return
         if not isinstance(source, str | Path):
@@ -305,11 +306,13 @@ class Model:
         loop.run.resume = str(source)
         path = _newest_checkpoint(source, loop.callbacks)
         if path is None:
+            _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
             return
         saved = checkpoint.load(path).tree
         fit = self._fit
         check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feed)
+        _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
 
         backup.add_callbacks(fit.callbacks.values())
         backup.add(fit.feed.undo_function())
@@ -501,6 +504,13 @@ def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Pat
     if not paths and source != "auto":
         raise FileNotFoundError(f"resume: no checkpoint in {source}")
     return max(paths, key=lambda path: path.name, default=None)
+
+
+def _check_folders(callbacks: Sequence[Callback], *, resumed_step: int | None) -> None:
+    """Refuses folders with checkpoints of another run before logs are cut or begun anew."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            callback.check_no_other_run(resumed_step)
 
 
 def split_batches(data: Any, batch: int) -> Any:

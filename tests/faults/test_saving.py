@@ -23,6 +23,7 @@ import halfstep as hs
 from halfstep import checkpoint
 from halfstep.callbacks.checkpoint import Checkpoint
 from halfstep.callbacks.history import Lambda
+from halfstep.callbacks.logs import JSONLLog
 from halfstep.engine import Callback, Run
 from halfstep.model import Model
 from tests.support.killed_run import build_model, seed_all
@@ -104,6 +105,7 @@ import torch
 from contextlib import suppress
 from tests.support.killed_run import Checkpoint, build_model, train_data
 from halfstep.callbacks.history import Lambda
+from halfstep.callbacks.logs import JSONLLog
 torch.set_num_threads(1)
 root = sys.argv[1]
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", root], check=True)
@@ -367,3 +369,26 @@ def test_data_that_can_be_gone_through_only_once_is_refused(tmp_path: Path) -> N
         train_model(
             tmp_path, data=Once(), epochs=2, steps_per_epoch=3, valid=None, valid_every_steps=0
         )
+
+
+@pytest.mark.parametrize("refusal", ["a new run", "only damaged ones", "an older checkpoint"])
+def test_a_refused_folder_leaves_the_log_alone(refusal: str, tmp_path: Path) -> None:
+    """The log of the run that is there is not begun anew, and not cut back."""
+
+    def fit(resume: str | None) -> None:
+        log = JSONLLog(tmp_path / "log", overwrite=True)
+        saver = Checkpoint(tmp_path / "run", every_steps=3)
+        with warnings.catch_warnings(action="ignore"):
+            train_model(tmp_path, log, saver, epochs=1, resume=resume)
+
+    fit(None)
+    lines = (tmp_path / "log").read_bytes()
+    resume = {"only damaged ones": "auto", "a new run": None}.get(
+        refusal, str(tmp_path / "run" / checkpoint.name_of(3))
+    )
+    if refusal == "only damaged ones":
+        for path in checkpoint.listing(tmp_path / "run"):
+            damage(path)
+    with pytest.raises(FileExistsError, match="Checkpoint: "):
+        fit(resume)
+    assert (tmp_path / "log").read_bytes() == lines

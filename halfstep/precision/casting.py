@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.errors import closest_name
+from halfstep.precision.layout import is_scripted
 from halfstep.precision.policy import F32, Precision
 from halfstep.utils.text import dtype_name
 
@@ -170,7 +171,7 @@ def kept_inputs(net: nn.Module, precision: Precision) -> dict[str, KeptInputs]:
     argument_names: set[str] = set()
     for module_name, module in net.named_modules():
         has_masks = isinstance(module, nn.MultiheadAttention)
-        if not precision.keep_inputs and not has_masks:
+        if is_scripted(module) or not (precision.keep_inputs or has_masks):
             continue
         parameters = list(inspect.signature(module.forward).parameters.values())
         names = [parameter.name for parameter in parameters]

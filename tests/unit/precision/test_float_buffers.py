@@ -588,7 +588,39 @@ def test_a_buffer_that_modules_share_stays_one_in_fp16() -> None:
     assert net[1].shift.dtype == F16
 
 
-# --- Activation checkpointing, compiled forward ---
+# --- Compiled forward, activation checkpointing ---
+
+
+class Counted(nn.Module):
+    """Each kind of rule once: a table, a product with it, a counter, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.register_buffer("basis", torch.randn(8, 8) / 3)
+        self.register_buffer("count", torch.tensor(4096.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count.add_(1)
+        out = self.rotary(x) @ self.basis
+        return F.mse_loss(F.normalize(out, dim=-1), y) + out.square().mean()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_a_compiled_forward_follows_the_same_rules(kernels: str) -> None:
+    losses = {}
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Counted()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        precision = hs.Precision("O2", kernels=kernels)
+        step = hs.TrainStep(net, None, optimizer, precision=precision, compile=compiled)
+        x, y = torch.randn(3, 6, 8), torch.randn(3, 6, 8)
+        losses[compiled] = [step(x, y).loss.item() for _ in range(4)]
+        assert net.count.item() == 4100
+        assert net.count.dtype == F32
+    # Compiled code keeps what it fuses in float32.
+    assert losses[True] == pytest.approx(losses[False], rel=4 * torch.finfo(F16).eps)
 
 
 class Checkpointed(Sinusoidal):

@@ -50,7 +50,10 @@ from halfstep.amp.scaler_settings import (
     raise_expected,
 )
 from halfstep.precision.loss_scale import inverse_scale
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import dtype_name
+
+MAX_INT32 = (1 << 31) - 1  # torch counts finite updates in 32 bits
 
 T = TypeVar("T")
 Seed: TypeAlias = Tensor | float
@@ -291,6 +294,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if "scale_factor" in state_dict:  # MegEngine's word; its other keys are torch's
             state_dict = {"scale": state_dict["scale_factor"], **state_dict}
+        if self._enabled and state_dict:  # torch refuses an empty one
+            _check_saved_state(SavedValue(state_dict, "GradScaler.load_state_dict"))
         defaults = {**asdict(self.settings), **asdict(SkipCounts())}
         extra = {**defaults, **state_dict.get("halfstep", {})}
         settings = ScalerSettings(**{f.name: extra[f.name] for f in fields(ScalerSettings)})
@@ -431,6 +436,25 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY:
             self._check_inf_per_device(optimizer)
         return any(_read_flag(found_inf) for found_inf in state["found_inf_per_device"].values())
+
+
+def _check_saved_state(saved: SavedValue) -> None:
+    """ValueError for a state that could not be loaded, or not be trained with. Changes nothing."""
+    scale = saved.field("scale")
+    if not (isinstance(scale.value, Tensor) and scale.value.numel() == 1):
+        scale.number(minimum=0)
+    for name in ("growth_factor", "backoff_factor"):
+        saved.field(name).number(finite=True, minimum=0)
+    for name in ("growth_interval", "_growth_tracker"):
+        saved.field(name).whole_number(maximum=MAX_INT32)
+    extra = saved.optional_field("halfstep")
+    if extra is None:
+        return
+    for name, value in extra.entries().items():
+        if name in ("skipped", "skips_in_a_row"):
+            value.whole_number()
+        elif name == "fallen":
+            value.flag()
 
 
 def _pair_outputs_with_seeds(

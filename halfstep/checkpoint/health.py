@@ -16,6 +16,8 @@ from torch import Tensor
 
 from halfstep.checkpoint.store import load, read_extra_file
 from halfstep.checkpoint.tree import TreePath, format_path
+from halfstep.errors import DAMAGED_ADVICE, checkpoint_error
+from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import list_some, plural
 
 HEALTH_FILE = "health.json"
@@ -88,7 +90,13 @@ def read_health(folder: Path) -> Health:
     """The health of a checkpoint. CheckpointError where it cannot be read."""
     content = read_extra_file(folder, HEALTH_FILE)
     if content is not None:
-        return _decode(content)
+        try:
+            return _decode(content)
+        except (ValueError, RecursionError) as error:
+            found = f"something else ({error})"
+            raise checkpoint_error(
+                folder / HEALTH_FILE, "what halfstep writes about a run", found, DAMAGED_ADVICE
+            ) from error
 
     # Of an older halfstep, or no run at all.
     tree = load(folder, verify=False).tree
@@ -100,19 +108,29 @@ def health_of_tree(tree: Any) -> Health:
     if not isinstance(tree, dict) or "halfstep_run" not in tree:
         return Health()
     config = tree.get("config")
-    names = config.get("names", ()) if isinstance(config, dict) else ()
-    return Health(nonfinite=find_nonfinite(tree, names))
+    names = config.get("names") if isinstance(config, dict) else None
+    # What is no name is for the resume to refuse, with its place in the tree.
+    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    return Health(nonfinite=find_nonfinite(tree, known))
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    SavedValue(value, HEALTH_FILE).entries()  # raises unless it is one
+    return dict(value)
 
 
 def _decode(content: bytes) -> Health:
     """The health in these bytes. A newer halfstep may have written other keys too."""
-    values = json.loads(content)
+    values = {**asdict(Health()), **_as_dict(json.loads(content))}
+    saved = SavedValue(values, HEALTH_FILE)
+    updates = saved.field("updates")
+    error = saved.field("error")
     return Health(
-        nonfinite=tuple(values.get("nonfinite", ())),
-        updates=values.get("updates"),
-        skips_in_a_row=values.get("skips_in_a_row", 0),
-        stalled=values.get("stalled", False),
-        error=values.get("error"),
+        nonfinite=tuple(saved.field("nonfinite").texts()),
+        updates=None if updates.value is None else updates.whole_number(),
+        skips_in_a_row=saved.field("skips_in_a_row").whole_number(),
+        stalled=saved.field("stalled").flag(),
+        error=None if error.value is None else error.text(),
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from halfstep.experiment.training_run import LOG_FILE, RUN_FILE, WEIGHTS_FILE
 from halfstep.utils.files import read_json, write_json
-from halfstep.utils.saved_state import SavedValue
 
 CHECKPOINT_WORD = "the newest checkpoint"
 HASH_CHUNK_BYTES = 1 << 20
@@ -100,6 +99,8 @@ def _newest_checkpoint(folder: Path) -> tuple[Path | None, Any]:
 
 def _loop_state(tree: Any) -> dict[str, Any] | None:
     """Where the loop stood; None where the checkpoint does not say it: `fit` will refuse that."""
+    from halfstep.utils.saved_state import SavedValue
+
     try:
         loop = SavedValue(tree, "").field("loop")
         for name in ("epoch", "global_step"):

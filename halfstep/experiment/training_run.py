@@ -24,6 +24,7 @@ from halfstep.utils.files import read_json, write_json
 
 if TYPE_CHECKING:
     from halfstep.experiment.settings import Settings
+    from halfstep.utils.saved_state import SavedValue
 
 # Files in the folder of a run.
 RUN_FILE = "run.json"
@@ -270,6 +271,7 @@ def remove_later(folder: Path, step: int) -> None:
 def load_weights(model: Any, run: Path) -> str:
     """Loads weights into a model: a run's newest, a checkpoint's or a file's. Returns the path."""
     from halfstep import checkpoint
+    from halfstep.utils.saved_state import SavedValue
 
     if not run.exists():
         raise FileNotFoundError(
@@ -281,11 +283,11 @@ def load_weights(model: Any, run: Path) -> str:
 
     path = checkpoint.choose(run)
     if path is not None:
-        step_state = checkpoint.load(path).tree.get("step", {})
-        if "net" in step_state:
+        step_state = SavedValue(checkpoint.load(path).tree, str(path)).field("step")
+        if "net" in step_state.entries():
             model.load(_evaluated_weights(model, step_state))
         else:
-            model.step.load_state_dict(step_state)  # of a step that the user wrote
+            model.step.load_state_dict(step_state.value)  # of a step that the user wrote
         return str(path)
 
     if not (run / WEIGHTS_FILE).is_file():
@@ -295,10 +297,10 @@ def load_weights(model: Any, run: Path) -> str:
     return load_weights(model, run / WEIGHTS_FILE)
 
 
-def _evaluated_weights(model: Any, step_state: dict[str, Any]) -> dict[str, Any]:
+def _evaluated_weights(model: Any, step_state: "SavedValue") -> dict[str, Any]:
     """The weights that the run was evaluated with: with ema=, the averaged ones."""
-    weights = dict(step_state["net"])
-    averages = step_state["state"]["ema"]
+    weights = {name: value.value for name, value in step_state.field("net").entries().items()}
+    averages = [average.tensor() for average in step_state.field("state").field("ema").items()]
     if not averages:
         return weights
     params = model.step.params

@@ -4,6 +4,7 @@ Accepted are the metrics of this package and of torchmetrics, any object with up
 reset, and functions. torchmetrics is never imported: its metrics are known by their attributes.
 """
 
+import inspect
 from typing import Any, Protocol, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.metrics.counters import Accuracy, Average, Loss, logits_of
+from halfstep.utils.saved_state import SavedValue
 
 ACCEPTED = (
     "a metric of halfstep.metrics, one of torchmetrics, any object with update(outputs, labels), "
@@ -48,10 +50,28 @@ def as_metric(given: Any) -> Metric:
             "give them by name: {**collection}"
         )
     if all(callable(getattr(given, name, None)) for name in ("update", "compute", "reset")):
+        _check_takes_labels(given)
         return AdaptedMetric(given)
     if callable(given):
         return Average(given)
     raise TypeError(f"metric: received {type(given).__name__} {given!r}. Accepted: {ACCEPTED}")
+
+
+def _check_takes_labels(metric: Any) -> None:
+    """Refuses metrics that aggregate values, such as torchmetrics' MeanMetric.
+
+    Their update takes values and weights, and labels would silently become weights.
+    """
+    try:
+        names = list(inspect.signature(metric.update).parameters)
+    except (TypeError, ValueError):
+        return
+    if names[:1] == ["value"]:
+        raise TypeError(
+            f"metric: {type(metric).__name__}.update({', '.join(names)}) aggregates values, and a "
+            "metric gets outputs and labels; give a function (outputs, labels) -> tensor, whose "
+            "values are averaged, or hs.metrics.Loss() for the mean loss"
+        )
 
 
 class AdaptedMetric:
@@ -127,10 +147,20 @@ class AdaptedMetric:
             return
 
         expected = sorted(["updates", *metric.metric_state])
-        if sorted(saved) != expected:
+        received = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        if received != expected:
             raise ValueError(
-                f"{type(metric).__name__}: expected the states {expected}, received {sorted(saved)}"
+                f"{type(metric).__name__}: expected the states {expected}, received {received}"
             )
+        states_of_metric = SavedValue(saved, type(metric).__name__)
+        states_of_metric.field("updates").whole_number()
+        for name, present in metric.metric_state.items():
+            state = states_of_metric.field(name)
+            if isinstance(present, Tensor):
+                state.tensor(present.dtype)
+            else:  # what was appended, or all of it as one tensor
+                for item in state.items() if isinstance(state.value, list) else [state]:
+                    item.tensor()
 
         def to_device(value: Any) -> Any:
             return value.to(metric.device) if isinstance(value, Tensor) else value

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import Notice
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.utils.checks import whole_number
+from halfstep.utils.saved_state import describe_value
 
 COUNTER_NAMES = ("total", "count")
 
@@ -61,18 +62,23 @@ class Ratio:
 
     def load_state_dict(self, saved: dict[str, Tensor]) -> None:
         """Copies saved counters into these, so that a captured graph goes on with them."""
-        if sorted(saved) != sorted(COUNTER_NAMES):
+        received = sorted(map(str, saved)) if isinstance(saved, dict) else [type(saved).__name__]
+        if received != sorted(COUNTER_NAMES):
             raise ValueError(
                 f"{self!r}: expected the counters {', '.join(COUNTER_NAMES)}, "
-                f"received {', '.join(saved)}"
+                f"received {', '.join(received)}"
             )
         # Check all before the first is written.
         for name, value in saved.items():
             counter: Tensor = getattr(self, name)
-            if value.dtype != counter.dtype or value.dim():
+            is_counter = isinstance(value, Tensor) and value.dtype == counter.dtype
+            if not is_counter or value.dim():
+                received_value = describe_value(value)
+                if isinstance(value, Tensor):
+                    received_value = f"{value.dtype} of shape {tuple(value.shape)}"
                 raise ValueError(
                     f"{self!r}: expected {name} as one {counter.dtype} number, "
-                    f"received {value.dtype} of shape {tuple(value.shape)}"
+                    f"received {received_value}"
                 )
         for name, value in saved.items():
             getattr(self, name).copy_(value)
@@ -253,6 +259,7 @@ class Average(Ratio):
         super().__init__(torch.float64)
         self.fn = fn
         self._check_broadcasts = BroadcastCheck()
+        self._has_warned = False
 
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
@@ -265,7 +272,11 @@ class Average(Ratio):
                 "metric: expected the function to return real numbers, received "
                 f"{value.dtype}; return its .abs() or .real"
             )
-        weight = 1 if value.dim() else _batch_size(outputs, labels)
+        weight = 1
+        if not value.dim():
+            weight = _batch_size(outputs, labels)
+        elif value.numel() == 1 and not self._has_warned:
+            self._has_warned = _warn_of_one_term(value, _row_count(outputs, labels))
         count = value.numel() * weight
         total = value.detach().double().sum() * weight
         if count == 0:
@@ -329,15 +340,40 @@ def _warn_of_probabilities(scores: Tensor, labels: Tensor) -> bool:
     return True
 
 
+def _warn_of_one_term(value: Tensor, rows: int | None) -> bool:
+    """Warns of a mean that would count as one term, whatever the size of its batch.
+
+    Returns whether it did.
+    """
+    if rows is None or rows == 1:
+        return False
+    warnings.warn(
+        f"metric: the function returned one term of shape {list(value.shape)} for a batch of "
+        f"{rows} rows, and it counts once. If it is the mean of the batch, return it without "
+        "dimensions (.squeeze()), so that a short batch counts less",
+        Notice,
+        stacklevel=4,
+    )
+    return True
+
+
 def _batch_size(outputs: Any, labels: Any) -> int:
-    """The rows of a batch: those of its first tensor, labels first."""
+    """The rows of a batch, which must have some."""
+    rows = _row_count(outputs, labels)
+    if rows is None:
+        raise TypeError(
+            "metric: a function that returns one number needs labels or outputs with rows to weigh "
+            "it by"
+        )
+    return rows
+
+
+def _row_count(outputs: Any, labels: Any) -> int | None:
+    """The rows of a batch: those of its first tensor, labels first; None where none has rows."""
     for leaf in tree_leaves((labels, outputs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
-    raise TypeError(
-        "metric: a function that returns one number needs labels or outputs with rows to weigh it "
-        "by"
-    )
+    return None
 
 
 def logits_of(outputs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Several metrics by name, used as one."""
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -94,10 +95,19 @@ class Metrics:
         return {name: metric.state_dict() for name, metric in self.by_name.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores what state_dict() returned. A missing or unknown name is an error."""
+        """Restores what state_dict() returned. A missing or unknown name is an error.
+
+        If one of the metrics refuses its state, all of them are as before.
+        """
         self._check_same_names(saved, "load_state_dict")
-        for name, metric in self.by_name.items():
-            metric.load_state_dict(saved[name])
+        before = copy.deepcopy(self.state_dict())
+        try:
+            for name, metric in self.by_name.items():
+                metric.load_state_dict(saved[name])
+        except Exception:
+            for name, metric in self.by_name.items():
+                metric.load_state_dict(before[name])
+            raise
 
     def split(self) -> tuple["Metrics", "Metrics"]:
         """The metrics that a captured graph may update, and those that it may not.

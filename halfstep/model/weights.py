@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halfstep import checkpoint
 from halfstep.checkpoint.safetensors_file import write_safetensors
+from halfstep.utils.saved_state import SavedValue, describe_value, dtype_kind
 from halfstep.utils.text import list_some
 
 MAX_NAMES = 4  # tensors of each kind that a message names
+EXTRA_STATE = "_extra_state"  # what torch calls values that a module adds to its state_dict
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ def load_weights(
     """
     averages: dict[str, Tensor] = {}
     if isinstance(source, Mapping):
-        in_file = dict(source)
+        in_file = _given_tensors(source)
     else:
         in_file, averages = _read_weights(Path(source))
     in_net = only_tensors(net.state_dict(keep_vars=True))
@@ -107,6 +110,10 @@ def load_weights(
             f"{account}"
         )
     averaged = tuple(name for name in account.matched if name in averages)
+    for name in account.matched:
+        for values in (in_file, averages):
+            if name in values:
+                _check_can_copy(name, values[name], in_net[name])
     with torch.no_grad():
         for name in account.matched:
             in_net[name].copy_(in_file[name])
@@ -114,6 +121,35 @@ def load_weights(
         for name in averaged:
             in_net[name].copy_(averages[name])
     return replace(account, averaged=averaged)
+
+
+def _given_tensors(source: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The tensors of a state_dict. What a module adds to them beside tensors is left out."""
+    tensors = {}
+    for name, value in source.items():
+        if isinstance(value, Tensor) and isinstance(name, str):
+            tensors[name] = value
+        elif not str(name).endswith(EXTRA_STATE):
+            advice = ""
+            if isinstance(value, Mapping):
+                advice = f". If these are the weights, load them: load(state[{name!r}])"
+            raise ValueError(
+                f"load: expected a state_dict, tensors by name, received {describe_value(value)} "
+                f"as {name!r}{advice}. Nothing was loaded"
+            )
+    return tensors
+
+
+def _check_can_copy(name: str, value: Tensor, target: Tensor) -> None:
+    """Refuses values that the network's tensor cannot hold: another shape or kind, no values."""
+    is_same_kind = value.is_complex() == target.is_complex()
+    is_rounded_to_int = value.is_floating_point() and not target.is_floating_point()
+    if value.is_meta or value.shape != target.shape or not is_same_kind or is_rounded_to_int:
+        what = "a meta tensor, without values" if value.is_meta else describe_value(value)
+        raise ValueError(
+            f"load: {name}: expected {dtype_kind(target.dtype)} values of shape "
+            f"{list(target.shape)}, received {what}. Nothing was loaded"
+        )
 
 
 def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -144,12 +180,19 @@ def _read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
         raise FileNotFoundError(
             f"expected a checkpoint or a folder of them, found none in {folder}"
         )
-    tree = checkpoint.load(path).tree
-    step = tree.get("step", {})
-    if "net" not in step:
+    saved = SavedValue(checkpoint.load(path).tree, str(path))
+    step = saved.field("step")
+    if "net" not in step.entries():
         raise ValueError(
             f"{path}: expected the weights of a built-in step, found the state of a cell of its own"
         )
-    names = tree["config"].get("names", ())
-    averages = dict(zip(names, step["state"]["ema"], strict=False))
-    return only_tensors(step["net"]), averages
+    net = step.field("net").entries()
+    names = saved.field("config").optional_field("names")
+    averages = [average.tensor() for average in step.field("state").field("ema").items()]
+    names_of_averages = [] if names is None else names.texts()
+    if averages and len(names_of_averages) != len(averages):
+        saved.field("config").field("names").refuse(f"the names of {len(averages)} averages")
+    return (
+        only_tensors({str(name): value.value for name, value in net.items()}),
+        dict(zip(names_of_averages, averages, strict=False)),
+    )

@@ -174,7 +174,19 @@ def _log_lines(path: Path) -> Iterator[JsonObject]:
                 "Cut that line out."
             ) from None
         if isinstance(value, dict):
+            _check_position(value, line_number, path)
             yield value
+
+
+def _check_position(line: JsonObject, line_number: int, path: Path) -> None:
+    """Refuses a line whose place in the run is no number: it belongs to no epoch and no step."""
+    for name in ("epoch", "step", "global_step"):
+        value = line.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(
+                f"report: expected a whole number as {name} in line {line_number} of {path}, got "
+                f"{json.dumps(value)[:40]}. Cut that line out."
+            )
 
 
 def _losses_by_epoch(steps: Sequence[JsonObject]) -> dict[Any, list[float]]:

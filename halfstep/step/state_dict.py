@@ -255,15 +255,12 @@ def _check_cycle(step: "TrainStep", saved: SavedValue) -> None:
     """The open cycle. Of a closed one only the kinds count: nothing reads it."""
     entries = _fields_of(saved, step.state.cycle)
     is_open = entries["micro"].whole_number() > 0
-    grads = entries["grads"].items(len(step.params) if is_open else None)
+    has_grads = is_open or entries["grads"].value != []
+    grads = entries["grads"].items(len(step.params) if has_grads else 0)
     for i, grad in enumerate(grads):
-        if grad.value is None:
-            continue
-        if is_open:
-            dtype = step.accumulator.sum_dtypes[i]
+        if grad.value is not None:
+            dtype = step.accumulator.sum_dtypes[i] if is_open else None
             grad.tensor(dtype, step.params[i].shape)
-        else:
-            grad.tensor()
     for name in ("weight", "nominal", "loss"):
         if is_open:
             entries[name].tensor(torch.float64, ())

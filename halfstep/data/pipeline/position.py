@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.stages import Shard
+from halfstep.utils.saved_state import MAX_WHOLE_NUMBER, describe_value
 
 VERSION = 1
 _NUMBERS = ("epoch", "step", "shards", "start", "start_epoch")
@@ -114,7 +115,8 @@ def _with_last_shard(plan: Plan, **changes: int) -> Plan:
 
 def _check_state(state: dict[str, Any]) -> None:
     """Raises a ValueError unless the state is one of `Position.state_dict`."""
-    if state.get("version") != VERSION:
+    version = state.get("version")
+    if type(version) is not int or version != VERSION:
         raise ValueError(
             f"expected a position of version {VERSION}, got {state.get('version')!r} "
             f"in {sorted(state)}"
@@ -125,11 +127,18 @@ def _check_state(state: dict[str, Any]) -> None:
             f"expected the state of a hs.data.Dataset, but {missing} are missing in {sorted(state)}"
         )
     for name in _NUMBERS:
+        number = state[name]
         minimum = 1 if name == "shards" else 0
-        if not isinstance(state[name], int) or state[name] < minimum:
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if not is_whole or not minimum <= number <= MAX_WHOLE_NUMBER:
             raise ValueError(
-                f"expected a whole number for {name} in the position, got {state[name]!r}"
+                f"expected a whole number for {name} in the position, got {describe_value(number)}"
             )
+    lines = state["pipeline"]
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ValueError(
+            f"expected lines of text for pipeline in the position, got {describe_value(lines)}"
+        )
 
 
 def _raise_unsharded(state: dict[str, Any], start: int) -> NoReturn:

@@ -349,3 +349,71 @@ def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     again.end(Run(make_model(), 1, 13))
     expected = (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
     assert csv_bytes(tmp_path).splitlines() == expected
+
+
+# files of another version
+
+
+def without_field(path: Path, name: str) -> None:
+    """The CSV file of a version that had no such field."""
+    rows = list(csv.reader(path.read_text().splitlines()))
+    column = rows[0].index(name)
+    lines = [",".join(cell for i, cell in enumerate(row) if i != column) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def resume_csv(folder: Path, size_before: int) -> None:
+    """Goes on with log.csv from its present length, as from a checkpoint, for a step."""
+    log = CSVLog(folder / "log.csv")
+    log.load_state_dict({"offset": size_before, "waiting": []})
+    trained = make_model()
+    run = Run(trained, 1, 13)
+    log.begin(run)
+    log.step(run, Row(3, 1, 27, 8, 0.5, 0.5, 0.1, 1.0, False, 1.0, True, 7))
+    log.visit(run)
+    log.end(run)
+
+
+def test_a_csv_file_without_a_new_field_goes_on_without_it(tmp_path: Path) -> None:
+    fit(1, CSVLog(tmp_path / "log.csv"))
+    without_field(tmp_path / "log.csv", "fingerprint")
+    before = (tmp_path / "log.csv").read_text()
+    with pytest.warns(
+        hs.Notice,
+        match=r"written by another version .* has no column for fingerprint, which is left out",
+    ):
+        resume_csv(tmp_path, len(before))
+    after = (tmp_path / "log.csv").read_text()
+    assert after == before + "step,3,1,27,8,0.5,0.5,0.1,1.0,0,1.0,1,,\n"
+
+
+def test_a_csv_file_with_a_field_that_is_gone_goes_on_with_an_empty_one(tmp_path: Path) -> None:
+    fit(1, CSVLog(tmp_path / "log.csv"))
+    content = (tmp_path / "log.csv").read_text().replace("fingerprint", "entropy", 1)
+    (tmp_path / "log.csv").write_text(content)
+    words = r"has no column for fingerprint, .* and has entropy, which stays empty"
+    with pytest.warns(hs.Notice, match=words):
+        resume_csv(tmp_path, len(content))
+    assert read_csv(tmp_path / "log.csv")[-1]["entropy"] == ""
+
+
+@pytest.mark.parametrize("column", ["lr", "valid_acc", "valid_loss", "kind"])
+def test_a_csv_file_of_another_run_is_refused(column: str, tmp_path: Path) -> None:
+    fit(1, CSVLog(tmp_path / "log.csv"))
+    without_field(tmp_path / "log.csv", column)
+    content = (tmp_path / "log.csv").read_bytes()
+    with pytest.raises(ValueError, match="Resume with the metrics, parameter groups and times="):
+        resume_csv(tmp_path, len(content))
+    assert (tmp_path / "log.csv").read_bytes() == content
+
+
+def test_a_history_without_a_new_field_goes_on(tmp_path: Path) -> None:
+    history = History()
+    fit(1, history)
+    state = history.state_dict()
+    del state["rows"]["fingerprint"]
+    again = History()
+    again.load_state_dict(state)
+    assert again.rows["fingerprint"] == [0] * 13
+    assert again.rows["loss"] == history.rows["loss"]
+    again.state_dict()

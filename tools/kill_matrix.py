@@ -329,31 +329,49 @@ def read_results(path: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
+def count_kills(results: Sequence[Result]) -> tuple[list[str], list[list[list[str]]]]:
+    """The heads of the table's columns, and its rows in sections: one for each axis, and all."""
+    outcomes = [*OUTCOMES, *(name for name in FAILURES[1:] if _has(results, name))]
+
+    def row(label: str, chosen: Sequence[Result]) -> list[str]:
+        counts: Counter[str] = Counter()
+        for result in chosen:
+            counts[result.outcome] += result.kills
+        return [label, str(counts.total()), *(str(counts[name] or "-") for name in outcomes)]
+
+    sections = []
+    for axis, values in AXES.items():
+        rows = []
+        for value in values:
+            label = value if isinstance(value, str) else f"{axis} {value}"
+            chosen = [result for result in results if result.combination[axis] == value]
+            rows.append(row(label, chosen))
+        sections.append(rows)
+    return ["kills", *outcomes], [*sections, [row("all", results)]]
+
+
 def make_table(results: Sequence[Result]) -> Table:
     """Kills by outcome, for each value of each axis; and all of them."""
-    counts: dict[tuple[str, Any], Counter[str]] = {}
-    for result in results:
-        for axis in AXES:
-            cell = counts.setdefault((axis, result.combination[axis]), Counter())
-            cell[result.outcome] += result.kills
-    outcomes = [*OUTCOMES, *(name for name in FAILURES[1:] if _has(results, name))]
+    heads, sections = count_kills(results)
     combinations = len({json.dumps(result.combination) for result in results})
-    table = Table(title=f"{_kills(results)} kills in {combinations} combinations")
+    kills = sum(result.kills for result in results)
+    table = Table(title=f"{kills} kills in {combinations} combinations")
     table.add_column("")
-    for outcome in ("kills", *outcomes):
-        table.add_column(outcome, justify="right")
-    for axis, values in AXES.items():
+    for head in heads:
+        table.add_column(head, justify="right")
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
         table.add_section()
-        for value in values:
-            cell = counts.get((axis, value), Counter())
-            label = str(value) if isinstance(value, str) else f"{axis} {value}"
-            table.add_row(label, str(cell.total()), *(_number(cell[name]) for name in outcomes))
-    table.add_section()
-    total: Counter[str] = Counter()
-    for result in results:
-        total[result.outcome] += result.kills
-    table.add_row("all", str(total.total()), *(_number(total[name]) for name in outcomes))
     return table
+
+
+def make_markdown(results: Sequence[Result]) -> str:
+    """The same table for a page of the documentation."""
+    heads, sections = count_kills(results)
+    lines = [f"| | {' | '.join(heads)} |", f"|---{'|---:' * len(heads)}|"]
+    lines += [f"| {' | '.join(row)} |" for rows in sections for row in rows]
+    return "\n".join(lines)
 
 
 def list_apart(results: Sequence[Result]) -> Iterator[str]:
@@ -365,16 +383,8 @@ def list_apart(results: Sequence[Result]) -> Iterator[str]:
             yield f"{outcome}: {data}, with {extra}: {count} combinations ({details})"
 
 
-def _kills(results: Sequence[Result]) -> int:
-    return sum(result.kills for result in results)
-
-
 def _has(results: Sequence[Result], outcome: str) -> bool:
     return any(result.outcome == outcome for result in results)
-
-
-def _number(count: int) -> str:
-    return str(count) if count else "-"
 
 
 def main() -> int:
@@ -386,6 +396,7 @@ def main() -> int:
     parser.add_argument("--data", help="only combinations whose data has this name")
     parser.add_argument("--minutes", type=float, default=1e9, help="begins no combination later")
     parser.add_argument("--results", type=Path, help="a JSONL file to go on with")
+    parser.add_argument("--markdown", action="store_true", help="the table for a page")
     arguments = parser.parse_args()
 
     order = make_order(arguments.kills, arguments.seed)[arguments.first : arguments.last]
@@ -422,7 +433,10 @@ def main() -> int:
                 with open(arguments.results, "a") as file:
                     file.write(json.dumps(asdict(result)) + "\n")
 
-    console.print(make_table(results))
+    if arguments.markdown:
+        print(make_markdown(results))
+    else:
+        console.print(make_table(results))
     for line in list_apart(results):
         console.print(line, markup=False, highlight=False)
     return int(any(result.outcome in FAILURES for result in results))

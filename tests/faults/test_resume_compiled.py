@@ -16,14 +16,13 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep import checkpoint
 from halfstep.errors import Notice
-from tests.support.data_kinds import plain
+from tests.support.data_kinds import SIZE, make_columns
 from tests.support.killed_run import seed_all
 
 # A pass has six batches of 4 and one of 2: two programs.
 STEPS = (1, 2, 6, 7, 9, 20)
-LAST_STEP = 21
 
-# Sums in another order, by a few ulp of weights below 1, over 21 updates.
+# Sums in another order, by a few ulp of weights below 1, over 80 updates.
 ROUNDING = 64 * 2.0**-23
 
 
@@ -43,7 +42,13 @@ class Net(nn.Module):
 
 
 def train(
-    folder: Path, *, resume: Any = None, precision: str = "fp32", **options: Any
+    folder: Path,
+    *,
+    resume: Any = None,
+    precision: str = "fp32",
+    epochs: int = 3,
+    size: int = SIZE,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The weights at the end, and torch's random state."""
     seed_all(0)
@@ -53,7 +58,9 @@ def train(
     if resume is not None:
         seed_all(99)
     saver = hs.Checkpoint(folder, every_steps=1, keep=100)
-    model.fit(3, plain().shuffle().batch(4), callbacks=[saver], resume=resume)
+    x, y = make_columns(size=size)
+    data = hs.data.Dataset({"x": x, "y": y}, seed=3).shuffle().batch(4)
+    model.fit(epochs, data, callbacks=[saver], resume=resume)
     if resume is None and "capture" not in options:
         assert re.search("programs of the whole step: [12] held", str(model.report()))
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -82,11 +89,15 @@ def test_with_compiled_forward_and_loss_it_ends_with_equal_bits(
 
 
 def test_with_the_whole_step_compiled_it_ends_the_same_to_rounding(tmp_path: Path) -> None:
-    weights, random_state = train(tmp_path / "whole")
-    for step in (2, 15):
+    # Long enough to be recorded, checked on eight batches, and compiled.
+    long_run = {"epochs": 2, "size": 160}
+    weights, random_state = train(tmp_path / "whole", **long_run)
+    for step in (2, 40, 65):
         source = tmp_path / "whole" / checkpoint.name_of(step)
         with pytest.warns(Notice, match="to rounding, not bit for bit, as its first steps run"):
-            resumed_weights, resumed_state = train(tmp_path / f"from {step}", resume=source)
+            resumed_weights, resumed_state = train(
+                tmp_path / f"from {step}", resume=source, **long_run
+            )
         torch.testing.assert_close(resumed_weights, weights, atol=ROUNDING, rtol=0)
         assert torch.equal(resumed_state, random_state)
 

@@ -138,14 +138,17 @@ def _refuse_comparison(command: str, run: Path) -> None:
     if not (folder / SUMMARY_FILE).is_file():
         return
     summary = read_json(folder / SUMMARY_FILE)
-    if not isinstance(summary, dict):
+    if not isinstance(summary, dict) or not isinstance(summary.get("spec"), dict):
         return
 
-    spec = summary.get("spec", {})
+    spec = summary["spec"]
     settings = {name: spec.get(name) for name in SETTINGS_OF_COMPARISON}
     settings["schedule"] = spec.get("schedule") or "constant"
-    recommended = summary.get("recommendation", {}).get("precision")
-    settings["precision"] = recommended or spec["precisions"][0]
+    recommendation = summary.get("recommendation")
+    if isinstance(recommendation, dict) and recommendation.get("precision"):
+        settings["precision"] = recommendation["precision"]
+    elif spec.get("precisions"):
+        settings["precision"] = spec["precisions"][0]
 
     words = ["halfstep", "train"]
     for name, value in settings.items():

@@ -190,6 +190,9 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
             if flag in entries:
                 entries[flag].flag()
         _check_generators(loader, states)
+    generators = saved.optional_field("generators")
+    if generators is not None:
+        _check_generators(loader, generators)
 
 
 def _check_generators(loader: Loader, saved: SavedValue) -> None:

@@ -4,6 +4,7 @@ Accepted are the metrics of this package and of torchmetrics, any object with up
 reset, and functions. torchmetrics is never imported: its metrics are known by their attributes.
 """
 
+import inspect
 from typing import Any, Protocol, Self
 
 import torch
@@ -49,10 +50,28 @@ def as_metric(given: Any) -> Metric:
             "give them by name: {**collection}"
         )
     if all(callable(getattr(given, name, None)) for name in ("update", "compute", "reset")):
+        _check_takes_labels(given)
         return AdaptedMetric(given)
     if callable(given):
         return Average(given)
     raise TypeError(f"metric: received {type(given).__name__} {given!r}. Accepted: {ACCEPTED}")
+
+
+def _check_takes_labels(metric: Any) -> None:
+    """Refuses metrics that aggregate values, such as torchmetrics' MeanMetric.
+
+    Their update takes values and weights, and labels would silently become weights.
+    """
+    try:
+        names = list(inspect.signature(metric.update).parameters)
+    except (TypeError, ValueError):
+        return
+    if names[:1] == ["value"]:
+        raise TypeError(
+            f"metric: {type(metric).__name__}.update({', '.join(names)}) aggregates values, and a "
+            "metric gets outputs and labels; give a function (outputs, labels) -> tensor, whose "
+            "values are averaged, or hs.metrics.Loss() for the mean loss"
+        )
 
 
 class AdaptedMetric:

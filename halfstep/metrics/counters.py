@@ -259,6 +259,7 @@ class Average(Ratio):
         super().__init__(torch.float64)
         self.fn = fn
         self._check_broadcasts = BroadcastCheck()
+        self._has_warned = False
 
     @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
@@ -271,7 +272,11 @@ class Average(Ratio):
                 "metric: expected the function to return real numbers, received "
                 f"{value.dtype}; return its .abs() or .real"
             )
-        weight = 1 if value.dim() else _batch_size(outputs, labels)
+        weight = 1
+        if not value.dim():
+            weight = _batch_size(outputs, labels)
+        elif value.numel() == 1 and not self._has_warned:
+            self._has_warned = _warn_of_one_term(value, _row_count(outputs, labels))
         count = value.numel() * weight
         total = value.detach().double().sum() * weight
         if count == 0:
@@ -335,15 +340,40 @@ def _warn_of_probabilities(scores: Tensor, labels: Tensor) -> bool:
     return True
 
 
+def _warn_of_one_term(value: Tensor, rows: int | None) -> bool:
+    """Warns of a mean that would count as one term, whatever the size of its batch.
+
+    Returns whether it did.
+    """
+    if rows is None or rows == 1:
+        return False
+    warnings.warn(
+        f"metric: the function returned one term of shape {list(value.shape)} for a batch of "
+        f"{rows} rows, and it counts once. If it is the mean of the batch, return it without "
+        "dimensions (.squeeze()), so that a short batch counts less",
+        Notice,
+        stacklevel=4,
+    )
+    return True
+
+
 def _batch_size(outputs: Any, labels: Any) -> int:
-    """The rows of a batch: those of its first tensor, labels first."""
+    """The rows of a batch, which must have some."""
+    rows = _row_count(outputs, labels)
+    if rows is None:
+        raise TypeError(
+            "metric: a function that returns one number needs labels or outputs with rows to weigh "
+            "it by"
+        )
+    return rows
+
+
+def _row_count(outputs: Any, labels: Any) -> int | None:
+    """The rows of a batch: those of its first tensor, labels first; None where none has rows."""
     for leaf in tree_leaves((labels, outputs)):
         if isinstance(leaf, Tensor) and leaf.dim():
             return len(leaf)
-    raise TypeError(
-        "metric: a function that returns one number needs labels or outputs with rows to weigh it "
-        "by"
-    )
+    return None
 
 
 def logits_of(outputs: Any) -> Any:

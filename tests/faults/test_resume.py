@@ -221,7 +221,8 @@ def test_a_non_finite_gradient_keeps_its_error_and_its_run(tmp_path: Path) -> No
     model.net.on_moment = poison
     with pytest.raises(hs.NonFiniteError, match=r"step 5: non-finite gradient in .*last"):
         train_and_log(tmp_path, model=model)
-    assert checkpoint.listing(tmp_path / "run")[-1].name == checkpoint.name_of(4)
+    # The fifth step is over, without an update.
+    assert checkpoint.listing(tmp_path / "run")[-1].name == checkpoint.name_of(5)
     healed = build_model(precision="fp32")
     heal = Lambda(begin=lambda run: run.net.last.bias.data.nan_to_num_(posinf=0.0))
     # The state at the error is lost: the run goes on from the one before.

@@ -4,6 +4,7 @@ With compiled forward and loss it ends with equal bits; with the whole step as o
 rounding, and its random numbers are those of an uncompiled step.
 """
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def train(
         seed_all(99)
     saver = hs.Checkpoint(folder, every_steps=1, keep=100)
     model.fit(3, plain().shuffle().batch(4), callbacks=[saver], resume=resume)
+    if resume is None and "capture" not in options:
+        assert re.search("programs of the whole step: [12] held", str(model.report()))
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
     return weights, torch.get_rng_state()
 

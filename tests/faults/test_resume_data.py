@@ -242,6 +242,21 @@ def test_it_is_announced_before_anything_is_stopped(kind: str, tmp_path: Path) -
         train(tmp_path, build(kind))
 
 
+@pytest.mark.parametrize("part", ["began", "generators"])
+@pytest.mark.parametrize("value", ["a text", 7, torch.zeros(3, dtype=torch.uint8)])
+def test_a_changed_state_of_a_generator_is_refused_by_name(
+    part: str, value: Any, tmp_path: Path
+) -> None:
+    whole, _ = uninterrupted("DataLoader, generator=")
+    tree = checkpoint.load(whole / checkpoint.name_of(10)).tree
+    assert isinstance(tree["feed"][part]["loader"], Tensor)
+    tree["feed"][part]["loader"] = value
+    source = tmp_path / "changed" / checkpoint.name_of(10)
+    checkpoint.save(source, tree)
+    with pytest.raises(ValueError, match=rf"feed\.{part}\.loader: .*Nothing was loaded"):
+        train(tmp_path / "resumed", build("DataLoader, generator="), resume=source)
+
+
 class Seekable:
     """A loader with a state of its own, as torchdata's, which notes what it gave."""
 

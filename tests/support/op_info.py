@@ -65,9 +65,11 @@ def float_operations() -> dict[str, Any]:
     return operations
 
 
-def samples_of(op: Any, limit: int, *, requires_grad: bool = False) -> Iterator[OpSample]:
-    """The first samples of an operation, on the CPU in float32."""
+def samples_of(
+    op: Any, limit: int, *, requires_grad: bool = False, device: str = "cpu"
+) -> Iterator[OpSample]:
+    """The first samples of an operation, in float32."""
     torch.manual_seed(0)
-    samples = op.sample_inputs("cpu", torch.float32, requires_grad=requires_grad)
+    samples = op.sample_inputs(device, torch.float32, requires_grad=requires_grad)
     for _, sample in zip(range(limit), samples, strict=False):
         yield OpSample(sample.input, tuple(sample.args), dict(sample.kwargs))

@@ -17,9 +17,12 @@ from tests.unit.callbacks.test_plateau import planned_model, train_planned
 
 
 @pytest.mark.parametrize(
-    "make", [EarlyStopping, ReduceLROnPlateau, lambda name: Checkpoint("never made", best=name)]
+    "make", [EarlyStopping, ReduceLROnPlateau, lambda name: Checkpoint("run", best=name)]
 )
-def test_the_name_of_the_logs_is_answered_with_the_name_of_the_score(make: Any) -> None:
+def test_the_name_of_the_logs_is_answered_with_the_name_of_the_score(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a Checkpoint makes its folder
     for name, bare in (("valid_acc", "acc"), ("val_acc", "acc"), ("val_loss", "loss")):
         message = f"got '{name}'. Did you mean '{bare}' (the history's 'valid_{bare}')?"
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -834,3 +834,21 @@ def test_a_loss_that_ignores_another_label_is_announced() -> None:
         hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy()})
     hs.Model(nn.Linear(3, 2), loss, metrics={"acc": Accuracy(ignore_index=255)})
     hs.Model(nn.Linear(3, 2), nn.CrossEntropyLoss(), metrics={"acc": Accuracy(ignore_index=0)})
+
+
+def test_a_mean_with_a_dimension_counts_once_and_is_announced() -> None:
+    metric = as_metric(lambda o, y: (o - y).abs().mean(0, keepdim=True))
+    with pytest.warns(hs.Notice, match=r"one term of shape \[1\] for a batch of 4 rows.*squeeze"):
+        metric.update(torch.ones(4), torch.zeros(4))
+    metric.update(torch.zeros(2), torch.zeros(2))
+    assert metric.compute() == 0.5
+    one_row = as_metric(lambda o, y: (o - y).abs())
+    one_row.update(torch.ones(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("name", ["MeanMetric", "SumMetric", "MaxMetric", "CatMetric"])
+def test_metrics_that_take_no_labels_are_refused(name: str) -> None:
+    """Labels would be the weights of the outputs."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    with pytest.raises(TypeError, match=rf"{name}.update\(value.*aggregates values.*hs.metrics.Lo"):
+        as_metric(getattr(torchmetrics, name)())

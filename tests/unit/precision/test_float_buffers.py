@@ -195,13 +195,18 @@ TABLES: dict[str, tuple[Callable[[], nn.Module], float]] = {
 @every_setting
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_not_rounded(name: str, setting: Setting) -> None:
+    check_table(name, setting, "cpu")
+
+
+def check_table(name: str, setting: Setting, device: str) -> None:
+    """Asserts that loss, gradients, outputs and buffers are those of float64, but for rounding."""
     make_net, tolerance_eps = TABLES[name]
     torch.manual_seed(0)
-    exact_net = make_net().double()
+    exact_net = make_net().double().to(device)
     torch.manual_seed(0)
-    net = make_net()
-    x = torch.randn(3, 6, 8)
-    y = torch.randn(3, 6, 8)
+    net = make_net().to(device)
+    x = torch.randn(3, 6, 8).to(device)
+    y = torch.randn(3, 6, 8).to(device)
     exact = exact_net(x.double())
     F.mse_loss(exact, y.double()).backward()
     buffers = {key: buffer.clone() for key, buffer in net.named_buffers()}
@@ -240,6 +245,35 @@ def test_a_table_is_not_rounded(name: str, setting: Setting) -> None:
         exact = exact_net(x.double())
     out = step.evaluator().predict(x)
     assert relative_error(out, exact) <= tolerance_eps * setting.eps
+
+
+class SeesItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.detach()
+        return super().forward(x)
+
+
+@every_setting
+@pytest.mark.parametrize("parametrize", [parametrizations.orthogonal, parametrizations.weight_norm])
+def test_a_parametrized_weight_is_that_of_the_masters_rounded_once(
+    parametrize: Callable[[nn.Module], nn.Module], setting: Setting
+) -> None:
+    net = nn.Sequential(parametrize(SeesItsWeight(8, 8)))
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p) / 3)
+    expected = net[0].weight.detach().to(setting.low)
+    hs.EvalStep(net, precision=setting.precision()).predict(torch.randn(3, 8))
+    assert torch.equal(net[0].seen, expected)
+
+
+@every_setting
+def test_a_row_masked_as_a_whole_stays_finite(setting: Setting) -> None:
+    """With finfo.min, as in Hugging Face's masks. As -inf in the low dtype, it would be NaN."""
+    net = CausalAttention(torch.finfo(F32).min)
+    net.mask[2] = torch.finfo(F32).min
+    out = hs.EvalStep(net, precision=setting.precision()).predict(torch.randn(3, 6, 8))
+    assert out.isfinite().all()
 
 
 # --- Buffers that forward updates ---
@@ -303,23 +337,23 @@ def covariance_by_assignment(net: Updated, x: Tensor) -> None:
 
 
 def rows_by_index_add(net: Updated, x: Tensor) -> None:
-    net.table.index_add_(0, torch.arange(4), x)
+    net.table.index_add_(0, torch.arange(4, device=x.device), x)
 
 
 def rows_by_scatter_add(net: Updated, x: Tensor) -> None:
-    net.table.scatter_add_(0, torch.arange(4)[:, None].expand(4, 8), x)
+    net.table.scatter_add_(0, torch.arange(4, device=x.device)[:, None].expand(4, 8), x)
 
 
 def rows_by_assignment(net: Updated, x: Tensor) -> None:
-    rows = torch.arange(4)
+    rows = torch.arange(4, device=x.device)
     net.table[rows] = net.table[rows] + x
     net.table[5:9] += x
-    net.table[torch.arange(9, 13)] = x
+    net.table[torch.arange(9, 13, device=x.device)] = x
 
 
 def rows_by_index_copy(net: Updated, x: Tensor) -> None:
-    net.table.index_copy_(0, torch.arange(4), x)
-    net.table.index_put_((torch.arange(4, 8),), x, accumulate=True)
+    net.table.index_copy_(0, torch.arange(4, device=x.device), x)
+    net.table.index_put_((torch.arange(4, 8, device=x.device),), x, accumulate=True)
 
 
 UPDATES: dict[str, Update] = {
@@ -346,13 +380,18 @@ UPDATE_STEPS = 300
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_buffer_is_updated_in_float32(name: str, setting: Setting) -> None:
     """Before: a counter stopped at 2,048 or 256, and a running mean stalled."""
+    check_update(name, setting, "cpu")
+
+
+def check_update(name: str, setting: Setting, device: str) -> None:
+    """Asserts that buffers after many steps are those of float64."""
     torch.manual_seed(0)
-    net = Updated(UPDATES[name])
+    net = Updated(UPDATES[name]).to(device)
     exact_net = copy.deepcopy(net).double()
     step = make_step(net, setting.precision(scale=1.0))
-    x = torch.rand(4, 8) + 0.5
+    x = torch.rand(4, 8).to(device) + 0.5
     for _ in range(UPDATE_STEPS):
-        step(x, torch.zeros(4, 8))
+        step(x, torch.zeros_like(x))
         exact_net(x.to(setting.low).double())  # inputs are rounded once, as in every low network
     for key, buffer in net.named_buffers():
         assert buffer.dtype == F32
@@ -411,13 +450,19 @@ TRACKED = {"track_running_stats": True}
 @every_setting
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_statistics_of_norm_layers_do_not_stall(kind: type[nn.Module], setting: Setting) -> None:
+    check_statistics(kind, setting, "cpu")
+
+
+def check_statistics(kind: type[nn.Module], setting: Setting, device: str) -> None:
+    """Asserts that a norm layer's running statistics, and what it makes of them, are right."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), kind(8, momentum=0.001, affine=True, **TRACKED))
+    net.to(device)
     exact_net = copy.deepcopy(net).double()
     step = make_step(net, setting.precision(scale=1.0))
-    x = torch.randn(16, 8, 8) + 3
+    x = torch.randn(16, 8, 8).to(device) + 3
     for _ in range(UPDATE_STEPS):
-        step(x, torch.zeros(16, 8, 8))
+        step(x, torch.zeros_like(x))
         exact_net(x.double())
     mean, exact_mean = net[1].running_mean, exact_net[1].running_mean
     assert mean.dtype == F32

@@ -100,6 +100,11 @@ def is_compared(value: Any) -> bool:
 
 @pytest.mark.parametrize("low", [F16, BF16])
 def test_every_result_is_sound(low: torch.dtype) -> None:
+    assert unsound_results(low, "cpu") == {}
+
+
+def unsound_results(low: torch.dtype, device: str) -> dict[str, str]:
+    """The operations whose results are wrong, each with what is wrong."""
     unsound = {}
     for name, op in float_operations().items():
         if name in NOT_COMPARED:
@@ -108,14 +113,20 @@ def test_every_result_is_sound(low: torch.dtype) -> None:
         def results(sample: OpSample, function: Any = op.op) -> list[Tensor | None]:
             return [leaf for leaf in tree_leaves(sample.call(function)) if is_compared(leaf)]
 
-        found = [compare(results, sample, low) for sample in samples_of(op, SAMPLES)]
+        samples = samples_of(op, SAMPLES, device=device)
+        found = [compare(results, sample, low) for sample in samples]
         if any(found):
             unsound[name] = max(found)
-    assert unsound == {}
+    return unsound
 
 
 @pytest.mark.parametrize("low", [F16, BF16])
 def test_every_gradient_is_sound(low: torch.dtype) -> None:
+    assert unsound_gradients(low, "cpu") == {}
+
+
+def unsound_gradients(low: torch.dtype, device: str) -> dict[str, str]:
+    """The operations whose gradients are wrong, each with what is wrong."""
     unsound = {}
     for name, op in float_operations().items():
         if name in NOT_COMPARED or not op.supports_autograd:
@@ -130,11 +141,11 @@ def test_every_gradient_is_sound(low: torch.dtype) -> None:
             grads = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
             return [grad if is_compared(grad) else None for grad in grads]
 
-        samples = samples_of(op, SAMPLES, requires_grad=True)
+        samples = samples_of(op, SAMPLES, requires_grad=True, device=device)
         found = [compare(gradients, sample, low) for sample in samples]
         if any(found):
             unsound[name] = max(found)
-    assert unsound == {}
+    return unsound
 
 
 # Functions of sparse tensors, and internal ones.
@@ -152,15 +163,20 @@ MIXED_UNSUPPORTED = {
 
 def test_no_operation_refuses_a_float32_buffer_beside_low_tensors() -> None:
     """Whichever operand is the buffer, also where the operation writes into it."""
+    assert all_mixed_refusals("cpu") == {}
+
+
+def all_mixed_refusals(device: str) -> dict[str, str]:
+    """The operations that refuse operands of two dtypes, each with its error."""
     refusals: dict[str, str] = {}
     for name, op in float_operations().items():
         if name in MIXED_UNSUPPORTED:
             continue
         for function in (op.op, op.inplace_variant):
-            for sample in samples_of(op, SAMPLES):
+            for sample in samples_of(op, SAMPLES, device=device):
                 if function is not None and len(sample.floats()) > 1:
                     refusals |= mixed_refusals(name, function, sample)
-    assert refusals == {}
+    return refusals
 
 
 def mixed_refusals(name: str, function: Any, sample: OpSample) -> dict[str, str]:

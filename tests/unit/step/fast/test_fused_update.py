@@ -40,11 +40,11 @@ NORM_ERROR = (12 + 7 + 3 + 4) / 2 * 2.0**-24
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "raise": (
         {"nonfinite": "raise", "masked": True},
-        "good zero none none-inf none-good inf none good inf",
+        "good zero none none-inf none-good huge none good inf",
     ),
     "skip": (
         {"nonfinite": "skip", "ema": 0.9, "lr": LR_TABLE, "clip_norm": 0.1},
-        "good inf nan good tiny good",
+        "good inf nan good tiny huge good",
     ),
     "scaled": ({"precision": MIXED, "lr": LR_TABLE}, "good good good inf inf inf good"),
     "ignore": ({"precision": FIXED, "nonfinite": "ignore", "clip_norm": 4.0}, "good inf nan good"),
@@ -76,7 +76,14 @@ HALF_CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 # The size of a gradient's elements and the loss by kind of event; any other event has the default.
-GRAD_SIZES = {"good": 2.0**-6, "tiny": 2.0**-20, "zero": 0.0, "none": 0.0, "none-inf": 0.0}
+GRAD_SIZES = {
+    "good": 2.0**-6,
+    "tiny": 2.0**-20,
+    "huge": 2.0**100,
+    "zero": 0.0,
+    "none": 0.0,
+    "none-inf": 0.0,
+}
 LOSSES = {"none": math.nan, "none-good": math.nan, "none-inf": -math.inf}
 
 
@@ -143,7 +150,8 @@ def run_event(
 ) -> UpdateResult:
     """Ends one cycle by hand.
 
-    Gradients are ±2^k · scale; an event "inf" or "nan" puts such a value into one of them.
+    Gradients are ±2^k · scale; an event "inf" or "nan" puts such a value into one of them. "huge"
+    does so too, beside finite gradients whose norms are infinite.
     """
     state = step.state
     cycle = state.cycle
@@ -163,8 +171,8 @@ def run_event(
     for param, sign, dtype in zip(step.params, signs, dtypes, strict=True):
         values = (sign * size * factor).to(DEVICE, dtype)
         grads.append(torch.empty_like(param, dtype=dtype).copy_(values))
-    if kind in ("inf", "nan"):
-        grads[3][100, 7] = float(kind)
+    if kind in ("inf", "nan", "huge"):
+        grads[3][100, 7] = math.nan if kind == "nan" else math.inf
 
     cycle.buffers = step.buffers.copy([])
     step.net.mean += 1

@@ -176,6 +176,9 @@ def _check_loader_state(loader: Loader, saved: SavedValue) -> None:
     if own.value is not None and not hasattr(loader.batches, "load_state_dict"):
         own.refuse(f"None, as {type(loader.batches).__name__} has no load_state_dict")
 
+    generators = saved.optional_field("generators")
+    if generators is not None:
+        _check_generators(loader, generators)
     for name in ("began", "now"):
         states = saved.field(name)
         entries = states.entries()

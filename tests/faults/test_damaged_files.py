@@ -664,7 +664,8 @@ def png_file(width: int, height: int, rows: bytes = bytes(9)) -> bytes:
 def damaged_pictures() -> dict[str, tuple[bytes, str]]:
     """Damaged images by name, with the words of their refusal."""
     bomb = "raise PIL.Image.MAX_IMAGE_PIXELS if it is meant to be so large."
-    too_large = "pass ImageFolder(…, max_pixels=…) if it is meant to be."
+    # Which of the two limits speaks depends on whether Pillow's warning is an error.
+    too_large = "Shrink the image, or "
     unknown = "found bytes of none of PNG, JPEG, BMP, WEBP, GIF, PPM, TIFF: "
     cases = {
         "empty": (b"", "found an empty file. Replace"),

@@ -243,7 +243,7 @@ class Applied:
             return []
         copies = self._forward_copies
         numbers = self._copies.written_numbers(copies)
-        if self.net.training not in self._compared_modes and not _is_recorded():
+        if self.net.training not in self._compared_modes and _may_wait(self.device):
             numbers |= self._copies.changed_numbers()
             if not numbers:
                 self._compared_modes.add(self.net.training)
@@ -393,10 +393,16 @@ class _NoFusedTransformerLayer:
         torch.backends.mha.set_fastpath_enabled(self._was_enabled)
 
 
-def _is_recorded() -> bool:
-    """Whether operations are recorded for a CUDA graph or a program: no value may be read then."""
-    is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return is_capturing or is_in_torch_dispatch_mode()
+def _may_wait(device: torch.device) -> bool:
+    """Whether the host may read a value: no operations are recorded, and nobody counts waits.
+
+    An engine refuses to capture a step that it has seen waiting for the device.
+    """
+    if is_in_torch_dispatch_mode():
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_sync_debug_mode() == 0 and not torch.cuda.is_current_stream_capturing()
 
 
 def _has_own_parameters(module: nn.Module) -> bool:

@@ -7,12 +7,13 @@ Outside, the network is as it was.
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from halfstep.errors import Notice
 from halfstep.precision.backend_flags import check_supported
@@ -125,6 +126,7 @@ class Applied:
         self._swap = SlotSwap()
         self._forwards = self._wrap_forwards(observing=True)
         self._weights, self._copies = self._low_weights()
+        self._compared_modes: set[bool] = set()  # train or eval, whose copies were compared
 
         # What all of this was planned for. A change of the network needs another Applied.
         owners = {id(slot.owner) for slot, _ in self._wrap_forwards(observing=False)}
@@ -161,9 +163,14 @@ class Applied:
     def __exit__(self, *exc: Any) -> None:
         for context in reversed(self._contexts):
             context.__exit__(*exc)
-        self._swap.undo()
+        lost_writes: list[Slot] = []
+        try:
+            if exc[0] is None:
+                lost_writes = self._find_lost_writes()
+        finally:
+            self._swap.undo()
         self._unrounded.clear()
-        if exc[0] is not None:
+        if exc[0] is not None or lost_writes:
             self._forward_copies = ()
         if self._op_rules is not None:
             self._keep_buffer_dtypes()
@@ -171,6 +178,8 @@ class Applied:
         if self._observing and self.observed:
             self._observing = False
             self._forwards = self._wrap_forwards(observing=False)
+        if lost_writes:
+            self._refuse_writes(lost_writes)
 
     @contextmanager
     def for_recompute(self) -> Iterator[None]:
@@ -223,6 +232,49 @@ class Applied:
         if self._forward_copies:
             for slot, index in self._weights:
                 self._swap.put(slot, self._forward_copies[index])
+
+    def _find_lost_writes(self) -> list[Slot]:
+        """The slots of weights that forward has written into, or replaced.
+
+        It saw low copies, which are thrown away. Values are compared at the first forward in train
+        mode and the first in eval mode only: that waits for the device.
+        """
+        if not self._weights:
+            return []
+        copies = self._forward_copies
+        numbers = self._copies.written_numbers(copies)
+        if self.net.training not in self._compared_modes and _may_wait(self.device):
+            numbers |= self._copies.changed_numbers()
+            if not numbers:
+                self._compared_modes.add(self.net.training)
+        return [
+            slot
+            for slot, number in self._weights
+            if slot.owner.get(slot.key) is not copies[number] or number in numbers
+        ]
+
+    def _refuse_writes(self, slots: list[Slot]) -> NoReturn:
+        """Raises a ValueError with the names of these weights."""
+        keys_by_owner: dict[int, list[str]] = {}
+        for slot in slots:
+            keys_by_owner.setdefault(id(slot.owner), []).append(slot.key)
+        names = []
+        for module_name, module in self.net.named_modules():
+            prefix = f"{module_name}." if module_name else ""
+            keys = keys_by_owner.get(id(module._parameters), [])
+            names += [prefix + key for key in keys]
+
+        advice = ""
+        if self.precision.compute in (F16, BF16):
+            advice = (
+                ", or name its module in keep= (keep={name: 'fp32'}), which makes no copy of it"
+            )
+        raise ValueError(
+            f"forward writes into parameters of the network: {list_some(names, 4)}. In precision "
+            f"{self.precision.name!r} forward works on {dtype_name(self.precision.compute)} copies "
+            "of parameters, and what it writes into them would be lost. Write into a parameter "
+            f"after the step, under torch.no_grad(), or store it as a buffer{advice}"
+        )
 
     def _keep_buffer_dtypes(self) -> None:
         """Buffers that forward has replaced by a tensor of another dtype: in their own dtype."""
@@ -339,6 +391,18 @@ class _NoFusedTransformerLayer:
 
     def __exit__(self, *exc: object) -> None:
         torch.backends.mha.set_fastpath_enabled(self._was_enabled)
+
+
+def _may_wait(device: torch.device) -> bool:
+    """Whether the host may read a value: no operations are recorded, and nobody counts waits.
+
+    An engine refuses to capture a step that it has seen waiting for the device.
+    """
+    if is_in_torch_dispatch_mode():
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_sync_debug_mode() == 0 and not torch.cuda.is_current_stream_capturing()
 
 
 def _has_own_parameters(module: nn.Module) -> bool:

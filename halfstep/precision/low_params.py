@@ -7,6 +7,7 @@ lost. float32 arithmetic with stochastic rounding, or with a Kahan residue, keep
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from halfstep.precision.policy import BF16, F16
 from halfstep.utils.tensor_pieces import split_alike
+
+_version_of = attrgetter("_version")
 
 
 class LowCopies:
@@ -26,13 +29,56 @@ class LowCopies:
             for master, dtype in zip(masters, dtypes, strict=True)
         ]
 
+        # What shows that a copy was written into. Tensors made in inference mode count no versions.
+        self._addresses = [low.data_ptr() for low in self.storage]
+        self._have_versions = not any(low.is_inference() for low in self.storage)
+        self._versions: list[int] = []
+
     def cast_masters(self) -> tuple[Tensor, ...]:
         """Low copies of the masters as they are now, connected to them by autograd."""
         if not self.masters:
             return ()
         copies: tuple[Tensor, ...]
         copies = _CastMasters.apply(self.storage, *self.masters)  # type: ignore[no-untyped-call]
+        if self._have_versions:
+            self._versions = list(map(_version_of, copies))
         return copies
+
+    def written_numbers(self, copies: Sequence[Tensor]) -> set[int]:
+        """The numbers of those `copies` that were written into since they were cast.
+
+        A version counter shows an operation in place, an address an assignment to `.data`. An
+        operation in place on `.data` shows in neither: `changed_numbers` finds it.
+        """
+        # A recorder of whole steps refuses to look at addresses, by a mode of torch functions.
+        with torch._C.DisableTorchFunction():
+            addresses = list(map(Tensor.data_ptr, copies))
+            versions = list(map(_version_of, copies)) if self._have_versions else []
+        if addresses == self._addresses and versions == self._versions:
+            return set()
+        moved = _differing_positions(addresses, self._addresses)
+        return moved | _differing_positions(versions, self._versions)
+
+    @torch.no_grad()
+    def changed_numbers(self) -> set[int]:
+        """The numbers of the parameters whose copies hold other values than their masters cast.
+
+        It waits for the device, once.
+        """
+        if not self.masters:
+            return set()
+        flags = []
+        for low, master in zip(self.storage, self.masters, strict=True):
+            expected = master.to(low.dtype)
+            both_nan = low.isnan() & expected.isnan()
+            flags.append(((low != expected) & ~both_nan).any())
+        is_changed = torch.stack(flags).tolist()
+        return {number for number, changed in enumerate(is_changed) if changed}
+
+
+def _differing_positions(values: Sequence[int], expected: Sequence[int]) -> set[int]:
+    pairs = zip(values, expected, strict=True)
+    return {position for position, (value, other) in enumerate(pairs) if value != other}
 
 
 class _CastMasters(torch.autograd.Function):

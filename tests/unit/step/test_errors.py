@@ -232,6 +232,22 @@ class MakesLayer(nn.Module):
         return out
 
 
+class WritesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.body.weight.mul_(0.5)
+        out: Tensor = self.body(x)
+        return out
+
+
+def run_writing_forward(**precision: Any) -> None:
+    assert_updates(build(WritesWeight(), precision=hs.Precision("O2", **precision)))
+
+
 def run_layer_made_before() -> None:
     net = MakesLayer()
     net(X)
@@ -616,6 +632,11 @@ STEPS = {
         lambda: assert_updates(build(MakesLayer())),
         ("forward has added", "head.weight", "one forward first"),
         lambda: run_layer_made_before(),
+    ),
+    "write in forward": Case(
+        lambda: run_writing_forward(),
+        ("writes into parameters", "body.weight", "would be lost", "after the step", "keep="),
+        lambda: run_writing_forward(keep={"body": "fp32"}),
     ),
     "optimizer's parameter": Case(
         lambda: run_changed_optimizer(),

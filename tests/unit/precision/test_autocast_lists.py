@@ -368,9 +368,7 @@ UNLISTED["einsum by numbers"] = [
     lambda t: torch.einsum(t(300, 300).abs(), [0, 1], []),
 ]
 if hasattr(torch.linalg, "matrix_sqrth"):  # torch 2.15
-    LISTED["linalg_matrix_sqrth"] = [
-        lambda t: torch.linalg.matrix_sqrth(torch.eye(3) + t(3, 3) @ t(3, 3).mT)
-    ]
+    LISTED["linalg_matrix_sqrth"] = [lambda t: torch.linalg.matrix_sqrth(spd(t))]
 CASES = {**LISTED, **UNLISTED}
 
 

@@ -69,6 +69,7 @@ class Checkpoint(Callback):
         self.every_seconds = every_seconds
         self.keep = whole_number("Checkpoint: keep", keep, minimum=1)
         self.on_error = on_error
+        self.allows_later = False  # whoever sets it removes later checkpoints when the run begins
         self.best: Best | None = None
         if best is not None:
             self.best = Best("Checkpoint", best, mode, min_delta=0.0)
@@ -127,6 +128,8 @@ class Checkpoint(Callback):
         `resumed_step` is the step that this run goes on from; None for a new one.
         """
         existing = checkpoint.listing(self.folder)
+        if resumed_step is not None and self.allows_later:
+            return
         if resumed_step is not None:
             # A broken or failed one does no harm: it is replaced when its step comes.
             good = good_checkpoints(self.folder, self._verified)

@@ -286,7 +286,7 @@ def _fit(
     if sink is not None:
         arguments["sink"] = sink
 
-    # The builder's callbacks come first. Its own Checkpoint in this folder replaces ours.
+    # The builder's callbacks come first; its own Checkpoint in this folder replaces ours.
     # At `begin`, all that can refuse the run has been asked; run.json is written after all of them.
     def discard_later(run: "Run") -> None:
         if run.resumed is not None and resume != "auto":
@@ -302,7 +302,10 @@ def _fit(
             log.copy_from = checkpoint_path.parent / training_run.LOG_FILE
     rescue = WeightRescue()
     callbacks = check_callbacks(arguments.get("callbacks", ()))
-    saves_here = any(isinstance(c, Checkpoint) and c.folder == out for c in callbacks)
+    savers = [c for c in callbacks if isinstance(c, Checkpoint) and c.folder == out]
+    own_saver = Checkpoint(out)
+    for saver in (own_saver, *savers):
+        saver.allows_later = True  # discard_later removes them
     callbacks = [
         *callbacks,
         log,
@@ -310,8 +313,8 @@ def _fit(
         _print_callback(on_begin=rescue.begin),
         _print_callback(on_begin=discard_later),
     ]
-    if not saves_here:
-        callbacks.append(Checkpoint(out))
+    if not savers:
+        callbacks.append(own_saver)
     last = _print_callback(on_begin=write_run_file)
     last.last = True
     callbacks.append(last)

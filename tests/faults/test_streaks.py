@@ -249,7 +249,9 @@ def test_a_checkpoint_of_the_error_knows_that_the_step_is_over(
     with pytest.raises(hs.NonFiniteError, match=f"step {poisoned}: "):
         model.fit(1, data(), callbacks=[hs.Checkpoint(tmp_path / "run")])
     resumed, net = build()
-    run = resumed.fit(1, data(), callbacks=[hs.Checkpoint(tmp_path / "run")], resume="auto")
+    path = tmp_path / "run" / hs.checkpoint.name_of(poisoned)
+    with pytest.warns(hs.Notice, match="the run ended there: NonFiniteError"):
+        run = resumed.fit(1, data(), callbacks=[hs.Checkpoint(tmp_path / "run")], resume=path)
     assert run.global_step == 12
 
     expected, expected_net = build()

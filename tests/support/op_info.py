@@ -57,6 +57,11 @@ def float_operations() -> dict[str, Any]:
         sys.modules["expecttest"] = placeholder
     from torch.testing._internal.common_methods_invocations import op_db
 
+    # It also forbids the whole process to set flags of backends, which other tests do.
+    flags = torch.backends.disable_global_flags.__globals__
+    assert flags["__allow_nonbracketed_mutation_flag"] is False
+    flags["__allow_nonbracketed_mutation_flag"] = True
+
     operations = {}
     for op in op_db:
         if torch.float32 in op.dtypes:

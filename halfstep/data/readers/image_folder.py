@@ -144,7 +144,7 @@ def read_image(path: Path, mode: str, max_pixels: int = MAX_PIXELS) -> Tensor:
                 "Shrink the image, or raise PIL.Image.MAX_IMAGE_PIXELS "
                 "if it is meant to be so large."
             )
-            raise _image_error(path, str(error), advice) from error
+            raise _image_error(path, str(error).rstrip("."), advice) from error
         except Exception as error:
             # Pillow's parsers raise what they stumble over: SyntaxError, struct.error, ...
             actual = _explain_decode_error(file, error)

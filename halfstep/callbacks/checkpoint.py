@@ -12,6 +12,7 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
+from halfstep.checkpoint.disk import remove_folder
 from halfstep.checkpoint.health import HEALTH_FILE, Health, find_nonfinite
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
 from halfstep.checkpoint.runs import finish_replacements, good_checkpoints, replace
@@ -76,6 +77,7 @@ class Checkpoint(Callback):
         self._saved_step = -1  # the step of the last checkpoint that holds all of that step
         self._saved_time = time.monotonic()
         self._may_save = False  # the folder was checked and is this run's
+        self._has_abandoned = False  # there may be some of steps that this run left to go back
         self._verified = VerifiedCheckpoints()
 
     def begin(self, run: Run) -> None:
@@ -105,6 +107,7 @@ class Checkpoint(Callback):
             if os.path.realpath(run.resumed) == os.path.realpath(path):
                 self._saved_step = run.position
         self._saved_time = time.monotonic()
+        self._has_abandoned = run.resumed is not None
         self._may_save = True
 
     def _check_writable(self) -> None:
@@ -215,15 +218,32 @@ class Checkpoint(Callback):
         path = self.folder / checkpoint.name_of(run.position)
         if run.position != self._saved_step:
             tree = run.model.snapshot()
-            extra_files = {HEALTH_FILE: _find_health(run, tree).encode()}
+            health = _find_health(run, tree)
+            extra_files = {HEALTH_FILE: health.encode()}
             if path.exists():
                 replace(path, tree, extra_files=extra_files)
             else:
                 checkpoint.save(path, tree, extra_files=extra_files)
             self._saved_step = run.position
             self._saved_time = time.monotonic()
+            if self._has_abandoned and health.is_good:
+                self._remove_abandoned(path)
         protect = [] if self.best_path is None else [self.best_path]
         checkpoint.prune(self.folder, self.keep, protect, verified=self._verified)
+
+    def _remove_abandoned(self, newest: Path) -> None:
+        """Removes the checkpoints of later steps, from where training had failed.
+
+        `begin` saw that none of them is good. They count updates that this run makes anew, and
+        would pass for the future of its own checkpoints. The newest must be whole first.
+        """
+        if self._verified.examine(newest, read_again=True) is None:
+            return
+        for path in reversed(checkpoint.listing(self.folder)):
+            is_later = checkpoint.step_of(path) > checkpoint.step_of(newest)
+            if is_later and self._verified.examine(path) is not None:
+                remove_folder(path)
+        self._has_abandoned = False
 
     def state_dict(self) -> dict[str, Any]:
         if self.best is None:

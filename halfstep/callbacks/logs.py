@@ -23,9 +23,8 @@ from torch import Tensor
 
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
-from halfstep.utils.atomic_files import sync_folder
+from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
-from halfstep.utils.files import write_text
 from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = tuple(field.name for field in fields(Row))
@@ -35,6 +34,10 @@ row_values = attrgetter(*LOG_FIELDS)
 
 # Files that cannot be synced at all, such as those of some network and FUSE file systems.
 NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+
+# A file in a folder that may not be written, or that is a mount of its own, can be cut but not
+# replaced by another one.
+NO_REPLACEMENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, *NO_SYNC_ERRORS)
 
 # One encoder for all lines: json.dumps would build one for every line.
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -286,8 +289,8 @@ class LogFile:
         self._is_new_file = False  # this run has created it
         self._is_regular = True  # no pipe or device, which can be neither cut nor synced
         self._needs_cut = False  # something stands in the file beyond `_size`
-        # What stands there when a run begins is cut off at the first visit, not before: a fit that
-        # another callback refuses leaves the file alone.
+        # What stands there when a run begins is cut off or replaced at the first visit, not before:
+        # a fit that another callback refuses leaves the file alone.
         self._is_beginning = False
         self._sync_failed = False
         self._head: list[str] = []
@@ -339,7 +342,7 @@ class LogFile:
             return False
         with source.open("rb") as file:
             content = file.read(offset)
-        write_text(self.path, content.decode())
+        write_chunks(self.path, [content])
         return True
 
     def start_anew(self) -> None:
@@ -422,8 +425,17 @@ class LogFile:
         """Writes all waiting lines, or none of them."""
         if self._file is None or not (self._waiting or self._needs_cut):
             return
-        self._is_beginning = False
         data = "".join(self._waiting).encode()
+        if self._is_beginning and self._size == 0:
+            try:
+                self._replace(data)
+            except OSError as error:
+                if error.errno not in NO_REPLACEMENT_ERRORS:
+                    self._warn_unwritten(error)
+                    return
+            else:
+                return
+        self._is_beginning = False
         try:
             if self._is_regular:
                 self._file.truncate(self._size)
@@ -442,6 +454,19 @@ class LogFile:
         self._waiting = []
         if self._sync_failed:
             self._sync()
+
+    def _replace(self, data: bytes) -> None:
+        """Puts a new file in the place of the old one, which is there whole until then."""
+        write_chunks(self.path, [data])
+        old_file = self._file
+        self._open_file()
+        assert old_file is not None
+        old_file.close()
+        self._size = len(data)
+        self._synced_size = self._size
+        self._waiting = []
+        self._needs_cut = False
+        self._is_beginning = False
 
     def _sync(self) -> None:
         """Writes the file through to the disk. What is not sure to be there waits again.
@@ -497,7 +522,6 @@ class LogFile:
         """
         if self._file is None:
             return
-        file = self._file
         try:
             if refused:
                 self._waiting = []
@@ -506,6 +530,7 @@ class LogFile:
                 self.flush()
                 self._sync()
         finally:
+            file = self._file
             self._file = None
             with suppress(OSError):  # an error of the last write, reported again
                 file.close()

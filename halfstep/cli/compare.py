@@ -16,6 +16,7 @@ from halfstep.cli.options import (
     parse_names,
 )
 from halfstep.cli.output import command_line, echo, exit_code, print_json
+from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.experiment.training_run import silence_signal_message
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def compare(
         device=device,
     )
 
+    refuse_links_out_of(out, _written_files(settings))
+
     # Run. A signal ends it with SystemExit, after a checkpoint.
     try:
         with silence_signal_message():
@@ -125,6 +128,19 @@ def compare(
 
     reference_failed = summary["rows"][0]["verdict_kind"] == "failed"
     raise typer.Exit(1 if reference_failed else 0)
+
+
+def _written_files(settings: "Settings") -> list[str]:
+    """The files of a comparison, and the folders of its runs."""
+    from halfstep.compare.comparison import RESULT_FILE
+    from halfstep.experiment import output_folder
+
+    names = [output_folder.SUMMARY_FILE, *output_folder.REPORT_FILES]
+    for precision in settings.precisions:
+        for seed in settings.seeds:
+            run = output_folder.run_folder(Path(), precision, seed)
+            names.append(str(run / RESULT_FILE))
+    return names
 
 
 def _choose_progress(*, plain: bool, as_json: bool) -> "Progress":

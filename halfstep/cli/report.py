@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from halfstep.cli.output import echo
+from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.utils.text import printable
 
 DEFAULT_FORMATS = ["html", "md"]
@@ -55,6 +56,9 @@ def report(
         echo(render(read(folder), formats[0]), nl=False)
         return
 
+    # A run folder may come from elsewhere, and hold links.
+    target = out or (folder.parent if folder.is_file() else folder)
+    refuse_links_out_of(target, [f"report.{name}" for name in formats])
     written = write(folder, out=out, formats=formats)
     for path in written:
         echo(printable(path))

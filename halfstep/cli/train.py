@@ -32,6 +32,7 @@ from halfstep.cli.options import (
     option_flag,
 )
 from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
+from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.experiment import training_run
 from halfstep.experiment.run_progress import (
     FinishedRun,
@@ -66,6 +67,10 @@ halfstep train --build train:build --epochs 20 --out runs/own --resume auto
 
 Exit code: 0 done, 2 a mistake or an error, 130 and 143 when stopped, with a checkpoint.
 """
+
+
+# Beside checkpoints, which never follow links.
+WRITTEN_FILES = (training_run.RUN_FILE, training_run.LOG_FILE, training_run.WEIGHTS_FILE)
 
 
 def train(
@@ -122,6 +127,7 @@ def train(
     with lock_output_folder(out):
         if fresh:
             training_run.remove_run(out)
+        refuse_links_out_of(out, WRITTEN_FILES)
         _check_folder(out, settings, resume)
         _check_going_back(out, resume, discard_later=discard_later)
         if resume not in (None, "auto"):

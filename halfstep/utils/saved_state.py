@@ -175,9 +175,9 @@ def same_kind(saved: SavedValue, present: Any) -> None:
     """Refuses a value of another kind than `present`, which the same code would save now.
 
     For states of the user's own classes, of which no more is known. Only what both have is
-    compared; a dict, list or None that is empty now may have become anything.
+    compared; None, False, and a text, dict or list that is empty now may have become anything.
     """
-    if present is None or saved.value is None:
+    if saved.value is None or _says_nothing(present):
         return
     if isinstance(present, dict):
         entries = saved.entries()
@@ -202,6 +202,13 @@ def same_kind(saved: SavedValue, present: Any) -> None:
             if not isinstance(saved.value, types):
                 saved.refuse(expected)
             return
+
+
+def _says_nothing(present: Any) -> bool:
+    """Whether a value is what many classes begin with, before they know the real one."""
+    if isinstance(present, str | bytes | dict | list | tuple):
+        return len(present) == 0
+    return present is None or present is False
 
 
 def dtype_kind(dtype: torch.dtype) -> str:

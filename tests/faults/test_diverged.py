@@ -262,6 +262,34 @@ def test_a_resumed_run_replaces_those_of_the_failed_one(tmp_path: Path) -> None:
         assert latest(tmp_path) == tmp_path / name_of(160)
 
 
+def test_the_failed_ones_say_nothing_about_the_run_that_goes_on(tmp_path: Path) -> None:
+    """Stopped at the number of updates with which the failed run had skipped the rest."""
+    with pytest.warns(hs.Notice, match="in a row"):
+        fit_wild(tmp_path)
+    failed = read_health(tmp_path / name_of(80)).updates
+    before = read_health(tmp_path / name_of(30)).updates
+    assert failed is not None
+    assert before is not None
+    stop_at = 30 + failed - before
+
+    healed = make_model("O2", wild=True)
+    healed.schedule = [0.1] * 1000
+    with pytest.warns(hs.Notice, match="failed"):
+        run = healed.fit(
+            1,
+            make_data(),
+            callbacks=[Checkpoint(tmp_path, every_steps=50, keep=3)],
+            resume="auto",
+            steps_per_epoch=stop_at,
+        )
+    assert run.position == stop_at
+    newest = tmp_path / name_of(stop_at)
+    assert read_health(newest).updates == failed
+    assert listing(tmp_path)[-1] == newest
+    with warnings.catch_warnings(action="error"):
+        assert latest(tmp_path) == newest
+
+
 class StopAt(Callback):
     def __init__(self, at: int) -> None:
         self.at = at

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -122,6 +124,55 @@ def test_a_full_tmpfs(writer: str, tmp_path: Path) -> None:
         assert (folder / "log").read_bytes() == expected
     told = [m for m in messages(caught) if "cannot be written" in m]
     assert len(told) == 1, messages(caught)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_old_log_stays_until_the_new_one_can_be_written(writer: str, tmp_path: Path) -> None:
+    """overwrite=True on a full disk: the old lines are whole until the new ones are."""
+    expected = whole_log(writer, tmp_path)
+    old = b"the log of another run\n" * 200
+    seen: dict[int, bytes] = {}
+    with small_tmpfs(tmp_path / "small", 1 << 16) as folder:
+        path = folder / "log"
+        path.write_bytes(old)
+        filler = folder / "filler"
+        fill_up(filler)
+        log = WRITERS[writer](path, overwrite=True)
+        look = hs.Lambda(visit=lambda run: seen.update({run.position: path.read_bytes()}))
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            fit(EPOCHS, log, at_step({200: filler.unlink}), look, sink=1)
+        assert path.read_bytes() == expected
+        assert [file.name for file in folder.iterdir()] == ["log"]
+    assert seen[1] == old
+    assert seen[199] == old
+    assert seen[201].startswith(expected[: len(seen[201])])
+    assert len([m for m in messages(caught) if "cannot be written" in m]) == 1, messages(caught)
+
+
+# In a mount namespace of its own, so that nothing stays mounted.
+MOUNTED_FILE = """
+import subprocess, sys
+subprocess.run(["mount", "--bind", sys.argv[1], sys.argv[2]], check=True)
+from halfstep.callbacks.logs import LogFile
+log = LogFile("CSVLog", sys.argv[2], overwrite=True)
+log.open("kind,epoch\\n")
+log.add("step,1\\n")
+log.close()
+"""
+
+
+def test_a_log_that_cannot_be_replaced_is_cut(tmp_path: Path) -> None:
+    """A file that is a mount, as containers have them, can be written but not replaced."""
+    source = tmp_path / "source"
+    path = tmp_path / "log"
+    source.write_text("old\n" * 20)
+    path.touch()
+    probe = ["unshare", "-rm", "mount", "--bind", str(source), str(path)]
+    if subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("this system lets no test mount a file")
+    command = ["unshare", "-rm", sys.executable, "-c", MOUNTED_FILE, str(source), str(path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    assert source.read_text() == "kind,epoch\nstep,1\n"
 
 
 @pytest.mark.parametrize("writer", WRITERS)

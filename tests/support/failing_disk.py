@@ -68,7 +68,7 @@ def failing_disk(folder: Path) -> Iterator[FailingDisk]:
         image = outside / "image"
         with image.open("wb") as file:
             file.truncate(32 << 20)
-        command = ["mkfs.ext4", "-q", "-O", "^has_journal", str(image)]
+        command = ["mkfs.ext4", "-q", "-b", "4096", "-O", "^has_journal", str(image)]
         try:
             subprocess.run(command, check=True, capture_output=True)
         except (FileNotFoundError, subprocess.CalledProcessError):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,17 +133,22 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path:
         fill_up(folder / "filler")
         Path("r").mkdir()
         (folder / "log").touch()
-        Path("r/log.jsonl").symlink_to(folder / "log")
-        with (
-            pytest.warns(hs.Notice, match="cannot be written"),
-            pytest.warns(hs.Notice, match="lines could not be written"),
-        ):
-            train("r", 2)
-        (folder / "filler").unlink()
-        output = train("r", 2, "--resume", "auto")
-        assert "log.jsonl lacks its last lines" in output
-        assert Path("r/log.jsonl").read_bytes() == Path("whole/log.jsonl").read_bytes()
-        assert "nothing was done" in train("r", 2, "--resume", "auto")
+        # A mount and no link, which the command refuses.
+        Path("r/log.jsonl").touch()
+        subprocess.run(["mount", "--bind", folder / "log", "r/log.jsonl"], check=True)
+        try:
+            with (
+                pytest.warns(hs.Notice, match="cannot be written"),
+                pytest.warns(hs.Notice, match="lines could not be written"),
+            ):
+                train("r", 2)
+            (folder / "filler").unlink()
+            output = train("r", 2, "--resume", "auto")
+            assert "log.jsonl lacks its last lines" in output
+            assert Path("r/log.jsonl").read_bytes() == Path("whole/log.jsonl").read_bytes()
+            assert "nothing was done" in train("r", 2, "--resume", "auto")
+        finally:
+            subprocess.run(["umount", "-l", "r/log.jsonl"], check=True)
 
 
 # An older checkpoint.

@@ -23,8 +23,8 @@ WRITERS: dict[str, Callable[..., Any]] = {"CSVLog": CSVLog, "JSONLLog": JSONLLog
 EPOCHS = 20
 STEPS = EPOCHS * 13
 
-# Where only fsync fails, the run is longer, with a log of 70 KiB and more: what the disk has already
-# can be written, and it takes its memory in pieces of up to 16 KiB.
+# Where only fsync fails, the log is longer, 70 KiB and more. What the disk has already can still be
+# written, and a disk in memory has it in pieces of up to 16 KiB.
 LONG_EPOCHS = 60
 LONG_STEPS = LONG_EPOCHS * 13
 

@@ -22,6 +22,7 @@ from halfstep.checkpoint.store import save, verify
 from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
 from halfstep.utils.atomic_files import sync_folder
+from halfstep.utils.text import plural
 
 REPLACEMENT_SUFFIX = ".new"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})(?:\.new)?")
@@ -82,9 +83,9 @@ def latest(root: str | Path) -> Path | None:
     if search.broken or search.bad:
         kinds = []
         if search.broken:
-            kinds.append(f"{len(search.broken)} broken")
+            kinds.append(f"{plural(len(search.broken), 'checkpoint')} broken")
         if search.bad:
-            kinds.append(f"{len(search.bad)} of training that had failed")
+            kinds.append(f"{plural(len(search.bad), 'checkpoint')} of training that had failed")
         outcome = "no good one is left" if search.bad else "no whole one is left"
         if search.newest is not None:
             outcome = f"{search.newest} is used instead"

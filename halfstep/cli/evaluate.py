@@ -1,6 +1,7 @@
 """`halfstep eval`: the scores of a run, a checkpoint or a file of weights."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -87,6 +88,10 @@ def settings_of_run(
     For weights that no run.json describes, the options alone. `command` begins every error.
     `trust`: use what a run.json from elsewhere names.
     """
+    replaced = [name for name, value in options.items() if value is not None]
+    if "data" in replaced and "path" not in replaced:
+        replaced.append("path")  # the run's path says where the run's data lies, not other data
+
     settings: training_run.TrainSettings | None
     if build:
         settings = training_run.TrainSettings(build=build)
@@ -95,7 +100,7 @@ def settings_of_run(
             run,
             trust=trust,
             command=command,
-            replaced=[name for name, value in options.items() if value is not None],
+            replaced=replaced,
         )
 
     # A builder has made its model and data: no option can change them.
@@ -121,6 +126,8 @@ def settings_of_run(
                 "(--build package.module:function)."
             )
         settings = training_run.TrainSettings()
+    if "path" in replaced:
+        settings = replace(settings, path=None)
     return training_run.with_overrides(settings, **options)
 
 

@@ -177,6 +177,10 @@ def _compare_by_replay(
     else:
         last_step = max(d.equal_until for d in differences)
 
+    if start >= last_step:
+        note = f"nothing was replayed: the checkpoints are equal up to the last step, {start}"
+        return Difference(None, BY_REPLAY, (), start, note)
+
     replay_a = _replay_run(folders[0], build[0], start, last_step)
     replay_b = _replay_run(folders[1], build[1], start, last_step)
     note = _note_unreproduced(replay_a, replay_b, runs_differ=bool(differing_steps))

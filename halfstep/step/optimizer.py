@@ -342,9 +342,9 @@ def _lr_table(table: Any, group_count: int, device: torch.device) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
             f"lr: expected a table of rates, received {type(table).__name__}; "
-            "of a schedule, a function or a scheduler "
-            "hs.schedules.tables(hs.schedules.resolve(it, optimizer, updates=n), n) makes one, "
-            "and Model(schedule=…) takes them as they are"
+            "hs.Model(…, schedule=…) takes a schedule, a function or a torch scheduler as it is; "
+            "for a step, make a table of it: "
+            "hs.schedules.tables(hs.schedules.resolve(schedule, optimizer, updates=n), n)"
         ) from error
     if rows.dim() == 1:
         rows = rows.expand(group_count, -1)

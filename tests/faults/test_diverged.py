@@ -116,7 +116,7 @@ def test_a_lost_checkpoint_is_known_and_the_one_before_is_used(
         assert latest(tmp_path) == tmp_path / name_of(2)
     text = str(caught[0].message)
     assert text.startswith(
-        f"1 of training that had failed, {tmp_path / name_of(2)} is used instead:\n"
+        f"1 checkpoint of training that had failed, {tmp_path / name_of(2)} is used instead:\n"
     )
     assert f"{name_of(3)}: inf or NaN in " in text
     assert len(caught) == 1
@@ -212,7 +212,7 @@ def test_right_after_the_jump_weights_look_good_and_are_known_later(tmp_path: Pa
     with pytest.warns(hs.Notice, match="in a row"):
         fit_wild(tmp_path, saver=saver, steps_per_epoch=32 + LONG_STREAK + 5)
     assert [checkpoint.step_of(path) for path in listing(tmp_path)] == [30, 31, 47]
-    with pytest.warns(hs.Notice, match="1 of training that had failed"):
+    with pytest.warns(hs.Notice, match="1 checkpoint of training that had failed"):
         assert latest(tmp_path) == tmp_path / name_of(31)
 
 
@@ -363,7 +363,9 @@ def test_the_errors_own_checkpoint_is_not_resumed_from(
         assert latest(tmp_path) == (tmp_path / name_of(4) if every_steps else None)
     if every_steps is None:
         with (
-            pytest.warns(hs.Notice, match="1 of training that had failed, no good one is left"),
+            pytest.warns(
+                hs.Notice, match="1 checkpoint of training that had failed, no good one is left"
+            ),
             pytest.raises(FileExistsError, match="only checkpoints of training that had failed"),
         ):
             fit()
@@ -420,7 +422,7 @@ def test_the_newest_good_one_is_never_pruned(keep: int, best: str | None, tmp_pa
     steps = [checkpoint.step_of(path) for path in listing(tmp_path)]
     assert [step for step in steps if step < 10] == list(range(10 - keep, 10))
     assert [step for step in steps if step >= 10] == [60]
-    with pytest.warns(hs.Notice, match="1 of training that had failed"):
+    with pytest.warns(hs.Notice, match="1 checkpoint of training that had failed"):
         assert latest(tmp_path) == tmp_path / name_of(9)
 
 
@@ -434,7 +436,9 @@ def test_without_a_good_one_the_newest_stay(tmp_path: Path) -> None:
             sink=1,
         )
     assert [checkpoint.step_of(path) for path in listing(tmp_path)] == list(range(76, 81))
-    with pytest.warns(hs.Notice, match="5 of training that had failed, no good one is left"):
+    with pytest.warns(
+        hs.Notice, match="5 checkpoints of training that had failed, no good one is left"
+    ):
         assert latest(tmp_path) is None
 
 

@@ -156,7 +156,7 @@ def test_a_run_behind_damaged_checkpoints_keeps_what_it_saves(
     train(tmp_path / "cut", epochs=1, every_steps=3, keep=5)
     for step in (6, 7):
         DAMAGES[damage](tmp_path / "cut" / name_of(step) / "tensors.safetensors")
-    with pytest.warns(hs.Notice, match="2 broken, .*step-000000003 is used instead"):
+    with pytest.warns(hs.Notice, match="2 checkpoints broken, .*step-000000003 is used instead"):
         resumed = train(tmp_path / "cut", epochs=2, every_steps=1, keep=1)
 
     # Each save is there after its own visit. Older ones: the best, and the one before a skip.

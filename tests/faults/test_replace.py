@@ -85,7 +85,7 @@ def test_a_damaged_replacement_does_not_cost_the_old_one(tmp_path: Path) -> None
     path = save(tmp_path / name_of(3), OLD)
     new = save(tmp_path / f"{name_of(3)}.new", NEW)
     damage(new)
-    with pytest.warns(match="1 broken"):
+    with pytest.warns(match="1 checkpoint broken"):
         assert latest(tmp_path) == path
     check_names(tmp_path)
     assert load(path).tree["which"] == "old"

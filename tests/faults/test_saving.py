@@ -206,7 +206,7 @@ def test_a_damaged_newest_one_is_passed_over_and_replaced(tmp_path: Path) -> Non
     end(tmp_path / "cut", 1)
     damage(tmp_path / "cut" / checkpoint.name_of(6))
     damage(tmp_path / "cut" / checkpoint.name_of(7))
-    with pytest.warns(hs.Notice, match=r"2 broken, .*step-000000003 is used instead"):
+    with pytest.warns(hs.Notice, match=r"2 checkpoints broken, .*step-000000003 is used instead"):
         resumed = end(tmp_path / "cut", 2)
     assert differences(resumed, expected) == []
     # Nobody wanted step 7 again: it is damaged still, and not one of the five that are kept.

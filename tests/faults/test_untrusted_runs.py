@@ -247,12 +247,14 @@ def test_what_the_command_line_replaces_needs_no_trust(
     make_hostile: Any, mark: Path, server: Server
 ) -> None:
     run = make_hostile("a network and an address")
-    words = ["eval", str(run), "--test-samples", "16", "--data", "sample"]
+    words = ["eval", str(run), "--test-samples", "16"]
     with pytest.raises(ValueError, match="import and call 'evil:net'; fetch 'http:"):
         run_json(*words)
     with pytest.raises(ValueError, match="halfstep would fetch 'http:") as refusal:
         run_json(*words, "--net", "mlp")
     assert "import" not in str(refusal.value)
+    # The path of the run belongs to the run's data: with other data it is not used.
+    assert run_json(*words, "--net", "mlp", "--data", "sample")["scores"]["acc"] > 0
     assert not mark.exists()
     assert server.requests == []
 

@@ -257,7 +257,7 @@ def test_latest_passes_over_broken_ones_and_names_them(root: Path) -> None:
         assert latest(root) == root / name_of(20)
     [notice] = caught
     text = str(notice.message)
-    assert text.startswith(f"3 broken, {root / name_of(20)} is used instead:\n")
+    assert text.startswith(f"3 checkpoints broken, {root / name_of(20)} is used instead:\n")
     assert "step-1000000000/tensors.safetensors: expected sha256" in text
     assert (
         "step-000000200: expected a checkpoint, a folder with manifest.json, found an empty folder"
@@ -272,7 +272,7 @@ def test_latest_passes_over_broken_ones_and_names_them(root: Path) -> None:
 
 def test_latest_of_only_broken_ones_is_none(tmp_path: Path) -> None:
     damage_checkpoint(save(tmp_path / name_of(1), make_state()))
-    with pytest.warns(Notice, match="1 broken, no whole one is left"):
+    with pytest.warns(Notice, match="1 checkpoint broken, no whole one is left"):
         assert latest(tmp_path) is None
 
 

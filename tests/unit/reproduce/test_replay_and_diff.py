@@ -484,6 +484,11 @@ def test_replay_and_diff_as_commands(project: Path) -> None:
     assert json.loads(equal.output) == [
         {"by": "by the checkpoints", "step": None, "names": [], "equal_until": 10, "note": ""}
     ]
+    with_build = runner.invoke(app, ["diff", "a", "b", "--build", "my_build:build"])
+    assert with_build.exit_code == 0
+    assert "nothing was replayed: the checkpoints are equal up to the last step, 10" in (
+        with_build.output
+    )
 
 
 def test_the_installed_command_explains_mistakes_without_a_traceback(project: Path) -> None:

@@ -61,7 +61,7 @@ class Health:
             return f"the run ended there: {self.error}"
         if self.stalled:
             return f"{plural(self.skips_in_a_row, 'update')} in a row had been skipped"
-        return "its weights are those with which every later update was skipped"
+        return "training failed with these very weights"
 
     def encode(self) -> bytes:
         """The bytes of health.json."""

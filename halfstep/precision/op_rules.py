@@ -379,13 +379,13 @@ def without_rules(forward: Function) -> Function:
 
 def _functions(names: Iterable[str], *namespaces: Any) -> list[Any]:
     """The functions of these names; not every version of torch has all of them."""
-    found = []
+    functions = []
     for name in names:
         for namespace in namespaces:
             function = getattr(namespace, name, None)
             if function is not None:
-                found.append(function)
-    return found
+                functions.append(function)
+    return functions
 
 
 def _public_functions(namespace: Any, *, without: Iterable[str]) -> list[Any]:

@@ -226,7 +226,7 @@ def test_checkpoints_of_the_same_weights_have_failed_with_them(tmp_path: Path) -
     ]
     for step, health in enumerate(healths, 1):
         save(tmp_path / name_of(step), {}, extra_files={"health.json": health.encode()})
-    with pytest.warns(hs.Notice, match="000002: its weights are those with which every later up"):
+    with pytest.warns(hs.Notice, match="000002: training failed with these very weights"):
         assert latest(tmp_path) == tmp_path / name_of(1)
     checkpoint.disk.remove_folder(tmp_path / name_of(4))
     with warnings.catch_warnings(action="error"):

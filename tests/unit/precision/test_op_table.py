@@ -150,6 +150,8 @@ def unsound_gradients(low: torch.dtype, device: str) -> dict[str, str]:
 
 # Functions of sparse tensors, and internal ones.
 MIXED_UNSUPPORTED = {
+    # torch 2.15 lists this kernel, which F.scaled_dot_product_attention calls behind a rule.
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "internal",
     "_chunk_cat": "internal",
     "_softmax_backward_data": "internal",
     "_unsafe_masked_index_put_accumulate": "internal",

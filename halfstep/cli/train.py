@@ -144,7 +144,16 @@ def train(
             echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:
-            summary = _fit(built, settings, out, resume, sink, plain=plain, log_file=log_file)
+            summary = _fit(
+                built,
+                settings,
+                out,
+                resume,
+                sink,
+                discard_later=discard_later,
+                plain=plain,
+                log_file=log_file,
+            )
     if as_json:
         print_json(summary)
 
@@ -272,6 +281,7 @@ def _fit(
     resume: str | None,
     sink: int | None,
     *,
+    discard_later: bool,
     plain: bool,
     log_file: TextIO,
 ) -> dict[str, Any]:
@@ -288,8 +298,8 @@ def _fit(
 
     # The builder's callbacks come first; its own Checkpoint in this folder replaces ours.
     # At `begin`, all that can refuse the run has been asked; run.json is written after all of them.
-    def discard_later(run: "Run") -> None:
-        if run.resumed is not None and resume != "auto":
+    def remove_later(run: "Run") -> None:
+        if discard_later and run.resumed is not None:
             training_run.remove_later(out, run.position)
 
     def write_run_file(run: "Run") -> None:
@@ -305,13 +315,13 @@ def _fit(
     savers = [c for c in callbacks if isinstance(c, Checkpoint) and c.folder == out]
     own_saver = Checkpoint(out)
     for saver in (own_saver, *savers):
-        saver.allows_later = True  # discard_later removes them
+        saver.allows_later = discard_later  # remove_later removes them
     callbacks = [
         *callbacks,
         log,
         *_progress_callbacks(plain, log_file),
         _print_callback(on_begin=rescue.begin),
-        _print_callback(on_begin=discard_later),
+        _print_callback(on_begin=remove_later),
     ]
     if not savers:
         callbacks.append(own_saver)

@@ -1,4 +1,4 @@
-"""The seed MLP on a CPU beside its floor and its peers: one epoch of Fashion-MNIST, batch 64, SGD.
+"""The benchmark MLP on a CPU beside its floor and its peers: one epoch of Fashion-MNIST, batch 64.
 
     python benchmarks/cpu.py [--rounds 9] [--steps 938] [--json benchmarks/results/cpu.json]
                              [--only "floor;torch"]

@@ -2,8 +2,8 @@
 
     python benchmarks/fit.py [--rounds 15] [--steps 300] [--json benchmarks/results/fit-cpu.json]
 
-The seed MLP, batch 64. Both go over the same batches in memory; rounds take turns. The bar draws on
-a pseudo-terminal.
+The benchmark MLP, batch 64. Both go over the same batches in memory; rounds take turns. The bar
+draws on a pseudo-terminal.
 """
 
 import argparse

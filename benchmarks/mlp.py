@@ -1,4 +1,4 @@
-"""The seed MLP against the peers: 784-512-512-10, batch 64, SGD, Fashion-MNIST's shape.
+"""The benchmark MLP against the peers: 784-512-512-10, batch 64, SGD, Fashion-MNIST's shape.
 
     python benchmarks/mlp.py [--json FILE] [--ways halfstep Lightning …]
                              [--precisions fp32 fp16 mixed] [--seconds 110]

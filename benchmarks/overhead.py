@@ -1,4 +1,4 @@
-"""What a TrainStep costs over the bare PyTorch loop of the same work: the seed MLP, batch 64.
+"""What a TrainStep costs over the bare PyTorch loop of the same work: the benchmark MLP, batch 64.
 
 python benchmarks/overhead.py [--device cuda] [--rounds 30]
                               [--json benchmarks/results/overhead-cpu.json]

@@ -2,8 +2,8 @@
 
     python benchmarks/rounding.py [--device cuda] [--epochs 5] [--data DIR] [--json FILE]
 
-The seed MLP on full Fashion-MNIST: batch 64, SGD with learning rate 1e-3, one seed, the same order
-for every precision, as in the torch-tpu guide's table.
+The benchmark MLP on full Fashion-MNIST: batch 64, SGD with learning rate 1e-3, one seed, the same
+order for every precision, as in the torch-tpu guide's table.
 """
 
 import argparse

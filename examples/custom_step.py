@@ -1,4 +1,4 @@
-"""A one-step cell and a loop of your own, sunk: the host looks in once per `every` steps.
+"""A step and a loop of your own, sunk: the host reads results once per `every` steps.
 
 System: MindSpore (train, custom training loop: TrainOneStepCell with sens and gradients by
 parameter list, LeNet-5, DatasetHelper with sink_size=100).
@@ -6,7 +6,7 @@ parameter list, LeNet-5, DatasetHelper with sink_size=100).
     python examples/custom_step.py                          # the shipped sample: seconds
     HALFSTEP_DATA=… python examples/custom_step.py --full   # MNIST, 2,000 steps, slow start
 
-Targets: the sunk loop has the weights and losses of calling the cell batch by batch, bit for bit; a
+Targets: the sunk loop has the weights and losses of calling the step batch by batch, bit for bit; a
 sens of 1024 under a rate 1024 times smaller too (powers of two round nothing); and the loss falls.
 """
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="MNIST, from HALFSTEP_DATA")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    every = 100 if args.full else 20  # steps between two looks of the host
+    every = 100 if args.full else 20  # steps between two reads of the results by the host
     data = load_data(args.full)
 
     # The sunk loop.

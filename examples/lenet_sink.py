@@ -1,4 +1,4 @@
-"""LeNet-5 with the data sunk: an epoch is a number of steps, the host looks in once per epoch.
+"""LeNet-5 with the data sunk: an epoch is a number of steps, the host reads results once per epoch.
 
 System: MindSpore (train, on-device execution: map, shuffle, batch, repeat; Model.train with
 dataset_sink_mode and sink_size=1000; LossMonitor).
@@ -7,7 +7,7 @@ dataset_sink_mode and sink_size=1000; LossMonitor).
     HALFSTEP_DATA=… python examples/lenet_sink.py --full   # MNIST: 10 epochs of 1,000 steps of 32
 
 sink_size=N there is two things here: `steps_per_epoch=N`, where an epoch ends, and `sink=N`, how
-often the host looks.
+often the host reads results.
 
 Targets: 98.5 % on MNIST; sinking changes no bit; the pass goes on where the last epoch stopped.
 """
@@ -76,18 +76,18 @@ def main() -> None:
     model = build_model(args.full, args.seed, args.precision)
     train_data = load_data(args.full, train=True)
     # every=1 would print each step's own loss, sunk or not.
-    monitor = hs.LossMonitor(every=steps, style="seed002")
+    monitor = hs.LossMonitor(every=steps, style="mindspore-float32")
     model.fit(epochs, train_data, callbacks=[monitor], sink=steps, steps_per_epoch=steps)
     scores = model.evaluate(load_data(args.full, train=False))
     print(f"accuracy {scores['acc']:.2%}, loss {scores['loss']:.4f}")
     assert scores["acc"] > (0.985 if args.full else 0.60)
 
-    # The same run with more looks of the host.
+    # The same run, where the host reads results more often.
     if not args.full:
         other = build_model(args.full, args.seed, args.precision)
         other.fit(epochs, load_data(args.full, train=True), sink=7, steps_per_epoch=steps)
         for p, q in zip(model.net.parameters(), other.net.parameters(), strict=True):
-            assert torch.equal(p, q), "how often the host looks changes nothing"
+            assert torch.equal(p, q), "how often the host reads results changes nothing"
 
 
 if __name__ == "__main__":

@@ -78,8 +78,8 @@ def train(precision: str, full: bool, seed: int, folder: Path) -> dict[str, floa
     model = build_model(precision, full, seed, epochs * train_data.size)
     timer = hs.StepTimer(warmup=2, show=False)
     callbacks = [
-        hs.LossMonitor(train_data.size, style="seed003"),
-        hs.TimeMonitor(style="seed003"),
+        hs.LossMonitor(train_data.size, style="mindspore-1.0"),
+        hs.TimeMonitor(style="mindspore-1.0"),
         timer,
         hs.Checkpoint(folder / precision, every_epochs=5 if full else 1, keep=10),
     ]

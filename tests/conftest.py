@@ -4,6 +4,7 @@ Tensors in tests are tiny: a second thread would only wait for the first.
 """
 
 import signal
+import sys
 from collections.abc import Iterator
 
 import hypothesis
@@ -44,6 +45,14 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def import_path() -> Iterator[None]:
+    """A folder that a command adds for a user's module is gone before the next file of tests."""
+    path_before = list(sys.path)
+    yield
+    sys.path[:] = path_before
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, Literal, NamedTuple, TextIO, TypeAlias
 
 import numpy as np
 import torch
@@ -33,18 +33,22 @@ class LossStyle(NamedTuple):
     as_printed: Callable[[float], Any]
 
 
-# MindSpore prints a float64, seed 002's version of it a float32.
+# MindSpore prints a float64, some of its versions a float32.
 LOSS_STYLES = {
     "plain": LossStyle("step: ", _shortest),
     "mindspore": LossStyle("step: ", float),
-    "seed002": LossStyle("step: ", _as_float32),
-    "seed003": LossStyle("step ", float),
+    "mindspore-float32": LossStyle("step: ", _as_float32),
+    "mindspore-1.0": LossStyle("step ", float),
 }
 
 EPOCH_TIME_LINES = {
     "mindspore": "epoch time: {:.3f} ms, per step time: {:.3f} ms",
-    "seed003": "Epoch time: {:.3f}, per step time: {:.3f}",
+    "mindspore-1.0": "Epoch time: {:.3f}, per step time: {:.3f}",
 }
+
+FORMER_STYLES = {"seed002": "mindspore-float32", "seed003": "mindspore-1.0"}
+LossStyleName: TypeAlias = Literal["plain", "mindspore", "mindspore-float32", "mindspore-1.0"]
+TimeStyleName: TypeAlias = Literal["mindspore", "mindspore-1.0"]
 
 
 class LossMonitor(Callback):
@@ -53,8 +57,8 @@ class LossMonitor(Callback):
     A loss that is inf or NaN is a NonFiniteError, whether the step is printed or not. A step that
     the loss scale skipped is no error: its line says so. In an update cycle the end of the cycle
     decides. Styles: "plain" has every digit that the loss has in its own dtype, so that equal lines
-    are equal losses; "mindspore" has the 17 digits of a float64; "seed002" those of a float32;
-    "seed003" is "mindspore" without a colon (`step 20`).
+    are equal losses; "mindspore" has the 17 digits of a float64; "mindspore-float32" those of a
+    float32; "mindspore-1.0" is "mindspore" without a colon (`step 20`).
     """
 
     writes = True
@@ -63,12 +67,13 @@ class LossMonitor(Callback):
         self,
         every: int = 1,
         *,
-        style: Literal["plain", "mindspore", "seed002", "seed003"] = "plain",
+        style: LossStyleName = "plain",
         file: TextIO | None = None,
     ) -> None:
         self.every = whole_number("LossMonitor: every", every, minimum=1)
-        one_of("LossMonitor: style", style, LOSS_STYLES)
-        self._style = LOSS_STYLES[style]
+        style_name = FORMER_STYLES.get(style, style)
+        one_of("LossMonitor: style", style_name, LOSS_STYLES)
+        self._style = LOSS_STYLES[style_name]
         self.file = file
 
     def step(self, run: Run, row: Row) -> None:
@@ -99,10 +104,10 @@ def _nonfinite_loss(row: Row) -> NonFiniteError:
 class ProgressLines(Callback):
     """`loss: 2.314975  [   64/60000]` at an epoch's first step and every `every` steps after it.
 
-    The count is of samples, with the line's batch; `start=0` leaves that batch out, as in seed 001.
-    `total` is the number of samples in an epoch; where neither it nor the data says, it is `?`
-    until one epoch has ended. `accuracy` names a score: then the lines around it are printed too:
-    the head, `Accuracy: 41.1%, Avg loss: 2.160750`, the total time.
+    The count is of samples, with the line's batch; `start=0` leaves that batch out, as PyTorch's
+    tutorial does. `total` is the number of samples in an epoch; where neither it nor the data says,
+    it is `?` until one epoch has ended. `accuracy` names a score: then the lines around it are
+    printed too: the head, `Accuracy: 41.1%, Avg loss: 2.160750`, the total time.
     """
 
     writes = True
@@ -267,17 +272,16 @@ class TimeMonitor(Callback):
     """`epoch time: 65047.685 ms, per step time: 41.644 ms` after each epoch.
 
     Training only: evaluations, callbacks and checkpoints are left out. An epoch that was
-    interrupted and resumed counts with both its parts. Style "seed003" is
+    interrupted and resumed counts with both its parts. Style "mindspore-1.0" is
     `Epoch time: 65047.685, per step time: 41.644`.
     """
 
     writes = True
 
-    def __init__(
-        self, *, style: Literal["mindspore", "seed003"] = "mindspore", file: TextIO | None = None
-    ) -> None:
-        one_of("TimeMonitor: style", style, EPOCH_TIME_LINES)
-        self._line = EPOCH_TIME_LINES[style]
+    def __init__(self, *, style: TimeStyleName = "mindspore", file: TextIO | None = None) -> None:
+        style_name = FORMER_STYLES.get(style, style)
+        one_of("TimeMonitor: style", style_name, EPOCH_TIME_LINES)
+        self._line = EPOCH_TIME_LINES[style_name]
         self.file = file
         self._reset()
 
@@ -338,7 +342,7 @@ class StepTimer(Callback):
 
     The first `warmup` steps of a process do not count. The clock is read at visits, so the steps of
     a visit share its mean. `exact=True` makes every step a visit, and waits for the device at each.
-    `every=n` also prints each n-th step's time as seed 003 does: `17.102 ms`.
+    `every=n` also prints each n-th step's time: `17.102 ms`.
     """
 
     writes = True

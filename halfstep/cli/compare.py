@@ -62,7 +62,9 @@ def compare(
     schedule: Annotated[
         str, typer.Option(help="constant, linear, cosine, poly, steps or one_cycle")
     ] = "linear",
-    sink: Annotated[int | None, typer.Option(help="steps between two looks of the host")] = None,
+    sink: Annotated[
+        int | None, typer.Option(help="steps between two reads of results by the host")
+    ] = None,
     margin: Annotated[float, typer.Option(help="points of accuracy that count as the same")] = 0.5,
     samples: SamplesOption = None,
     test_samples: TestSamplesOption = None,

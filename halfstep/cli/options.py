@@ -180,7 +180,8 @@ EmaOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="of the weights and the order")]
 SinkOption = Annotated[
-    int | None, typer.Option(help="steps between two looks of the host; never changes results")
+    int | None,
+    typer.Option(help="steps between two reads of results by the host; never changes results"),
 ]
 DeviceOption = Annotated[
     str,

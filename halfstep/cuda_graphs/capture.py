@@ -1,8 +1,8 @@
 """CUDA graphs: recorded once, replayed often, kept by key. A failed recording leaves no trace.
 
-What it buys: five epochs of the seed MLP in fp32 take 0.50 s from graphs, and 6.25 s where the host
-launches every kernel (H200, docs/internals/speed.md). Switched off by `Model(capture=False)`, and
-for a loop of your own over a TrainStep by `decide="host"`.
+What it buys: five epochs of the benchmark MLP in fp32 take 0.50 s from graphs, and 6.25 s where the
+host launches every kernel (H200, docs/internals/speed.md). Switched off by `Model(capture=False)`,
+and for a loop of your own over a TrainStep by `decide="host"`.
 
 `capture_into` records one graph. `GraphCache` keeps the graphs of one step or evaluation; on a CPU,
 where there are no graphs, it can keep compiled programs instead.

@@ -24,7 +24,7 @@ from halfstep.step.overflow import raise_device_errors
 from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
 
-# How often the host looks in when nobody says: signals are heard, progress bars move.
+# How often the host reads results when nobody says: signals are heard, progress bars move.
 VISIT_EVERY_S = 0.25
 EAGER_STEPS_PER_VISIT = 50
 CAPTURED_STEPS_PER_VISIT = 1 << 16  # time ends such a visit

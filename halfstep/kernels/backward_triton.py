@@ -1,9 +1,10 @@
 """Triton kernels for the backward pass of compiled steps: several weight gradients, a max pool.
 
 `weight_grad_tiles` computes the weight gradients of several linear layers in one launch: 5 epochs
-of the seed MLP take 0.286 s in fp32 in place of 0.342 (0.239 for 0.247 in fp16, 0.249 for 0.291
-mixed). `max_pool_backward` looks only at the windows that can cover a pixel: a step of ResNet-50 in
-O2 at batch 256 takes 34.5 ms in place of 35.3. Both on an H200; docs/internals/speed.md.
+of the benchmark MLP take 0.286 s in fp32 in place of 0.342 (0.239 for 0.247 in fp16, 0.249 for
+0.291 mixed). `max_pool_backward` looks only at the windows that can cover a pixel: a step of
+ResNet-50 in O2 at batch 256 takes 34.5 ms in place of 35.3. Both on an H200;
+docs/internals/speed.md.
 
 To switch them off: a pass of your own in torch's `post_grad_custom_pre_pass` takes the place of the
 first, one in `joint_custom_post_pass` that of the second; `compile=False` uses neither. They are

@@ -1,7 +1,7 @@
 """torch's multi-tensor kernels on shorter pieces of the same tensors: more of the chip is busy.
 
 A block of torch's foreach and fused-optimizer kernels takes 65,536 elements, so a small network
-fills few of a chip's processors: the two large weights of the seed MLP are 11 blocks for 132
+fills few of a chip's processors: the two large weights of the benchmark MLP are 11 blocks for 132
 processors of an H200. Cut into pieces of 4,096 elements or more, the same kernels run in as many
 launches on more blocks. Every element is computed by itself, so every bit is the same.
 

@@ -1,9 +1,9 @@
 """A batch of a resident data set gathered by one Triton kernel, for captured steps.
 
 torch takes a kernel for the batch's sample numbers and one for each column: three for images and
-labels. It is part of the row "compile=True, polish=True" of docs/internals/speed.md (the seed MLP,
-5 epochs: 0.289 s in fp32); what it adds alone is not in the tables. Rows are copied as they lie in
-memory, so every bit is the same. To switch it off: `polish=False`.
+labels. It is part of the row "compile=True, polish=True" of docs/internals/speed.md (the benchmark
+MLP, 5 epochs: 0.289 s in fp32); what it adds alone is not in the tables. Rows are copied as they
+lie in memory, so every bit is the same. To switch it off: `polish=False`.
 
 Imported when it is launched: only torch's builds for CUDA bring Triton.
 """

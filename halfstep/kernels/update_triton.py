@@ -3,8 +3,8 @@
 `measure`, `decide` and `shrink` do what `Update.on_device` does between the backward pass and the
 optimizer, in two launches (three with clipping) where torch takes some forty; `record` writes a
 step's row of the record table, which takes torch several. They are part of the row "compile=True,
-polish=True, fused SGD" of docs/internals/speed.md: 5 epochs of the seed MLP take 0.289 s in fp32
-on an H200. What they add alone is not in the tables. To switch them off: `polish=False`.
+polish=True, fused SGD" of docs/internals/speed.md: 5 epochs of the benchmark MLP take 0.289 s in
+fp32 on an H200. What they add alone is not in the tables. To switch them off: `polish=False`.
 
 No sum is atomic, so that every run gives the same bits. Imported when they are launched: only
 torch's builds for CUDA bring Triton.

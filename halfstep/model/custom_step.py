@@ -34,7 +34,7 @@ class CustomStep:
         loss = result[0] if isinstance(result, tuple) and result else result
         if not isinstance(loss, Tensor):
             raise TypeError(
-                "step: expected the cell to return its loss, a tuple that starts with it, "
+                "step: expected the step to return its loss, a tuple that starts with it, "
                 f"or a Record; got {type(result).__name__}"
             )
         loss = loss.detach().sum() if loss.dim() else loss.detach().clone()
@@ -63,7 +63,7 @@ class CustomStep:
             raise TypeError(
                 f"checkpoint: {type(self.step).__name__} has no state_dict and load_state_dict, "
                 "so a run with it cannot go on where it stopped. "
-                "Give the cell both, or leave the Checkpoint out."
+                "Give the step both, or leave the Checkpoint out."
             )
         return {"own": self.step.state_dict()}
 

@@ -51,7 +51,7 @@ def make_timing(
     valid_every: int | Iterable[int],
     valid_every_steps: int,
 ) -> Timing:
-    """When the loop evaluates and the host looks in; every number is checked here."""
+    """When the loop evaluates and the host reads results; every number is checked here."""
     if steps_per_epoch is not None:
         _check_count("steps_per_epoch", steps_per_epoch)
     if sink is not None:

@@ -64,7 +64,7 @@ class Model:
 
     `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
     says where a batch keeps the labels for metrics, when they are neither the target of the loss
-    nor the last item; `step` and `eval_step` replace the built-in cells. `capture`: on CUDA the
+    nor the last item; `step` and `eval_step` replace the built-in steps. `capture`: on CUDA the
     step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
     `verify=K` proves K replays bit for bit before the first fit. Every other option is TrainStep's:
     accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
@@ -144,10 +144,10 @@ class Model:
     ) -> Run:
         """Trains up to epoch number `epochs`.
 
-        `sink` is how many steps pass between two looks of the host; it never changes results.
-        `steps_per_epoch` makes an epoch that many steps, the data going on where it stopped.
-        `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a path from
-        that one.
+        `sink` is how many steps pass between two reads of results by the host; it never changes
+        results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
+        stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
+        path from that one.
         """
         if self._fit is not None:
             raise RuntimeError(

@@ -184,7 +184,7 @@ def _read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]
     step = saved.field("step")
     if "net" not in step.entries():
         raise ValueError(
-            f"{path}: expected the weights of a built-in step, found the state of a cell of its own"
+            f"{path}: expected the weights of a built-in step, found the state of a step of its own"
         )
     net = step.field("net").entries()
     names = saved.field("config").optional_field("names")

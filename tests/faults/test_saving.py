@@ -257,7 +257,7 @@ def test_a_custom_step_needs_a_state(tmp_path: Path) -> None:
     cell = StatelessStep()
     with pytest.raises(
         TypeError,
-        match=r"has no state_dict and load_state_dict.*Give the cell both, or leave the Check",
+        match=r"has no state_dict and load_state_dict.*Give the step both, or leave the Check",
     ):
         Model(cell.net, step=cell).fit(1, data, callbacks=[Checkpoint(tmp_path)])
     assert saved_steps(tmp_path) == []

@@ -5,7 +5,7 @@ a part of the chip, one after the other; nothing waits for them but the update. 
 one kernel, which also makes the bias gradients (the row sums of A), casts the results, and applies
 the ReLU's mask of a first layer, whose gradient goes no further.
 
-The seed MLP, 5 epochs on an H200: 0.286 s in fp32 in place of 0.342, 0.239 in fp16 in place of
+The benchmark MLP, 5 epochs on an H200: 0.286 s in fp32 in place of 0.342, 0.239 in fp16 in place of
 0.247, 0.249 mixed in place of 0.291 (docs/internals/speed.md). To switch it off: a pass of your own
 in torch's `post_grad_custom_pre_pass`.
 

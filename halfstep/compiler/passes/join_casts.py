@@ -1,8 +1,8 @@
 """Casts of 16-bit programs joined: the parameters' casts in one kernel, their gradients' in one.
 
 A small network's step is as long as its chain of kernels, and each of these casts would be one.
-With batch_weight_grads.py, forward and backward of the seed MLP are 13 kernels in place of 26 in
-O1 (docs/internals/fast-paths.md); 5 epochs of it take 0.249 s in place of 0.291 (an H200,
+With batch_weight_grads.py, forward and backward of the benchmark MLP are 13 kernels in place of 26
+in O1 (docs/internals/fast-paths.md); 5 epochs of it take 0.249 s in place of 0.291 (an H200,
 docs/internals/speed.md, both passes together). Casts give the same bits as before. To switch it
 off: a pass of your own in torch's `post_grad_custom_pre_pass`.
 

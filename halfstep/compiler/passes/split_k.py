@@ -1,9 +1,9 @@
 """Strict float32 products with small outputs, split along K so that they use the whole chip.
 
-64×784 by 784×512 is 8 tiles of 64×64 for the 132 multiprocessors of an H200; split in 7 parts of
-K = 112 it is 56. It is part of the row "compile=True, polish=True, fused SGD" of
-docs/internals/speed.md: 5 epochs of the seed MLP take 0.289 s in fp32. What it adds alone is not in
-the tables. To switch it off: a pass of your own in torch's `post_grad_custom_pre_pass`.
+64×784 by 784×512 is 8 tiles of 64×64 for the 132 multiprocessors of an H200; split in 7 parts of K
+= 112 it is 56. It is part of the row "compile=True, polish=True, fused SGD" of
+docs/internals/speed.md: 5 epochs of the benchmark MLP take 0.289 s in fp32. What it adds alone is
+not in the tables. To switch it off: a pass of your own in torch's `post_grad_custom_pre_pass`.
 
 Imported when a program is compiled, not before: torch's compiler is a heavy import.
 """

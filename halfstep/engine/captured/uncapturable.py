@@ -58,7 +58,7 @@ def why_not_capturable(step: Any, device: torch.device) -> str:
     if device.type != "cuda" and not compiles_whole_step:
         return f"{device.type} has no graphs to capture"
     if not is_train_step:
-        return "the step is a cell of your own; hs.sink(cell, data) captures it"
+        return "the step is one of your own; hs.sink(step, data) captures it"
 
     # A compiled step on a CPU lets the device decide, unless optimizer or options forbid it.
     if not step.decides_on_device:

@@ -1,9 +1,9 @@
 """On a CPU, a whole training step as one compiled program, checked beside the step itself.
 
 What it buys: 0.71 (0.58 to 1.02) of the time of a bare torch loop, where the uncompiled step takes
-1.24 (0.99 to 1.56) of it (seed MLP, batch 64, 2 threads of a Xeon; docs/guide/cpu.md). It is on
-with `compile=True` in `fit` and `hs.sink`; `capture=False` compiles forward and loss only, and
-`compile=False` nothing. Results differ from the uncompiled step by rounding.
+1.24 (0.99 to 1.56) of it (the benchmark MLP, batch 64, 2 threads of a Xeon; docs/guide/cpu.md). It
+is on with `compile=True` in `fit` and `hs.sink`; `capture=False` compiles forward and loss only,
+and `compile=False` nothing. Results differ from the uncompiled step by rounding.
 """
 
 import sys

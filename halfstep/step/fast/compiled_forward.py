@@ -1,8 +1,8 @@
 """Forward and loss as one program of torch.compile: when, why, and whether that pays.
 
-It buys the rows "compiled" of docs/internals/speed.md: the seed MLP 0.29 s instead of 0.50 s for
-five epochs in fp32, ResNet-50 34.8 ms instead of 41.6 ms at batch 256 (one H200). Results differ
-from uncompiled ones by rounding. Switched off by compile=False.
+It buys the rows "compiled" of docs/internals/speed.md: the benchmark MLP 0.29 s instead of 0.50 s
+for five epochs in fp32, ResNet-50 34.8 ms instead of 41.6 ms at batch 256 (one H200). Results
+differ from uncompiled ones by rounding. Switched off by compile=False.
 
 Only training is compiled, and each shape of batch from its second batch on: the first shows what is
 wrong with the batch, not with the compiler, and tells report() the dtypes.

@@ -1,9 +1,9 @@
 """Update.on_device in three or four Triton kernels, for captured steps.
 
 A small network's update is some forty launches, which take longer than its arithmetic. This buys
-the difference between "as it is" and "polished" for the seed MLP in docs/internals/speed.md. The
-same bits as Update.on_device, but for the order in which squares are summed to the gradients' norm.
-Switched off by polish=False, and by deterministic=True.
+the difference between "as it is" and "polished" for the benchmark MLP in docs/internals/speed.md.
+The same bits as Update.on_device, but for the order in which squares are summed to the gradients'
+norm. Switched off by polish=False, and by deterministic=True.
 
 The kernels (kernels/update_triton.py): `measure` unscales, averages and sums squares, in one launch
 for each 128 gradients; `decide` does everything that is a number, and writes the record, before the

@@ -138,8 +138,8 @@ def test_lambda_says_what_it_takes() -> None:
     [
         ("plain", "step:", None),
         ("mindspore", "step:", repr),
-        ("seed003", "step", repr),
-        ("seed002", "step:", None),
+        ("mindspore-1.0", "step", repr),
+        ("mindspore-float32", "step:", None),
     ],
 )
 def test_loss_lines(
@@ -209,7 +209,7 @@ def test_every_counts_steps_of_the_run(capsys: pytest.CaptureFixture[str]) -> No
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="every: expected a whole number, 1 or more"):
             LossMonitor(wrong)  # type: ignore[arg-type]
-    styles = "'plain', 'mindspore', 'seed002', 'seed003'"
+    styles = "'plain', 'mindspore', 'mindspore-float32', 'mindspore-1.0'"
     with pytest.raises(ValueError, match=f"style: expected one of {styles}, received 'keras'"):
         LossMonitor(style="keras")  # type: ignore[arg-type]
 

@@ -125,7 +125,7 @@ def compare(case: str, dtype: torch.dtype, *, tensor_lr: bool) -> None:
 
 
 def test_pieces_are_many_and_launches_are_not() -> None:
-    """The seed MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5.
+    """The benchmark MLP: torch takes 64 tensors of 2 lists a launch, 30 of 5.
 
     Its two large tensors, not split, make 11 blocks.
     """

@@ -7,6 +7,7 @@ from typing import Any
 from halfstep.engine import Callback, Timing
 from halfstep.engine.events import EVENTS
 from halfstep.errors import Notice
+from halfstep.utils.keywords import user_stacklevel
 
 
 def check_epochs_and_data(epochs: Any, data: Any) -> None:
@@ -95,7 +96,7 @@ def close_cycle(step: Any) -> None:
             f"fit: the {cycle.micro} batches of an update cycle that an earlier run left open "
             "are dropped",
             Notice,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
         cycle.close()
 
@@ -129,7 +130,7 @@ def _warn_unknown_events(callback: Callback) -> None:
                 f"callbacks: {type(callback).__name__}.{name} is no event and is never called; "
                 f"events are {', '.join(EVENTS)}. A leading _ tells a method of your own.",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
 
 

@@ -25,16 +25,26 @@ from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
 from halfstep.model.custom_step import CustomStep
+from halfstep.model.device import place_parts
 from halfstep.model.learning_rates import ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.model.resume_check import check_snapshot, named_part
 from halfstep.model.weights import Account, load_weights, save_weights
-from halfstep.precision import Precision
+from halfstep.precision import Precision, PrecisionName
 from halfstep.step import EvalStep, TrainStep
+from halfstep.step.options import (
+    AutoFlag,
+    CountFunction,
+    Decider,
+    LearningRateTable,
+    NonFinite,
+    StepOptions,
+)
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
+from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.saved_state import SavedValue
 
@@ -70,27 +80,46 @@ class Model:
     accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
     """
 
+    @suggest_keywords("Model", names=validate.FOREIGN_OPTIONS, advice=validate.MISPLACED_OPTIONS)
     def __init__(
         self,
         net: nn.Module,
         loss: Any = None,
         optimizer: Optimizer | None = None,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         *,
         metrics: Mapping[str, Any] | None = None,
         schedule: Any = None,
         labels: Callable[[Any], Any] | None = None,
         step: Any = None,
         eval_step: Any = None,
-        capture: bool | str = "auto",
+        device: str | torch.device | None = None,
+        capture: AutoFlag = "auto",
         verify: int = 0,
-        **options: Any,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        lr: LearningRateTable | None = None,
+        ema: float | None = None,
+        count: CountFunction | None = None,
+        forward: Callable[..., Any] | None = None,
+        sens: float | Tensor = 1.0,
+        nonfinite: NonFinite | None = None,
+        deterministic: bool = False,
+        fingerprint_every: int = 0,
+        decide: Decider = "auto",
+        compile: AutoFlag = "auto",
+        channels_last: AutoFlag = "auto",
+        polish: AutoFlag = "auto",
+        cudnn_benchmark: AutoFlag = "auto",
     ) -> None:
+        options = StepOptions.changed_arguments(locals())
         option_names = list(options)
         if schedule is not None:
             option_names.append("schedule")
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
+        place_parts(device, net, loss, optimizer, step)
         self.net = net
         self.loss = loss
         self.optimizer = optimizer
@@ -106,8 +135,7 @@ class Model:
             self.step = CustomStep(step)
         if step is None and optimizer is not None:
             self._chose_fused = validate.choose_fused(net, optimizer, precision, schedule, options)
-            step_options = validate.check_options(options)
-            self.step = TrainStep(net, loss, optimizer, precision=precision, **step_options)
+            self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
             validate.warn_untrained(net, optimizer)
 
         # The evaluation step: the user's own, or the training step's counterpart.
@@ -121,7 +149,9 @@ class Model:
         self.captures = choose_captures(self._built_in_eval, capture, verify)
         self._schedule_tables = ScheduleTables()
 
-    def _build_eval_step(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
+    def _build_eval_step(
+        self, precision: PrecisionName | Precision, options: dict[str, Any]
+    ) -> EvalStep:
         if isinstance(self.step, TrainStep):
             return self.step.evaluator()
         eval_options = {name: options[name] for name in ("forward", "count") if name in options}

@@ -11,13 +11,7 @@ from halfstep.utils.keywords import user_stacklevel
 
 
 def check_epochs_and_data(epochs: Any, data: Any) -> None:
-    """Refuses the two arguments that every fit has where they are swapped or of another kind."""
-    is_number_or_text = isinstance(epochs, int | float | str)
-    if _is_count(data) and not is_number_or_text and epochs is not None:
-        raise TypeError(
-            "fit: expected fit(epochs, data), got them the other way round. "
-            f"Write fit({data}, data)"
-        )
+    """Refuses the two arguments that every fit has where they are of another kind."""
     _check_count("epochs", epochs)
     if data is None or isinstance(data, int | float | str | bytes):
         advice = ""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
+from halfstep.model.call_forms import (
+    EVAL_BATCH_SIZE,
+    Columns,
+    FitOptions,
+    accept_evaluate_forms,
+    accept_fit_forms,
+    accept_predict_forms,
+)
 from halfstep.model.custom_step import CustomStep
 from halfstep.model.device import place_parts
 from halfstep.model.learning_rates import ScheduleTables
@@ -157,8 +165,9 @@ class Model:
         eval_options = {name: options[name] for name in ("forward", "count") if name in options}
         return EvalStep(self.net, self.loss, precision=precision, **eval_options)
 
-    # Training.
+    # Training. Data first, or whole tensors with a batch size, are other forms of the same call.
 
+    @overload
     def fit(
         self,
         epochs: int,
@@ -167,7 +176,37 @@ class Model:
         valid: Any = None,
         valid_every: int | Iterable[int] = 1,
         valid_every_steps: int = 0,
-        callbacks: Any = (),
+        callbacks: Callback | Iterable[Callback] | None = (),
+        sink: int | None = None,
+        steps_per_epoch: int | None = None,
+        resume: str | Path | None = None,
+    ) -> Run: ...
+    @overload
+    def fit(self, data: Any, epochs: int, **options: Unpack[FitOptions]) -> Run: ...
+    @overload
+    def fit(
+        self,
+        x: Columns,
+        y: Columns,
+        *,
+        epochs: int,
+        batch_size: int,
+        validation_data: Any = None,
+        validation_split: float = 0.0,
+        shuffle: bool = True,
+        seed: int = 0,
+        **options: Unpack[FitOptions],
+    ) -> Run: ...
+    @accept_fit_forms
+    def fit(
+        self,
+        epochs: int,
+        data: Any,
+        *,
+        valid: Any = None,
+        valid_every: int | Iterable[int] = 1,
+        valid_every_steps: int = 0,
+        callbacks: Callback | Iterable[Callback] | None = (),
         sink: int | None = None,
         steps_per_epoch: int | None = None,
         resume: str | Path | None = None,
@@ -178,6 +217,9 @@ class Model:
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
         stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
         path from that one.
+
+        Also `fit(data, epochs)`, and `fit(x, y, epochs=…, batch_size=…, validation_data=(xv, yv))`
+        for whole tensors or arrays, shuffled in each epoch by `seed`.
         """
         if self._fit is not None:
             raise RuntimeError(
@@ -365,6 +407,13 @@ class Model:
 
     # Evaluation and prediction.
 
+    @overload
+    def evaluate(self, data: Any) -> dict[str, float]: ...
+    @overload
+    def evaluate(
+        self, x: Columns, y: Columns, *, batch_size: int = EVAL_BATCH_SIZE
+    ) -> dict[str, float]: ...
+    @accept_evaluate_forms
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over one pass, every sample counted once.
 
@@ -392,6 +441,15 @@ class Model:
         averaged: AbstractContextManager[None] = self.step.averaged()
         return averaged
 
+    @overload
+    def predict(
+        self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
+    ) -> Any: ...
+    @overload
+    def predict(
+        self, data: Any, *, batch_size: int, stream: bool = False, targets: bool | None = None
+    ) -> Any: ...
+    @accept_predict_forms
     def predict(
         self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
     ) -> Any:

@@ -6,6 +6,7 @@ that says what to write. Everything here happens before the call: fit itself kno
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -19,12 +20,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from halfstep.engine import Callback
 from halfstep.engine.feed import columns_dataset
 from halfstep.errors import closest_name
+from halfstep.utils.text import write_line
 
 Array: TypeAlias = Tensor | np.ndarray[Any, Any]
 Columns: TypeAlias = Array | Sequence[Array]
 R = TypeVar("R")
 
 EVAL_BATCH_SIZE = 256  # no result depends on it
+
+_SMALL_INTEGERS = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32),
+    *(np.uint8, np.int8, np.int16, np.int32),
+)
 
 # Keywords of other libraries → ours, where they mean the same.
 FIT_NAMES = {
@@ -113,25 +120,27 @@ class FitOptions(TypedDict, total=False):
     resume: str | Path | None
 
 
-def write_line(problem: str, line: str) -> str:
-    """The message of an error: what is wrong, and the line to write instead."""
-    return f"{problem}; write {line}"
-
-
 def accept_fit_forms(fit: Callable[..., R]) -> Callable[..., R]:
     """A decorator of `fit(self, epochs, data, …)`: takes the other forms too."""
     known = [name for name in inspect.signature(fit).parameters if name != "self"]
 
     @wraps(fit)
     def fit_in_any_form(self: Any, *args: Any, **options: Any) -> R:
-        epochs, data, options = read_fit_call(args, options, known)
-        return fit(self, epochs, data, **options)
+        epochs, data, options = read_fit_call(self.net, args, options, known)
+        try:
+            return fit(self, epochs, data, **options)
+        except TypeError as error:
+            if self._takes_dicts and re.search(r"forward\(\) (takes|got)", str(error)):
+                problem = f"fit: without a loss the network gets the whole batch, and {error}"
+                line = "hs.Model(net, nn.CrossEntropyLoss(), optimizer)"
+                raise TypeError(write_line(problem, line)) from error
+            raise
 
     return fit_in_any_form
 
 
 def read_fit_call(
-    args: tuple[Any, ...], options: Mapping[str, Any], known: Sequence[str]
+    net: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any], known: Sequence[str]
 ) -> tuple[Any, Any, dict[str, Any]]:
     """Epochs, data and options of a call in any form."""
     options = _rename("fit", options, FIT_NAMES)
@@ -156,7 +165,7 @@ def read_fit_call(
         raise TypeError(write_line(problem, f"model.fit({int(float(epochs))}, data)"))
 
     batch_size = columns.get("batch_size")
-    data, split = _training_batches(data, columns)
+    data, split = _training_batches(net, data, columns)
     if split is not None:
         if options.get("valid") is not None:
             line = "model.fit(x, y, epochs=2, batch_size=32, validation_data=(xv, yv))"
@@ -165,7 +174,7 @@ def read_fit_call(
         options["valid"] = split
     if "valid" in options:
         size = valid_batch_size or batch_size or EVAL_BATCH_SIZE
-        options["valid"] = _validation_batches(options["valid"], size)
+        options["valid"] = _validation_batches(net, options["valid"], size)
     return epochs, data, options
 
 
@@ -228,6 +237,7 @@ def _place_positions(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[An
             options["data"] = args[0]
             return args[1], options
         if len(args) == 2 and not _is_plain(args[1]):
+            _refuse_frame(args[0])
             problem = f"fit: expected epochs and data, got two of data ({_kinds(args)})"
             raise TypeError(write_line(problem, "model.fit(2, data, valid=valid)"))
     for name, value in zip(names, args, strict=False):
@@ -253,7 +263,7 @@ def _missing_message(options: Mapping[str, Any], columns: Mapping[str, Any]) -> 
     return write_line(problem, "model.fit(2, data)")
 
 
-def _training_batches(data: Any, columns: dict[str, Any]) -> tuple[Any, Any]:
+def _training_batches(net: nn.Module, data: Any, columns: dict[str, Any]) -> tuple[Any, Any]:
     """Batches of whole tensors, shuffled in each epoch, and the part that was split off.
 
     `columns` holds y, batch_size, shuffle, seed and validation_split, where they were given.
@@ -276,7 +286,7 @@ def _training_batches(data: Any, columns: dict[str, Any]) -> tuple[Any, Any]:
     split = None
     if "validation_split" in columns:
         data, split = _split_columns(data, columns["validation_split"])
-    dataset = columns_dataset(data, seed=columns.get("seed", 0))
+    dataset = columns_dataset(_convert_columns(net, data), seed=columns.get("seed", 0))
     if columns.get("shuffle", True):
         dataset = dataset.shuffle()
     return dataset.batch(columns["batch_size"]), split
@@ -316,13 +326,13 @@ def _split_columns(data: Any, share: Any) -> tuple[Any, Any]:
     return train, tuple(column[train_count:] for column in data)
 
 
-def _validation_batches(valid: Any, batch_size: int) -> Any:
+def _validation_batches(net: nn.Module, valid: Any, batch_size: int) -> Any:
     """Validation data given as (xv, yv) in batches; anything else as it is."""
     columns = _as_columns(valid)
     if columns is not None:
-        return columns_dataset(columns).batch(batch_size)
+        return columns_dataset(_convert_columns(net, columns)).batch(batch_size)
     if isinstance(valid, Mapping) and any(isinstance(part, tuple) for part in valid.values()):
-        return {name: _validation_batches(part, batch_size) for name, part in valid.items()}
+        return {name: _validation_batches(net, part, batch_size) for name, part in valid.items()}
     return valid
 
 
@@ -347,19 +357,20 @@ def accept_evaluate_forms(evaluate: Callable[..., R]) -> Callable[..., R]:
             _check_known("evaluate", name, known)
         if "data" not in options:
             raise TypeError(write_line("evaluate: expected data", "model.evaluate(data)"))
-        options["data"] = _evaluation_batches(options["data"], columns)
+        options["data"] = _evaluation_batches(self.net, options["data"], columns)
         return evaluate(self, **options)
 
     return evaluate_in_any_form
 
 
-def _evaluation_batches(data: Any, columns: dict[str, Any]) -> Any:
+def _evaluation_batches(net: nn.Module, data: Any, columns: dict[str, Any]) -> Any:
+    """Whole tensors or arrays in batches; anything else as it is."""
     batch_size = columns.get("batch_size", EVAL_BATCH_SIZE)
-    if "y" in columns:
-        return columns_dataset(_join_columns(data, columns["y"])).batch(batch_size)
     whole = _as_columns(data)
+    if "y" in columns:
+        whole = _join_columns(data, columns["y"])
     if whole is not None:
-        return columns_dataset(whole).batch(batch_size)
+        return columns_dataset(_convert_columns(net, whole)).batch(batch_size)
     if "batch_size" in columns:
         if not _are_columns(data) and not _is_map_style(data):
             problem = f"evaluate: batch_size: {type(data).__name__} comes in batches"
@@ -385,7 +396,10 @@ def accept_predict_forms(predict: Callable[..., R]) -> Callable[..., R]:
             raise TypeError("predict: 'data' was given twice, once without its name")
         for name in options:
             _check_known("predict", name, known)
-        return predict(self, *args, **options)
+        data = args[0] if args else options.pop("data", None)
+        if isinstance(data, np.ndarray):
+            (data,) = _convert_columns(self.net, (data,))
+        return predict(self, data, **options)
 
     return predict_in_any_form
 
@@ -398,6 +412,29 @@ def _drop_quiet_options(owner: str, options: dict[str, Any]) -> None:
             happens = "it prints nothing" if name == "verbose" else "it returns a dict by name"
             line = f"model.{owner}(x)" if owner == "predict" else f"model.{owner}(data)"
             raise TypeError(write_line(f"{owner}: {name}={value!r}: {happens}", line))
+
+
+def _convert_columns(net: nn.Module, columns: Any) -> Any:
+    """Whole tensors and arrays in dtypes that a network and a loss take; the last is the target.
+
+    numpy's float64, which nobody chose, becomes float32 unless the network is float64 itself; class
+    numbers become int64.
+    """
+    if not isinstance(columns, tuple) or not _are_columns(columns):
+        return columns
+    is_wide = any(p.dtype == torch.float64 for p in net.parameters())
+    converted = []
+    for number, column in enumerate(columns):
+        is_target = number > 0 and number == len(columns) - 1
+        if not is_wide and column.dtype == np.float64:
+            column = column.astype(np.float32)
+        if not is_wide and column.dtype == torch.float64 and not is_target:
+            problem = "x: it is a float64 tensor, and the network is not float64"
+            raise TypeError(write_line(problem, "x = x.float()"))
+        if is_target and column.ndim == 1 and column.dtype in _SMALL_INTEGERS:
+            column = torch.as_tensor(column).long()
+        converted.append(column)
+    return tuple(converted)
 
 
 # What a value is.
@@ -427,10 +464,7 @@ def _are_columns(value: Any) -> bool:
 
 
 def _as_columns(data: Any) -> tuple[Any, ...] | None:
-    """The columns of (x, y) or ((a, b), y) in one row; None for anything else.
-
-    A tuple of batches ends with a batch, and not with an array.
-    """
+    """The columns of (x, y) or ((a, b), y) in one row; None for anything else."""
     if not isinstance(data, tuple) or not data or not _is_array(data[-1]):
         return None
     if not all(map(_are_columns, data)):

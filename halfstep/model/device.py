@@ -14,7 +14,7 @@ from halfstep.errors import Notice
 from halfstep.precision.module_support import check_has_values
 from halfstep.step import TrainStep
 from halfstep.utils.keywords import user_stacklevel
-from halfstep.utils.text import list_some
+from halfstep.utils.text import list_some, write_line
 
 CPU = torch.device("cpu")
 
@@ -39,8 +39,8 @@ def place_parts(
         return
     if isinstance(step, TrainStep):
         raise ValueError(
-            f"device: the step was built on {step.device} and stays there; "
-            f"write net.to({str(target)!r}) before the step is built, and leave device= out"
+            f"device: the step was built on {step.device}, and its network cannot leave it; "
+            f"call net.to({str(target)!r}) before you build the step, and leave device= out"
         )
     for module in modules:
         _check_movable(module, target)
@@ -51,7 +51,7 @@ def place_parts(
     if any(a is not b for a, b in zip(parameters, moved, strict=True)):
         raise ValueError(
             f"device: on {target} the network has new parameters, which the optimizer does not "
-            f"know; write net.to({str(target)!r}), then build the optimizer, then the Model"
+            f"know; build it now, from net.parameters(), and then the Model"
         )
     if isinstance(optimizer, Optimizer):
         move_optimizer_state(optimizer)
@@ -69,8 +69,6 @@ def resolve_device(device: Any) -> torch.device:
         raise ValueError(_unknown_device_message(device)) from None
     if requested.type == "cpu":
         return CPU
-    if requested.type == "meta":
-        raise ValueError(f"device: 'meta' has shapes and no values; {_describe_devices()}")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or requested.type != accelerator.type:
         raise ValueError(_unknown_device_message(device))
@@ -83,18 +81,16 @@ def resolve_device(device: Any) -> torch.device:
 
 
 def _unknown_device_message(device: Any) -> str:
-    return f"device: there is no {str(device)!r} here; {_describe_devices()}"
-
-
-def _describe_devices() -> str:
-    """The devices of this machine, as they are written."""
-    names = ["cpu"]
+    """The devices of this machine as they are written, and a line that works."""
+    names = ["'cpu'"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         count = torch.accelerator.device_count()
-        names += [f"{accelerator.type}:{index}" for index in range(count)]
-    listed = " or ".join(repr(name) for name in names)
-    return f"write device={listed}, or 'auto' for the fastest"
+        names += [f"'{accelerator.type}:{index}'" for index in range(count)]
+    problem = f"device: there is no {str(device)!r} here, only {', '.join(names)}"
+    if str(device) == "meta":
+        problem = f"device: 'meta' has shapes and no values; use one of {', '.join(names)}"
+    return write_line(problem, "hs.Model(net, loss, optimizer, device='auto')")
 
 
 def _warn_idle_device(net: nn.Module) -> None:
@@ -107,7 +103,7 @@ def _warn_idle_device(net: nn.Module) -> None:
     if on_cpu and torch.cuda.device_count():
         warnings.warn(
             "net: it is on the CPU, and a CUDA device lies idle; "
-            "write hs.Model(…, device='auto') to train there, or device='cpu' to stay",
+            "hs.Model(…, device='auto') trains there, device='cpu' says that this is meant",
             Notice,
             stacklevel=user_stacklevel(),
         )
@@ -141,7 +137,7 @@ def _check_movable(net: nn.Module, target: torch.device) -> None:
     if shared:
         raise ValueError(
             f"device: {list_some(shared, 4)} share memory, and moving would copy them apart; "
-            f"write net.to({str(target)!r}) and tie them again, before optimizer and Model"
+            f"call net.to({str(target)!r}) and tie them again, before optimizer and Model"
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Unpack, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from halfstep.model.call_forms import (
 )
 from halfstep.model.custom_step import CustomStep
 from halfstep.model.device import place_parts
+from halfstep.model.foreign_methods import NOT_CALLABLE, missing_attribute_message
+from halfstep.model.foreign_parts import answer_foreign_parts
 from halfstep.model.learning_rates import ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
@@ -125,6 +127,7 @@ class Model:
         option_names = list(options)
         if schedule is not None:
             option_names.append("schedule")
+        answer_foreign_parts(loss, optimizer, metrics)
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
         place_parts(device, net, loss, optimizer, step)
@@ -265,7 +268,8 @@ class Model:
     ) -> Loop:
         if self.step is None:
             raise ValueError(
-                "fit: this model has no optimizer; build it with optimizer=…, or step=…"
+                "fit: this model has no optimizer and no step=; write "
+                "hs.Model(net, loss, torch.optim.SGD(net.parameters(), lr=0.1))"
             )
         fit_arguments.check_epochs_and_data(epochs, data)
         validate.set_train_mode(self.net, self.step)
@@ -543,6 +547,17 @@ class Model:
             "model.save(file) writes the weights, hs.Checkpoint a run to resume; "
             "or save model.step.state_dict()",
         )
+
+    # What a user of another library would call. Hidden from type checkers, which know that a Model
+    # has none of it.
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(missing_attribute_message(name, [*dir(type(self)), *vars(self)]))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise TypeError(NOT_CALLABLE)
 
     # Looking, saving.
 

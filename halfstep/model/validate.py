@@ -32,7 +32,7 @@ MISPLACED_OPTIONS = {
     **dict.fromkeys(("epochs", "max_epochs"), "write model.fit(2, data)"),
     "callbacks": "write model.fit(2, data, callbacks=[hs.History()])",
     "learning_rate": "write torch.optim.SGD(net.parameters(), lr=0.1)",
-    "batch_size": "write hs.data.Dataset((x, y)).shuffle().batch(32), for fit",
+    "batch_size": "write model.fit(x, y, epochs=2, batch_size=32)",
     **dict.fromkeys(("fp16", "use_amp"), "write hs.Model(net, loss, optimizer, 'O1')"),
     "bf16": "write hs.Model(net, loss, optimizer, 'O1+bf16')",
 }

@@ -213,7 +213,7 @@ class Model:
         sink: int | None = None,
         steps_per_epoch: int | None = None,
         resume: str | Path | None = None,
-    ) -> Run:
+    ) -> Iterator[Loop]:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
@@ -246,13 +246,12 @@ class Model:
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
                 self._schedule_tables.check()
-                loop.run_epochs()
+                yield loop
         except BaseException:
             backup.put_back()
             raise
         finally:
             self._fit = None
-        return loop.run
 
     def _build_loop(
         self,

@@ -3,6 +3,7 @@
 Python's own error says that the name is unknown, and not which one was meant.
 """
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from halfstep.errors import closest_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PACKAGE = str(Path(__file__).parents[1])
+# What stands between a user's line and a warning: our files, and the frames of context managers.
+_INNER_FILES = (str(Path(__file__).parents[1]), contextlib.__file__)
 
 
 def suggest_keywords(
@@ -55,7 +57,7 @@ def user_stacklevel() -> int:
     """The stacklevel with which the caller's warning names the user's line, outside halfstep."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER_FILES):
         frame = frame.f_back
         level += 1
     return level

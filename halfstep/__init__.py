@@ -101,16 +101,20 @@ _NAMES_BY_MODULE = {
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"halfstep.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'halfstep' has no attribute {name!r}")
-    # What is not in the table above is a callback.
-    module = importlib.import_module(f"halfstep.{_MODULE_OF_NAME.get(name, 'callbacks')}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers read the imports above, and know every other name as wrong
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"halfstep.{name}")
+        if name not in __all__:
+            from halfstep.utils.foreign_names import missing_name_message
+
+            raise AttributeError(missing_name_message(name, __all__))
+        # What is not in the table above is a callback.
+        module = importlib.import_module(f"halfstep.{_MODULE_OF_NAME.get(name, 'callbacks')}")
+        value = getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halfstep.experiment.build import load_network
 from halfstep.experiment.settings import Settings
+from halfstep.precision import Precision
 from halfstep.step import TrainStep
 
 BARE_TORCH = "torch, fp32"  # the row that every other one is measured beside
@@ -85,7 +86,9 @@ def _bare_torch_step(net: nn.Module, inputs: Tensor, targets: Tensor) -> Step:
 
 def _halfstep_step(net: nn.Module, inputs: Tensor, targets: Tensor, precision: str) -> Step:
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
-    step = TrainStep(net, _loss_for(targets), optimizer, precision=precision, nonfinite="ignore")
+    step = TrainStep(
+        net, _loss_for(targets), optimizer, precision=Precision.parse(precision), nonfinite="ignore"
+    )
     return lambda: step(inputs, targets)
 
 

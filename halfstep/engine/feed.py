@@ -208,6 +208,11 @@ def _check_generators(loader: Loader, saved: SavedValue) -> None:
             loader.load_generators(before)
 
 
+def columns_dataset(columns: Any, *, seed: int = 0) -> Dataset:
+    """A data set of whole tensors or arrays, or of a torch Dataset's samples."""
+    return Dataset(columns, seed=seed)
+
+
 def as_batches(data: Any) -> Dataset | Loader:
     """A Dataset or a Loader of batches.
 

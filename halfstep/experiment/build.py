@@ -21,6 +21,7 @@ from halfstep.experiment.settings import Settings
 from halfstep.metrics import Accuracy
 from halfstep.model import Model
 from halfstep.nets import registry
+from halfstep.precision import Precision
 
 # Names as in settings.OPTIMIZERS.
 OPTIMIZER_CLASSES: dict[str, Any] = {
@@ -88,12 +89,13 @@ def build_model(
         net,
         nn.CrossEntropyLoss(),
         build_optimizer(settings, net.parameters()),
-        precision,
+        Precision.parse(precision),
         metrics={"acc": Accuracy()},
         schedule=build_schedule(settings, batches_per_epoch, accumulate),
         accumulate=accumulate,
         clip_norm=clip_norm,
         ema=ema,
+        device=settings.torch_device,
     )
 
 

@@ -7,16 +7,11 @@ from typing import Any
 from halfstep.engine import Callback, Timing
 from halfstep.engine.events import EVENTS
 from halfstep.errors import Notice
+from halfstep.utils.keywords import user_stacklevel
 
 
 def check_epochs_and_data(epochs: Any, data: Any) -> None:
-    """Refuses the two arguments that every fit has where they are swapped or of another kind."""
-    is_number_or_text = isinstance(epochs, int | float | str)
-    if _is_count(data) and not is_number_or_text and epochs is not None:
-        raise TypeError(
-            "fit: expected fit(epochs, data), got them the other way round. "
-            f"Write fit({data}, data)"
-        )
+    """Refuses the two arguments that every fit has where they are of another kind."""
     _check_count("epochs", epochs)
     if data is None or isinstance(data, int | float | str | bytes):
         advice = ""
@@ -95,7 +90,7 @@ def close_cycle(step: Any) -> None:
             f"fit: the {cycle.micro} batches of an update cycle that an earlier run left open "
             "are dropped",
             Notice,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
         cycle.close()
 
@@ -129,7 +124,7 @@ def _warn_unknown_events(callback: Callback) -> None:
                 f"callbacks: {type(callback).__name__}.{name} is no event and is never called; "
                 f"events are {', '.join(EVENTS)}. A leading _ tells a method of your own.",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
 
 

@@ -18,6 +18,7 @@ from halfstep.schedules import Schedule, from_torch, resolve, tables
 from halfstep.schedules.group_schedules import check_scheduler
 from halfstep.schedules.torch_schedulers import copy_scheduler, has_moved, last_update
 from halfstep.step import TrainStep
+from halfstep.utils.keywords import user_stacklevel
 
 
 class ScheduleTables:
@@ -56,7 +57,7 @@ class ScheduleTables:
         warning = suspicious_schedule(schedule, step, timing.epochs, updates)
         table = self._as_long_as_possible(schedule, step, updates, updates_before)
         if is_new and warning:
-            warnings.warn(f"schedule: {warning}", Notice, stacklevel=5)
+            warnings.warn(f"schedule: {warning}", Notice, stacklevel=user_stacklevel())
         return table
 
     def for_resumed_fit(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 import torch
@@ -24,17 +24,37 @@ from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
+from halfstep.model.call_forms import (
+    EVAL_BATCH_SIZE,
+    Columns,
+    FitOptions,
+    accept_evaluate_forms,
+    accept_fit_forms,
+    accept_predict_forms,
+)
 from halfstep.model.custom_step import CustomStep
+from halfstep.model.device import place_parts
+from halfstep.model.foreign_methods import NOT_CALLABLE, missing_attribute_message
+from halfstep.model.foreign_parts import answer_foreign_parts
 from halfstep.model.learning_rates import ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.model.resume_check import check_snapshot, named_part
 from halfstep.model.weights import Account, load_weights, save_weights
-from halfstep.precision import Precision
+from halfstep.precision import Precision, PrecisionName
 from halfstep.step import EvalStep, TrainStep
+from halfstep.step.options import (
+    AutoFlag,
+    CountFunction,
+    Decider,
+    LearningRateTable,
+    NonFinite,
+    StepOptions,
+)
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
+from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.saved_state import SavedValue
 
@@ -70,27 +90,47 @@ class Model:
     accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
     """
 
+    @suggest_keywords("Model", names=validate.FOREIGN_OPTIONS, advice=validate.MISPLACED_OPTIONS)
     def __init__(
         self,
         net: nn.Module,
         loss: Any = None,
         optimizer: Optimizer | None = None,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         *,
         metrics: Mapping[str, Any] | None = None,
         schedule: Any = None,
         labels: Callable[[Any], Any] | None = None,
         step: Any = None,
         eval_step: Any = None,
-        capture: bool | str = "auto",
+        device: str | torch.device | None = None,
+        capture: AutoFlag = "auto",
         verify: int = 0,
-        **options: Any,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        lr: LearningRateTable | None = None,
+        ema: float | None = None,
+        count: CountFunction | None = None,
+        forward: Callable[..., Any] | None = None,
+        sens: float | Tensor = 1.0,
+        nonfinite: NonFinite | None = None,
+        deterministic: bool = False,
+        fingerprint_every: int = 0,
+        decide: Decider = "auto",
+        compile: AutoFlag = "auto",
+        channels_last: AutoFlag = "auto",
+        polish: AutoFlag = "auto",
+        cudnn_benchmark: AutoFlag = "auto",
     ) -> None:
+        options = StepOptions.changed_arguments(locals())
         option_names = list(options)
         if schedule is not None:
             option_names.append("schedule")
+        answer_foreign_parts(loss, optimizer, metrics)
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
+        place_parts(device, net, loss, optimizer, step)
         self.net = net
         self.loss = loss
         self.optimizer = optimizer
@@ -106,8 +146,7 @@ class Model:
             self.step = CustomStep(step)
         if step is None and optimizer is not None:
             self._chose_fused = validate.choose_fused(net, optimizer, precision, schedule, options)
-            step_options = validate.check_options(options)
-            self.step = TrainStep(net, loss, optimizer, precision=precision, **step_options)
+            self.step = TrainStep(net, loss, optimizer, precision=precision, **options)
             validate.warn_untrained(net, optimizer)
 
         # The evaluation step: the user's own, or the training step's counterpart.
@@ -121,14 +160,17 @@ class Model:
         self.captures = choose_captures(self._built_in_eval, capture, verify)
         self._schedule_tables = ScheduleTables()
 
-    def _build_eval_step(self, precision: str | Precision, options: dict[str, Any]) -> EvalStep:
+    def _build_eval_step(
+        self, precision: PrecisionName | Precision, options: dict[str, Any]
+    ) -> EvalStep:
         if isinstance(self.step, TrainStep):
             return self.step.evaluator()
         eval_options = {name: options[name] for name in ("forward", "count") if name in options}
         return EvalStep(self.net, self.loss, precision=precision, **eval_options)
 
-    # Training.
+    # Training. Data first, or whole tensors with a batch size, are other forms of the same call.
 
+    @overload
     def fit(
         self,
         epochs: int,
@@ -137,17 +179,50 @@ class Model:
         valid: Any = None,
         valid_every: int | Iterable[int] = 1,
         valid_every_steps: int = 0,
-        callbacks: Any = (),
+        callbacks: Callback | Iterable[Callback] | None = (),
         sink: int | None = None,
         steps_per_epoch: int | None = None,
         resume: str | Path | None = None,
-    ) -> Run:
+    ) -> Run: ...
+    @overload
+    def fit(self, data: Any, epochs: int, **options: Unpack[FitOptions]) -> Run: ...
+    @overload
+    def fit(
+        self,
+        x: Columns,
+        y: Columns,
+        *,
+        epochs: int,
+        batch_size: int,
+        validation_data: Any = None,
+        validation_split: float = 0.0,
+        shuffle: bool = True,
+        seed: int = 0,
+        **options: Unpack[FitOptions],
+    ) -> Run: ...
+    @accept_fit_forms
+    def fit(
+        self,
+        epochs: int,
+        data: Any,
+        *,
+        valid: Any = None,
+        valid_every: int | Iterable[int] = 1,
+        valid_every_steps: int = 0,
+        callbacks: Callback | Iterable[Callback] | None = (),
+        sink: int | None = None,
+        steps_per_epoch: int | None = None,
+        resume: str | Path | None = None,
+    ) -> Iterator[Loop]:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
         stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
         path from that one.
+
+        Also `fit(data, epochs)`, and `fit(x, y, epochs=…, batch_size=…, validation_data=(xv, yv))`
+        for whole tensors or arrays, shuffled in each epoch by `seed`.
         """
         if self._fit is not None:
             raise RuntimeError(
@@ -171,13 +246,12 @@ class Model:
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
                 self._schedule_tables.check()
-                loop.run_epochs()
+                yield loop
         except BaseException:
             backup.put_back()
             raise
         finally:
             self._fit = None
-        return loop.run
 
     def _build_loop(
         self,
@@ -193,7 +267,8 @@ class Model:
     ) -> Loop:
         if self.step is None:
             raise ValueError(
-                "fit: this model has no optimizer; build it with optimizer=…, or step=…"
+                "fit: this model has no optimizer and no step=; write "
+                "hs.Model(net, loss, torch.optim.SGD(net.parameters(), lr=0.1))"
             )
         fit_arguments.check_epochs_and_data(epochs, data)
         validate.set_train_mode(self.net, self.step)
@@ -335,6 +410,13 @@ class Model:
 
     # Evaluation and prediction.
 
+    @overload
+    def evaluate(self, data: Any) -> dict[str, float]: ...
+    @overload
+    def evaluate(
+        self, x: Columns, y: Columns, *, batch_size: int = EVAL_BATCH_SIZE
+    ) -> dict[str, float]: ...
+    @accept_evaluate_forms
     def evaluate(self, data: Any) -> dict[str, float]:
         """Mean loss and metrics over one pass, every sample counted once.
 
@@ -362,6 +444,15 @@ class Model:
         averaged: AbstractContextManager[None] = self.step.averaged()
         return averaged
 
+    @overload
+    def predict(
+        self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
+    ) -> Any: ...
+    @overload
+    def predict(
+        self, data: Any, *, batch_size: int, stream: bool = False, targets: bool | None = None
+    ) -> Any: ...
+    @accept_predict_forms
     def predict(
         self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
     ) -> Any:
@@ -455,6 +546,17 @@ class Model:
             "model.save(file) writes the weights, hs.Checkpoint a run to resume; "
             "or save model.step.state_dict()",
         )
+
+    # What a user of another library would call. Hidden from type checkers, which know that a Model
+    # has none of it.
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(missing_attribute_message(name, [*dir(type(self)), *vars(self)]))
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise TypeError(NOT_CALLABLE)
 
     # Looking, saving.
 

@@ -17,6 +17,7 @@ from halfstep.model.resume_check import VERSION
 from halfstep.step import TrainStep
 from halfstep.step.state_dict import apply_saved_step
 from halfstep.utils import rng
+from halfstep.utils.keywords import user_stacklevel
 
 OPTIMIZER_ADVICE = "To change it, set it in run.optimizer.param_groups at a callback's begin"
 CUSTOM_STEP_KEY = "OwnStep"  # stands for the optimizer of a user's own step in saved runs
@@ -299,4 +300,4 @@ def _start_new_pass(saved: dict[str, Any], data: list[str], feed: Feed) -> None:
 
 
 def _notice(text: str) -> None:
-    warnings.warn(f"resume: {text}", Notice, stacklevel=5)
+    warnings.warn(f"resume: {text}", Notice, stacklevel=user_stacklevel())

@@ -2,8 +2,6 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -13,19 +11,30 @@ from halfstep.errors import Notice
 from halfstep.metrics import Accuracy, Metrics
 from halfstep.precision import Precision
 from halfstep.step import TrainStep
+from halfstep.step import options as step_options
 from halfstep.step.optimizer import classify_optimizer, prefer_fused
-from halfstep.step.options import StepOptions
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import list_some
-
-MODEL_OPTIONS = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
 
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses, and of our Accuracy
 
 # Options as other libraries call them.
 FOREIGN_OPTIONS = {
-    "gradient_clip_val": "clip_norm",
-    "max_grad_norm": "clip_norm",
-    "accumulate_grad_batches": "accumulate",
+    **step_options.FOREIGN_OPTIONS,
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "accelerator": "device",
+    "metric": "metrics",
+    "compute_metrics": "metrics",
+}
+# Options that belong into another call.
+MISPLACED_OPTIONS = {
+    **dict.fromkeys(("epochs", "max_epochs"), "write model.fit(2, data)"),
+    "callbacks": "write model.fit(2, data, callbacks=[hs.History()])",
+    "learning_rate": "write torch.optim.SGD(net.parameters(), lr=0.1)",
+    "batch_size": "write model.fit(x, y, epochs=2, batch_size=32)",
+    **dict.fromkeys(("fp16", "use_amp"), "write hs.Model(net, loss, optimizer, 'O1')"),
+    "bf16": "write hs.Model(net, loss, optimizer, 'O1+bf16')",
 }
 
 
@@ -71,25 +80,8 @@ def check_precision(step: Any, precision: str | Precision) -> None:
             "The step is your own and decides for itself; "
             "inside it, `with hs.amp.autocast():` is mixed precision",
             Notice,
-            stacklevel=3,
+            stacklevel=user_stacklevel(),
         )
-
-
-def check_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a TrainStep. A name that neither it nor Model has is a TypeError."""
-    known = [*MODEL_OPTIONS, *(field.name for field in fields(StepOptions))]
-    for name in options:
-        if name in known:
-            continue
-        if name in FOREIGN_OPTIONS:
-            close = [FOREIGN_OPTIONS[name]]
-        else:
-            close = get_close_matches(name, known, 1)
-        suggestion = f"did you mean {close[0]!r}? " if close else ""
-        raise TypeError(
-            f"Model: unknown option {name!r}; {suggestion}options are: {', '.join(known)}"
-        )
-    return options
 
 
 def warn_untrained(net: nn.Module, optimizer: Optimizer) -> None:
@@ -103,7 +95,7 @@ def warn_untrained(net: nn.Module, optimizer: Optimizer) -> None:
             f"optimizer: {list_some(untrained, 3)} are in none of its groups and stay as they are; "
             "add them, or say so with requires_grad_(False), which is faster",
             Notice,
-            stacklevel=3,
+            stacklevel=user_stacklevel(),
         )
 
 
@@ -118,7 +110,7 @@ def warn_ignored_labels(loss: Any, metrics: Metrics) -> None:
                 f"metrics: the loss ignores the label {ignored}, and {name!r} counts it; "
                 f"to leave it out, write Accuracy(ignore_index={ignored})",
                 Notice,
-                stacklevel=3,
+                stacklevel=user_stacklevel(),
             )
 
 
@@ -134,7 +126,7 @@ def set_train_mode(net: nn.Module, step: Any) -> None:
             "(dropout, batch statistics); modules that shall stay in eval mode: "
             "net.train() first, then .eval() on those",
             Notice,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -4,7 +4,7 @@ An import path is written "package.module:function".
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -34,8 +34,10 @@ def names() -> list[str]:
     return list(_BUILDERS)
 
 
-def load(name: str, /, **options: Any) -> nn.Module:
+def load(name: str, /, **options: object) -> nn.Module:
     """A new network, its weights drawn from torch's current seed, on torch's default device.
+
+    The options are those of the network's own function, such as `resnet18`, which says their types.
 
     >>> load("resnet18", classes=10).fc.out_features
     10
@@ -52,7 +54,7 @@ def load(name: str, /, **options: Any) -> nn.Module:
     return _check_network(name, builder(**options))
 
 
-def build(name: str, builder: Any, options: dict[str, Any]) -> nn.Module:
+def build(name: str, builder: Any, options: Mapping[str, object]) -> nn.Module:
     """A new network by a builder that was imported under this name; errors say the name."""
     if not _is_builder(builder):
         raise TypeError(
@@ -142,7 +144,7 @@ def _signature(builder: Builder) -> inspect.Signature | None:
         return None
 
 
-def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None:
+def _check_options(name: str, builder: Builder, options: Mapping[str, object]) -> None:
     signature = _signature(builder)
     if signature is None:
         return
@@ -188,7 +190,7 @@ def _import_module(name: str) -> Any:
         ) from error
 
 
-def _call_imported(path: str, builder: Builder, options: dict[str, Any]) -> nn.Module:
+def _call_imported(path: str, builder: Builder, options: Mapping[str, object]) -> nn.Module:
     """Calls the user's builder. An error names it: the path may come from a command line."""
     try:
         return builder(**options)

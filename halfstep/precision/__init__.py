@@ -2,6 +2,14 @@
 
 from halfstep.precision.apply import Applied
 from halfstep.precision.loss_scale import DynamicScale, FixedScale, NoScale
-from halfstep.precision.policy import TABLE, Precision
+from halfstep.precision.policy import TABLE, Precision, PrecisionName
 
-__all__ = ["TABLE", "Applied", "DynamicScale", "FixedScale", "NoScale", "Precision"]
+__all__ = [
+    "TABLE",
+    "Applied",
+    "DynamicScale",
+    "FixedScale",
+    "NoScale",
+    "Precision",
+    "PrecisionName",
+]

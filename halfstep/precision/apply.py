@@ -39,6 +39,7 @@ from halfstep.precision.low_params import LowCopies
 from halfstep.precision.module_support import check_modules
 from halfstep.precision.op_rules import OpRules, needs_no_rules, without_rules
 from halfstep.precision.policy import BF16, F16, Cast, Precision
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import dtype_name, list_some
 
 _ABSENT = object()  # in place of a value, for a key that a dictionary did not have
@@ -528,6 +529,6 @@ def _convert_buffers(net: nn.Module, module_dtypes: dict[str, ModuleDtype]) -> l
             f"{list_some(rounded, 3)}; keep= keeps their modules in float32, "
             "and O2 keeps all float buffers in float32",
             Notice,
-            stacklevel=5,
+            stacklevel=user_stacklevel(),
         )
     return rounded

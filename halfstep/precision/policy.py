@@ -23,6 +23,15 @@ Cast: TypeAlias = Literal["none", "autocast", "copies", "whole"]
 "whole": the parameters themselves are stored in it.
 """
 
+# Every word, for editors and type checkers. A word that is computed: Precision(word).
+PrecisionName: TypeAlias = (
+    Literal["fp64", "fp32", "tf32", "fp16", "bf16", "O0", "O1", "O2", "O3", "mixed"]
+    | Literal["O1+bf16", "O2+bf16", "O3+bf16", "mixed+bf16"]
+    | Literal["O1+fp16", "O2+fp16", "O3+fp16", "mixed+fp16"]
+    | Literal["O1+bfloat16", "O2+bfloat16", "O3+bfloat16", "mixed+bfloat16"]
+    | Literal["O1+float16", "O2+float16", "O3+float16", "mixed+float16"]
+    | Literal["fp16+kahan", "fp16+stochastic", "bf16+kahan", "bf16+stochastic"]
+)
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 KERNELS = ("auto", "torch")
 DTYPES = {

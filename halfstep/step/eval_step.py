@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.precision import Applied, Precision
+from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.precision.module_support import check_has_values
 from halfstep.step.batch_context import attach_loss_arguments
@@ -61,7 +61,7 @@ class EvalStep:
         net: nn.Module,
         loss: Any = None,
         *,
-        precision: str | Precision = "fp32",
+        precision: PrecisionName | Precision = "fp32",
         forward: Callable[..., Any] | None = None,
         count: Callable[[Any], Count] | None = None,
         _applied: Callable[[], Applied] | None = None,

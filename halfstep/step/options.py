@@ -1,9 +1,8 @@
 """The options of a step, and everything that is refused or remarked on when a step is built."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,10 +16,43 @@ from halfstep.precision.module_support import check_has_values
 from halfstep.step.objective import Objective
 from halfstep.step.optimizer import OptimizerKind, named_parameters
 from halfstep.utils.checks import expect
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import dtype_name, list_some
 
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 AutoFlag: TypeAlias = bool | Literal["auto"]
+Decider: TypeAlias = Literal["auto", "host", "device"]
+LearningRateTable: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor
+CountFunction: TypeAlias = Callable[[Any], float | Tensor]
+
+# Options as other libraries call them.
+FOREIGN_OPTIONS = {
+    "accumulate_grad_batches": "accumulate",
+    "gradient_accumulation_steps": "accumulate",
+    "accumulation_steps": "accumulate",
+    "gradient_clip_val": "clip_norm",
+    "grad_clip": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "max_norm": "clip_norm",
+    "clipnorm": "clip_norm",
+    "clipvalue": "clip_value",
+    "ema_decay": "ema",
+    "use_ema": "ema",
+    "jit_compile": "compile",
+    "torch_compile": "compile",
+    "benchmark": "cudnn_benchmark",
+    "amp_level": "precision",
+    "amp": "precision",
+    "dtype": "precision",
+    "mixed_precision": "precision",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "model": "net",
+    "module": "net",
+    "network": "net",
+    "optim": "optimizer",
+    "optimiser": "optimizer",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +65,14 @@ class StepOptions:
     """Largest norm of all gradients together, after unscaling."""
     clip_value: float | None = None
     """Largest absolute value of a gradient element, after unscaling, before clip_norm."""
-    lr: Sequence[float] | Sequence[Sequence[float]] | Tensor | None = None
+    lr: LearningRateTable | None = None
     """Learning rates by update number: one row, or one row for each parameter group.
 
     Past the end of the table its last rate holds.
     """
     ema: float | None = None
     """Decay of an exponential moving average of the weights. Only real updates move it."""
-    count: Callable[[Any], float | Tensor] | None = None
+    count: CountFunction | None = None
     """batch → how many terms its mean loss averages.
 
     Needed with accumulate > 1 and a loss that halfstep does not know.
@@ -55,7 +87,7 @@ class StepOptions:
     """Deterministic kernels only, so that a run repeats bit for bit."""
     fingerprint_every: int = 0
     """Record a 64-bit fingerprint of the whole state every n steps (0: never)."""
-    decide: Literal["auto", "host", "device"] = "auto"
+    decide: Decider = "auto"
     """Where an update is committed or skipped; "auto": the device if the optimizer allows."""
     compile: AutoFlag = "auto"
     """Forward and loss compiled; "auto": once a long `fit` asks for it."""
@@ -113,19 +145,21 @@ class StepOptions:
         return {"deterministic": self.deterministic, "benchmark": self.measures_algorithms}
 
     @classmethod
-    def parse(cls, options: dict[str, Any]) -> "StepOptions":
-        """Options by name. An unknown name is a TypeError that lists the known ones."""
-        known = [f.name for f in fields(cls)]
-        for name in options:
-            if name in known:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> "StepOptions":
+        """The options among the arguments of a call, `locals()` at its start."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    @classmethod
+    def changed_arguments(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The options among the arguments of a call that are not left at their default."""
+        changed = {}
+        for field in fields(cls):
+            value = arguments[field.name]
+            is_plain = isinstance(value, bool | int | float | str)
+            if value is field.default or (is_plain and value == field.default):
                 continue
-            close = ["lr"] if name == "schedule" else get_close_matches(name, known, 1)
-            suggestion = f"did you mean {close[0]!r}? " if close else ""
-            raise TypeError(
-                f"TrainStep: unknown option {name!r}; {suggestion}"
-                f"options are: precision, {', '.join(known)}"
-            )
-        return cls(**options)
+            changed[field.name] = value
+        return changed
 
 
 def _is_number(value: object) -> bool:
@@ -164,7 +198,7 @@ def _warn_stale_optimizer(net: nn.Module, named: list[tuple[str, Tensor]]) -> No
             f"and does not hold {list_some(untrained, 3)} of the network; was a layer replaced "
             "after the optimizer was built? Build it again from net.parameters()",
             Notice,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
 
 
@@ -209,7 +243,7 @@ def check_cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[s
         f"batch-coupled layers see micro-batches: {list_some(list(map(repr, coupled_layers)), 3)}; "
         f"accumulate={accumulate} is then not exactly the full batch"
     )
-    warnings.warn(notice, Notice, stacklevel=3)
+    warnings.warn(notice, Notice, stacklevel=user_stacklevel())
     return [notice]
 
 
@@ -268,7 +302,7 @@ def _warn_eps_underflow(optimizer: Optimizer, dtype: torch.dtype) -> None:
             "and weights may become inf; give eps=1e-4, or rounding='kahan', "
             "or a precision with float32 parameters (O1, O2, O3)",
             Notice,
-            stacklevel=5,
+            stacklevel=user_stacklevel(),
         )
         return
 

@@ -6,7 +6,7 @@ stand in files of their own and read like the formula: accumulate.py (one micro-
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import NonFiniteError, Notice
-from halfstep.precision import Applied, Precision
+from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
 from halfstep.step import overflow
@@ -32,6 +32,11 @@ from halfstep.step.optimizer import (
     classify_optimizer,
 )
 from halfstep.step.options import (
+    FOREIGN_OPTIONS,
+    AutoFlag,
+    CountFunction,
+    Decider,
+    LearningRateTable,
     NonFinite,
     StepOptions,
     check_cycle,
@@ -50,6 +55,7 @@ from halfstep.step.step_copy import deep_copy_step, refuse_copy
 from halfstep.step.step_report import Report, report_step
 from halfstep.step.update import Update
 from halfstep.utils.device_values import AsyncHostRead
+from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.optional_folders import is_left_out
 
 MAX_REMEMBERED_CYCLES = 1 << 14  # how far back a device that stopped can say at which step it was
@@ -71,20 +77,36 @@ class TrainStep:
     """`record = step(*batch)`: one batch of one update cycle, as one transaction.
 
     The loss is `loss(net(*inputs), target)`, the network's own when `loss` is None, or whatever
-    `forward=` says. Options are those of StepOptions.
+    `forward=` says. StepOptions, in step/options.py, says what each option is.
     """
 
+    @suggest_keywords("TrainStep", names={**FOREIGN_OPTIONS, "schedule": "lr"})
     def __init__(
         self,
         net: nn.Module,
         loss: Any,
         optimizer: torch.optim.Optimizer,
         *,
-        precision: str | Precision = "fp32",
-        **options: Any,
+        precision: PrecisionName | Precision = "fp32",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        lr: LearningRateTable | None = None,
+        ema: float | None = None,
+        count: CountFunction | None = None,
+        forward: Callable[..., Any] | None = None,
+        sens: float | Tensor = 1.0,
+        nonfinite: NonFinite | None = None,
+        deterministic: bool = False,
+        fingerprint_every: int = 0,
+        decide: Decider = "auto",
+        compile: AutoFlag = "auto",
+        channels_last: AutoFlag = "auto",
+        polish: AutoFlag = "auto",
+        cudnn_benchmark: AutoFlag = "auto",
     ) -> None:
         # Check everything that can be refused.
-        self.options = StepOptions.parse(options)
+        self.options = StepOptions.from_arguments(locals())
         check_optimizer(optimizer)
         self.net = net
         self.optimizer = optimizer
@@ -205,7 +227,7 @@ class TrainStep:
         finally:
             self._holds_averages = False
 
-    def switch(self, precision: str | Precision) -> None:
+    def switch(self, precision: PrecisionName | Precision) -> None:
         """Continues in another precision: same weights and optimizer state, a fresh loss scale."""
         self._check_usable()
         precision = Precision.parse(precision)

@@ -10,6 +10,11 @@ UNPRINTABLE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 HARMLESS_FORMATS = "\u200b\u200c\u200d"
 
 
+def write_line(problem: str, line: str) -> str:
+    """The message of an error: what is wrong, and the line to write instead."""
+    return f"{problem}; write {line}"
+
+
 def list_some(names: Sequence[str], limit: int) -> str:
     """The first names, and how many there are beyond them: "a, b, c and 4 more"."""
     shown = ", ".join(names[:limit])

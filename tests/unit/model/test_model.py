@@ -713,8 +713,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "epochs": (fit(0, DATA), f"epochs: {WHOLE_NUMBER}0"),
     "epochs as text": (fit("2", DATA), f"epochs: {WHOLE_NUMBER}'2'"),
     "no whole epochs": (fit(1.5, DATA), f"epochs: {WHOLE_NUMBER}1.5"),
-    "swapped": (fit(DATA, 3), r"fit\(epochs, data\), got them the other way.*Write fit\(3, data\)"),
-    "swapped lists": (fit([(X, Y)], 1), r"got them the other way round. Write fit\(1, data\)"),
     "no data": (fit(1, None), r"expected data as batches, such as hs.data.Dataset.*got None"),
     "a number": (fit(1, 3), "expected data as batches, such as .*, a DataLoader or a list.*got 3"),
     "a name": (fit(1, "cifar10"), r"got 'cifar10'.*hs.data.load\('cifar10', 'train'\).batch"),

@@ -1,0 +1,71 @@
+"""Names of other libraries under `hs.`: each answered with what to write here."""
+
+from collections.abc import Iterable
+
+from halfstep.errors import closest_name
+from halfstep.utils.text import write_line
+
+_MODEL = "hs.Model(net, loss, optimizer, 'O1')"
+_FIT = "hs.Model(net, loss, optimizer).fit(2, data)"
+
+# Name → what it is here, and the line.
+NAMES: dict[str, tuple[str, str]] = {
+    "Trainer": ("a Model trains its network itself", _FIT),
+    "TrainingArguments": ("they are arguments of Model and fit", _FIT),
+    "Learner": ("a Model trains its network itself", _FIT),
+    "Engine": ("a Model trains its network itself", _FIT),
+    "LightningModule": ("the network stays an nn.Module", _MODEL),
+    "Module": ("the network stays an nn.Module", _MODEL),
+    "Sequential": ("layers are torch's", "nn.Sequential(nn.Linear(6, 3))"),
+    "LightningDataModule": ("data goes into fit", _FIT),
+    "DataModule": ("data goes into fit", _FIT),
+    "Accelerator": (
+        "a TrainStep is one step of a loop of your own",
+        "step = hs.TrainStep(net, loss, optimizer, precision='O1')",
+    ),
+    "Fabric": (
+        "a TrainStep is one step of a loop of your own",
+        "step = hs.TrainStep(net, loss, optimizer, precision='O1')",
+    ),
+    "Step": (
+        "a TrainStep is one step of a loop of your own",
+        "step = hs.TrainStep(net, loss, optimizer, precision='O1')",
+    ),
+    "ModelCheckpoint": ("it is called Checkpoint", "hs.Checkpoint('runs/mine', best='loss')"),
+    "LearningRateMonitor": ("it is called LRMonitor", "hs.LRMonitor()"),
+    "LearningRateScheduler": (
+        "the schedule belongs to the Model",
+        "hs.Model(net, loss, optimizer, schedule=lambda update: 0.1 / (1 + update))",
+    ),
+    "CSVLogger": ("it is called CSVLog", "hs.CSVLog('log.csv')"),
+    "TensorBoardLogger": ("it is called TensorBoard", "hs.TensorBoard('runs/board')"),
+    "TQDMProgressBar": ("it is called ProgressBar", "hs.ProgressBar()"),
+    "RichProgressBar": ("it is called ProgressBar", "hs.ProgressBar()"),
+    "LambdaCallback": ("it is called Lambda", "hs.Lambda(step=lambda run, row: None)"),
+    "Timer": ("it is called TimeMonitor", "hs.TimeMonitor()"),
+    "GradScaler": ("it stands in hs.amp", "hs.amp.GradScaler()"),
+    "autocast": ("it stands in hs.amp", "hs.amp.autocast()"),
+    "Accuracy": ("it stands in hs.metrics", "hs.metrics.Accuracy()"),
+    "CrossEntropy": ("it stands in hs.losses", "hs.losses.CrossEntropy()"),
+    "Dataset": ("it stands in hs.data", "hs.data.Dataset((x, y)).shuffle().batch(32)"),
+    "TensorDataset": ("it stands in hs.data", "hs.data.Dataset((x, y)).shuffle().batch(32)"),
+    "DataLoader": ("torch's is taken as it is", "model.fit(2, DataLoader(train_ds, batch_size=8))"),
+    "fit": ("it is a method of a Model", _FIT),
+    "train": ("it is a method of a Model, fit", _FIT),
+    "compile": ("a Model gets its parts when it is built", _MODEL),
+    "initialize": ("a Model gets its parts when it is built", _MODEL),
+    "save": ("it is a method of a Model", "model.save('weights.safetensors')"),
+    "load": ("it is a method of a Model", "model.load('weights.safetensors')"),
+    "set_seed": ("the seed is torch's", "torch.manual_seed(0)"),
+    "set_random_seed": ("the seed is torch's", "torch.manual_seed(0)"),
+}
+
+
+def missing_name_message(name: str, known: Iterable[str]) -> str:
+    """What to write instead of a name that halfstep does not have."""
+    if name in NAMES:
+        problem, line = NAMES[name]
+        return write_line(f"module 'halfstep' has no attribute {name!r}: {problem}", line)
+    close = closest_name(name, known)
+    suggestion = f"; did you mean {close!r}?" if close else ""
+    return f"module 'halfstep' has no attribute {name!r}{suggestion}"

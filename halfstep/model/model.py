@@ -25,11 +25,12 @@ from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
 from halfstep.model.custom_step import CustomStep
-from halfstep.model.learning_rates import ScheduleTables
+from halfstep.model.learning_rates import EpochRates, ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.model.resume_check import check_snapshot, named_part
+from halfstep.model.schedule_unit import Unit, check_unit
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision
 from halfstep.step import EvalStep, TrainStep
@@ -62,7 +63,8 @@ def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> An
 class Model:
     """Training, evaluation and prediction around one step.
 
-    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
+    `metrics` by name; `schedule` is anything halfstep.schedules takes. It moves once per real
+    update, a scheduler of torch's once per epoch; `schedule_every` says it otherwise. `labels`
     says where a batch keeps the labels for metrics, when they are neither the target of the loss
     nor the last item; `step` and `eval_step` replace the built-in steps. `capture`: on CUDA the
     step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
@@ -79,6 +81,7 @@ class Model:
         *,
         metrics: Mapping[str, Any] | None = None,
         schedule: Any = None,
+        schedule_every: Unit | None = None,
         labels: Callable[[Any], Any] | None = None,
         step: Any = None,
         eval_step: Any = None,
@@ -89,12 +92,14 @@ class Model:
         option_names = list(options)
         if schedule is not None:
             option_names.append("schedule")
+        check_unit(schedule, schedule_every)
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
         self.net = net
         self.loss = loss
         self.optimizer = optimizer
         self.schedule = schedule
+        self.schedule_every = schedule_every
         self.metrics = Metrics(metrics)
         self.labels = labels
         validate.warn_ignored_labels(loss, self.metrics)
@@ -209,7 +214,12 @@ class Model:
             whole_step=bool(self.captures.mode),
             has_checkpoint=any(isinstance(c, Checkpoint) for c in user_callbacks),
         )
-        named_callbacks = fit_arguments.name_callbacks([*user_callbacks, *compile_callbacks])
+        schedule_callbacks: list[Callback] = []
+        if self.schedule is not None:
+            schedule_callbacks.append(EpochRates(self._schedule_tables, self.step))
+        named_callbacks = fit_arguments.name_callbacks(
+            [*schedule_callbacks, *user_callbacks, *compile_callbacks]
+        )
 
         # Times and learning rates.
         timing = fit_arguments.make_timing(
@@ -247,6 +257,7 @@ class Model:
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
+        loop.config |= self._schedule_tables.describe(self.schedule)
         self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
         return loop
 
@@ -260,9 +271,13 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         tables = self._schedule_tables
         if saved is None:
-            table = tables.for_new_fit(self.schedule, self.step, timing, feed, self._updates_made())
+            table = tables.for_new_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, self._updates_made()
+            )
         else:
-            table = tables.for_resumed_fit(self.schedule, self.step, timing, feed, saved)
+            table = tables.for_resumed_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, saved
+            )
         if table is not None:
             self.step.set_learning_rates(table)
 
@@ -321,6 +336,7 @@ class Model:
         with named_part(SavedValue(saved, f"resume: {path}"), "the run"):
             self._set_learning_rates(loop.timing, fit.feed, saved)
             loop.config["began"] = saved["config"].get("began", 0)
+            loop.config |= self._schedule_tables.describe(self.schedule)
             restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feed)
         loop.run.resumed = str(path)
 

@@ -168,8 +168,7 @@ class ScheduleTables:
         """The schedule's unit and position, for a checkpoint; nothing where there is none."""
         if schedule is None or self._unit is None:
             return {}
-        epochs_before = self._epochs_before if self._unit == "epoch" else 0
-        return {"schedule": describe_unit(schedule, self._unit, epochs_before)}
+        return {"schedule": describe_unit(schedule, self._unit, self._epochs_before)}
 
     def go_to_epoch(self, step: TrainStep, done: int) -> None:
         """Writes the rates of the next epoch, after so many epochs of this fit, to the device.

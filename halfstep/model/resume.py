@@ -210,6 +210,10 @@ def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[s
         yield (
             f"the loss was {before['loss']} and is {now['loss']}: the new one holds from here on"
         )
+    kind_before = before.get("schedule", {}).get("kind")
+    kind = now.get("schedule", {}).get("kind")
+    if kind_before is not None and kind not in (None, kind_before):
+        yield f"the schedule was {kind_before} and is {kind}: the new one holds from here on"
     if before["rates"] != now["rates"]:
         effect = "the new one holds"
         if now["rates"] is None:

@@ -120,7 +120,9 @@ def _check_config(saved: SavedValue) -> None:
         if schedule.field("every").text() not in UNITS:
             schedule.field("every").refuse("'epoch' or 'update'")
         schedule.field("kind").text()
-        schedule.field("epochs_before").whole_number(maximum=MAX_EPOCHS_BEFORE)
+        epochs_before = schedule.optional_field("epochs_before")
+        if epochs_before is not None:
+            epochs_before.whole_number(maximum=MAX_EPOCHS_BEFORE)
 
 
 def _check_step(saved: SavedValue, step: Any, loop: Loop, path: Path) -> None:

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from halfstep.schedules.torch_schedulers import check_is_table
 from halfstep.utils.checks import one_of
+from halfstep.utils.text import plural
 
 Unit: TypeAlias = Literal["epoch", "update"]
 
@@ -70,7 +71,11 @@ def unit_choice(
 
 def describe_unit(schedule: Any, unit: Unit, epochs_before: int) -> dict[str, Any]:
     """What a checkpoint says about a schedule."""
-    return {"every": unit, "kind": _kind(schedule), "epochs_before": epochs_before}
+    description: dict[str, Any] = {"every": unit, "kind": _kind(schedule)}
+    # By update, the updates of the fits before are known; other kinds begin with each fit.
+    if unit == "epoch" and isinstance(schedule, LRScheduler):
+        description["epochs_before"] = epochs_before
+    return description
 
 
 def resumed_unit(
@@ -168,9 +173,9 @@ def _numbers_of(function: Any) -> dict[str, int]:
 
 def _unsaid_unit(signs: list[str], epochs: int, updates: int | None) -> ValueError:
     unique = list(dict.fromkeys(signs))
-    length = f"{epochs} epochs"
+    length = plural(epochs, "epoch")
     if updates is not None:
-        length = f"{epochs} epochs of {-(-updates // epochs)} updates, {updates} in all"
+        length = f"{length} of {-(-updates // epochs):,} updates, {updates:,} in all"
     return ValueError(
         f"schedule: {', '.join(unique)}: this fit has {length}, so that this may count epochs or "
         "updates. Say which: Model(…, schedule_every='epoch') calls its step() once per epoch, "

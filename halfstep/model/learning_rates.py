@@ -413,14 +413,15 @@ def updates_of_saved_fit(
             steps_left_in_epoch = epoch_steps - loop["step"]
         steps_left = full_epochs_left * epoch_steps + steps_left_in_epoch
     elif feed.size is not None:
-        passes_left = full_epochs_left if loop["epoch_over"] else full_epochs_left + 1
-        steps_left = passes_left * feed.size - batches_into_pass
+        steps_left = full_epochs_left * feed.size
+        if not loop["epoch_over"]:
+            steps_left += max(feed.size - batches_into_pass, 1)
     else:
         return None
 
     updates_made: int = int(state["updates"]) - saved["config"].get("began", 0)
     return updates_made + count_updates(
-        max(steps_left, 0),
+        steps_left,
         feed.size,
         accumulate,
         batches_into_pass=batches_into_pass,
@@ -439,7 +440,8 @@ def count_updates(
     """Updates in so many steps. Each pass over the data flushes its tail."""
     if pass_size is None:
         return steps
-    steps_of_first_pass = min(pass_size - batches_into_pass, steps)
+    # A pass that a smaller limit leaves behind ends with its next step.
+    steps_of_first_pass = min(max(pass_size - batches_into_pass, 1), steps)
     full_passes, last_steps = divmod(steps - steps_of_first_pass, pass_size)
     return (
         _divide_up(steps_of_first_pass + open_micro_batches, accumulate)

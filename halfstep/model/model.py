@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -20,6 +21,7 @@ from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
+from halfstep.engine.limits import BatchLimit, TimeLimit
 from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -145,19 +147,24 @@ class Model:
         callbacks: Any = (),
         sink: int | None = None,
         steps_per_epoch: int | None = None,
+        max_time: float | str | timedelta | None = None,
+        limit_batches: float | None = None,
         resume: str | Path | None = None,
     ) -> Run:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
-        stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
-        path from that one.
+        stopped. `max_time`: this call ends after so many seconds, or "1h30m", at the next read of
+        results. `limit_batches`: only so many batches, or such a fraction, of an epoch and of an
+        evaluation. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback,
+        a path from that one.
         """
         if self._fit is not None:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
+        time_limit = TimeLimit.of(max_time)
         backup = ResumeBackup()
         if resume is not None:
             backup.add_model(self)
@@ -171,7 +178,9 @@ class Model:
                 callbacks=callbacks,
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
+                limit=BatchLimit.of(limit_batches),
             )
+            loop.time_limit = time_limit
             loop.on_begun = backup.forget
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
@@ -195,6 +204,7 @@ class Model:
         callbacks: Any,
         sink: int | None,
         steps_per_epoch: int | None,
+        limit: BatchLimit,
     ) -> Loop:
         if self.step is None:
             raise ValueError(
@@ -203,6 +213,7 @@ class Model:
         fit_arguments.check_epochs_and_data(epochs, data)
         validate.set_train_mode(self.net, self.step)
         feed = self._make_feed(data)
+        steps_per_epoch = fit_arguments.limit_epoch(feed, steps_per_epoch, limit)
         epoch_steps = steps_per_epoch or feed.size
         total_steps = None if epoch_steps is None else epochs * epoch_steps
 
@@ -235,7 +246,10 @@ class Model:
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
         self._set_learning_rates(timing, feed)
-        valid_feed = None if valid is None else self._make_feed(valid)
+        valid_feed = None
+        if valid is not None:
+            valid_feed = self._make_feed(valid)
+            valid_feed.limit = limit
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
             feed.announce_resume_limits("data")
             if valid_feed is not None:
@@ -258,6 +272,8 @@ class Model:
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
         loop.config |= self._schedule_tables.describe(self.schedule)
+        if limit.value is not None:
+            loop.config["limit_batches"] = limit.value
         self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
         return loop
 
@@ -351,12 +367,15 @@ class Model:
 
     # Evaluation and prediction.
 
-    def evaluate(self, data: Any) -> dict[str, float]:
+    def evaluate(self, data: Any, *, limit_batches: float | None = None) -> dict[str, float]:
         """Mean loss and metrics over one pass, every sample counted once.
 
-        With ema=, by the averaged weights.
+        With ema=, by the averaged weights. `limit_batches`: only so many batches, or such a
+        fraction of them.
         """
-        scores = self._evaluate_feed(self._make_feed(data), lambda: False)
+        feed = self._make_feed(data)
+        feed.limit = BatchLimit.of(limit_batches)
+        scores = self._evaluate_feed(feed, lambda: False)
         assert scores is not None
         return scores
 

@@ -115,6 +115,9 @@ def _check_config(saved: SavedValue) -> None:
     updates_before = saved.optional_field("began")
     if updates_before is not None:
         updates_before.whole_number()
+    limit = saved.optional_field("limit_batches")
+    if limit is not None:
+        limit.number(minimum=0)
     schedule = saved.optional_field("schedule")
     if schedule is not None:
         if schedule.field("every").text() not in UNITS:

@@ -48,9 +48,7 @@ def check_unit(schedule: Any, every: Any) -> None:
         check_is_table(schedule)
 
 
-def unit_choice(
-    schedule: Any, every: Unit | None, epochs: int, updates: int | None
-) -> UnitChoice:
+def unit_choice(schedule: Any, every: Unit | None, epochs: int, updates: int | None) -> UnitChoice:
     """The unit that the user said, or that of most programs with such a schedule."""
     if every is not None:
         return UnitChoice(every)
@@ -78,9 +76,7 @@ def describe_unit(schedule: Any, unit: Unit, epochs_before: int) -> dict[str, An
     return description
 
 
-def resumed_unit(
-    schedule: Any, every: Unit | None, config: Mapping[str, Any]
-) -> UnitChoice | None:
+def resumed_unit(schedule: Any, every: Unit | None, config: Mapping[str, Any]) -> UnitChoice | None:
     """The unit that a saved run goes on with; None where the run had no such schedule.
 
     A run keeps its unit. A ValueError where the user says another now.

@@ -17,7 +17,16 @@ from halfstep.step.optimizer import classify_optimizer, prefer_fused
 from halfstep.step.options import StepOptions
 from halfstep.utils.text import list_some
 
-MODEL_OPTIONS = ("metrics", "schedule", "schedule_every", "labels", "step", "eval_step", "capture", "verify")
+MODEL_OPTIONS = (
+    "metrics",
+    "schedule",
+    "schedule_every",
+    "labels",
+    "step",
+    "eval_step",
+    "capture",
+    "verify",
+)
 
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses, and of our Accuracy
 

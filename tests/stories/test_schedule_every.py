@@ -251,9 +251,7 @@ def test_a_second_fit_goes_on_where_the_first_has_left_the_scheduler(name: str) 
     model = make_model(SCHEDULERS[name])
     for epochs in (2, 1, 3):
         model.fit(epochs, DATA)
-    assert torch.equal(
-        flat_weights(model.net), PlainLoop(SCHEDULERS[name]).train(EPOCHS).weights
-    )
+    assert torch.equal(flat_weights(model.net), PlainLoop(SCHEDULERS[name]).train(EPOCHS).weights)
 
 
 def test_a_fit_that_stops_within_an_epoch_has_not_moved_the_scheduler_for_it() -> None:
@@ -275,7 +273,9 @@ def test_another_unit_for_a_scheduler_that_has_moved_is_refused() -> None:
     model = make_model(STEP_LR)
     model.fit(2, DATA)
     model.schedule_every = "update"
-    with pytest.raises(ValueError, match="the fits before have moved this scheduler once per epoch"):
+    with pytest.raises(
+        ValueError, match="the fits before have moved this scheduler once per epoch"
+    ):
         model.fit(2, DATA)
     assert model.optimizer is not None
     model.schedule = lr_scheduler.StepLR(model.optimizer, 2)
@@ -328,7 +328,9 @@ def test_a_run_goes_on_per_update_where_the_checkpoint_was_made_so(tmp_path: Pat
     contradicting = make_model(step_lr_by_update, every="epoch")
     with pytest.raises(ValueError, match=message):
         contradicting.fit(3, DATA, resume=tmp_path)
-    assert torch.equal(flat_weights(contradicting.net), flat_weights(make_model(step_lr_by_update).net))
+    assert torch.equal(
+        flat_weights(contradicting.net), flat_weights(make_model(step_lr_by_update).net)
+    )
 
     for every in ("update", None):  # a Notice would be an error
         model = make_model(step_lr_by_update, every=every)
@@ -540,9 +542,7 @@ def test_one_cycle_that_moves_momentum_is_answered_with_ours(every: Any) -> None
     net, _ = make_net_and_optimizer()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     schedule = lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=30)
-    model = Model(
-        net, nn.CrossEntropyLoss(), optimizer, schedule=schedule, schedule_every=every
-    )
+    model = Model(net, nn.CrossEntropyLoss(), optimizer, schedule=schedule, schedule_every=every)
     with pytest.raises(ValueError, match=r"give schedule=hs.schedules.one_cycle\(0.5, 30\)"):
         model.fit(EPOCHS, DATA)
 

@@ -136,7 +136,7 @@ def _signs_of_updates(scheduler: Any, epochs: int) -> Iterator[str]:
         yield f"{name}(…)"
         return
     for setting in LENGTH_SETTINGS:
-        value = getattr(scheduler, setting, None)
+        value: Any = getattr(scheduler, setting, None)
         if hasattr(value, "__iter__"):
             value = sorted(value)
         last = value[-1] if isinstance(value, list) and value else value

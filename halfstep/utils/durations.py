@@ -34,9 +34,8 @@ def duration_s(name: str, value: Any) -> float:
     elif isinstance(value, str):
         seconds = _read_text(value)
     if seconds is None or not isfinite(seconds) or seconds <= 0:
-        error_class = ValueError
-        if not isinstance(value, timedelta | int | float | str) or isinstance(value, bool):
-            error_class = TypeError
+        is_of_a_type = isinstance(value, timedelta | int | float | str)
+        error_class = ValueError if is_of_a_type and not isinstance(value, bool) else TypeError
         raise error_class(f"{name}: expected {EXPECTED}, got {value!r}")
     return seconds
 

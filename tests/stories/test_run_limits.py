@@ -6,7 +6,7 @@ Limited passes are compared with plain loops over itertools.islice, bit for bit.
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -266,12 +266,11 @@ def test_another_limit_holds_from_the_resume_on(
 @pytest.mark.parametrize("limit", [0, -3, 0.0, 1.5, -0.5, float("nan")])
 def test_limits_without_a_batch_are_refused(limit: float) -> None:
     message = "limit_batches: expected a number of batches, 1 or more, or a fraction above 0"
-    for call in ("fit", "evaluate"):
-        with pytest.raises(ValueError, match=message):
-            if call == "fit":
-                make_model().fit(1, dataset(), limit_batches=limit)
-            else:
-                make_model().evaluate(dataset(), limit_batches=limit)
+    model = make_model()
+    with pytest.raises(ValueError, match=message):
+        model.fit(1, dataset(), limit_batches=limit)
+    with pytest.raises(ValueError, match=message):
+        model.evaluate(dataset(), limit_batches=limit)
 
 
 def test_other_mistakes_about_limits() -> None:
@@ -311,9 +310,7 @@ def test_a_run_of_many_short_calls_is_the_run_of_one_call(captured: bool, tmp_pa
         if run.stopped is None:
             break
     assert len(calls) > 3
-    assert all(
-        run.position > before.position for before, run in zip(calls, calls[1:], strict=False)
-    )
+    assert all(run.position > before.position for before, run in pairwise(calls))
     reason = f"max_time: 0.05s were over after step {calls[0].position}"
     assert calls[0].stopped == reason
     assert calls[-1].position == 32

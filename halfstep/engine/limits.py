@@ -6,6 +6,7 @@ from typing import Any
 
 from halfstep.utils.durations import duration_s, format_duration
 
+TIME_IS_OVER = "max_time"  # how run.stopped begins then
 LIMIT_EXPECTED = "a number of batches, 1 or more, or a fraction above 0 and up to 1.0"
 
 
@@ -30,7 +31,7 @@ class TimeLimit:
 
     def reason(self, step: int) -> str:
         """What `run.stopped` says about it."""
-        return f"max_time: {format_duration(self.seconds)} were over after step {step}"
+        return f"{TIME_IS_OVER}: {format_duration(self.seconds)} were over after step {step}"
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,59 @@ def test_the_default_is_per_epoch_and_a_notice_says_so() -> None:
     assert torch.equal(flat_weights(model.net), expected.weights)
 
 
+class ConvNet(nn.Module):
+    """As tutorials on handwritten digits have it: convolutions, dropout, log-probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, stride=2)
+        self.second = nn.Conv2d(4, 8, 3)
+        self.dropout = nn.Dropout(0.25)
+        self.head = nn.Linear(8 * 5 * 5, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = F.max_pool2d(F.relu(self.second(F.relu(self.first(x)))), 2)
+        return F.log_softmax(self.head(self.dropout(features).flatten(1)), dim=1)
+
+
+def test_a_tutorial_on_images_ported_in_the_obvious_way_has_its_weights() -> None:
+    """Adadelta from 1.0, times 0.7 after every epoch: per update, nothing would move any more."""
+    images, labels = hs.data.sample()
+    x = torch.as_tensor(images)[:480, None].float().div(255)
+    data = torch.utils.data.TensorDataset(x, torch.as_tensor(labels)[:480].long())
+    loader = torch.utils.data.DataLoader(data, batch_size=32)
+
+    def build() -> tuple[nn.Module, Optimizer, Any]:
+        torch.manual_seed(1)
+        net = ConvNet()
+        optimizer = torch.optim.Adadelta(net.parameters(), lr=1.0)
+        return net, optimizer, lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+
+    net, optimizer, scheduler = build()
+    for _ in range(3):
+        for batch, target in loader:
+            optimizer.zero_grad()
+            F.nll_loss(net(batch), target).backward()
+            optimizer.step()
+        scheduler.step()
+
+    ported, optimizer, scheduler = build()
+    metrics = {"acc": hs.metrics.Accuracy()}
+    model = Model(ported, F.nll_loss, optimizer, metrics=metrics, schedule=scheduler)
+    with pytest.warns(hs.Notice, match="StepLR moves once per epoch"):
+        model.fit(3, loader)
+    assert torch.equal(flat_weights(ported), flat_weights(net))
+    assert model.evaluate(loader)["acc"] > 0.5
+
+    by_update, optimizer, scheduler = build()
+    every_update = Model(
+        by_update, F.nll_loss, optimizer, schedule=scheduler, schedule_every="update"
+    )
+    with pytest.warns(hs.Notice, match="as if it counted epochs"):
+        every_update.fit(3, loader)
+    assert not torch.equal(flat_weights(by_update), flat_weights(net))
+
+
 def test_with_one_update_an_epoch_both_are_the_same_and_nothing_is_said() -> None:
     def cosine(optimizer: Optimizer) -> Any:
         return lr_scheduler.CosineAnnealingLR(optimizer, 100)

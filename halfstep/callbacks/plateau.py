@@ -315,8 +315,8 @@ class ReduceLROnPlateau(Callback):
         options = getattr(run.model.step, "options", None)
         if run.model.schedule is not None or getattr(options, "lr", None) is not None:
             raise ValueError(
-                "ReduceLROnPlateau: this model has a schedule, which sets the learning rate at "
-                "every update and would undo each cut. Leave out Model(schedule=…) or this "
+                "ReduceLROnPlateau: this model has a schedule, which sets the learning rate "
+                "itself and would undo each cut. Leave out Model(schedule=…) or this "
                 "callback."
             )
         if run.model.optimizer is None:

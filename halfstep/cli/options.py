@@ -183,6 +183,19 @@ SinkOption = Annotated[
     int | None,
     typer.Option(help="steps between two reads of results by the host; never changes results"),
 ]
+MaxTimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-time", help="this call stops after so long, with a checkpoint: 1h30m, 45m, 90s"
+    ),
+]
+LimitBatchesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--limit-batches",
+        help="only so many batches of an epoch and of an evaluation, or a fraction: 20, 0.1",
+    ),
+]
 DeviceOption = Annotated[
     str,
     typer.Option(

@@ -19,7 +19,9 @@ from halfstep.cli.options import (
     EmaOption,
     EpochsOption,
     JsonOption,
+    LimitBatchesOption,
     LrOption,
+    MaxTimeOption,
     NetOption,
     OptimizerOption,
     PlainOption,
@@ -41,6 +43,7 @@ from halfstep.experiment.run_progress import (
     refuse_fewer_epochs,
 )
 from halfstep.experiment.training_run import WeightRescue, silence_signal_message
+from halfstep.utils.durations import duration_s
 from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
@@ -48,7 +51,9 @@ if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
 
 # Settings that may be given beside --build; a builder decides all others.
-SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed"}
+SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed", "limit_batches"}
+
+EXIT_TIME_OVER = 124  # as timeout(1) has it
 
 MAX_SEED = (1 << 63) - 1  # torch's generators take signed 64-bit seeds
 
@@ -65,7 +70,8 @@ halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 
 --out runs/photos
 halfstep train --build train:build --epochs 20 --out runs/own --resume auto
 
-Exit code: 0 done, 2 a mistake or an error, 130 and 143 when stopped, with a checkpoint.
+Exit code: 0 done, 2 a mistake or an error; 124 when --max-time was over, 130 and 143 when stopped
+by a signal, each with a checkpoint.
 """
 
 
@@ -93,6 +99,8 @@ def train(
     device: DeviceOption = "auto",
     build: BuildOption = None,
     sink: SinkOption = None,
+    max_time: MaxTimeOption = None,
+    limit_batches: LimitBatchesOption = None,
     out: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/train"),
     resume: Annotated[
         str | None,
@@ -117,6 +125,7 @@ def train(
     from halfstep.experiment.output_folder import lock_output_folder
 
     # Settings, model and data come before the folder is touched: most mistakes show here.
+    time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
     settings = _read_settings(ctx)
     built = training_run.build_run(settings, training=True)
     settings = _with_epochs(settings, built)
@@ -150,6 +159,7 @@ def train(
                 out,
                 resume,
                 sink,
+                time_limit_s,
                 discard_later=discard_later,
                 plain=plain,
                 log_file=log_file,
@@ -164,6 +174,7 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
     if not 0 <= options["seed"] <= MAX_SEED:
         raise ValueError(f"--seed: expected a whole number of 0 or more, got {options['seed']}")
 
+    options = {**options, "limit_batches": _read_limit(options["limit_batches"])}
     names = {field.name for field in fields(training_run.TrainSettings)}
     if options["build"] is None:
         values = {name: value for name, value in options.items() if name in names}
@@ -179,7 +190,29 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
             "are already made. Say it in the builder."
         )
     epochs = options["epochs"] if "epochs" in typed else 0
-    return training_run.TrainSettings(build=options["build"], epochs=epochs, seed=options["seed"])
+    return training_run.TrainSettings(
+        build=options["build"],
+        epochs=epochs,
+        seed=options["seed"],
+        limit_batches=options["limit_batches"],
+    )
+
+
+def _read_limit(text: str | None) -> float | None:
+    """A number of batches, or a fraction of all: "20", "0.1", "10%"."""
+    from halfstep.engine.limits import LIMIT_EXPECTED, BatchLimit
+
+    if text is None:
+        return None
+    limit: float
+    try:
+        if text.endswith("%"):
+            limit = float(text[:-1]) / 100
+        else:
+            limit = int(text) if text.strip("+-").isdigit() else float(text)
+        return BatchLimit.of(limit).value
+    except ValueError:
+        raise ValueError(f"--limit-batches: expected {LIMIT_EXPECTED}, got {text!r}") from None
 
 
 def _is_typed(ctx: typer.Context, name: str) -> bool:
@@ -280,6 +313,7 @@ def _fit(
     out: Path,
     resume: str | None,
     sink: int | None,
+    time_limit_s: float | None,
     *,
     discard_later: bool,
     plain: bool,
@@ -288,6 +322,7 @@ def _fit(
     """Trains, writes the log and the weights into the folder, and returns the summary."""
     from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
+    from halfstep.engine.limits import TIME_IS_OVER
     from halfstep.model.fit_arguments import check_callbacks
 
     arguments = dict(built.fit_arguments)
@@ -295,6 +330,8 @@ def _fit(
     arguments["resume"] = resume or built.fit_arguments.get("resume")
     if sink is not None:
         arguments["sink"] = sink
+    if time_limit_s is not None:
+        arguments["max_time"] = time_limit_s
 
     # The builder's callbacks come first; its own Checkpoint in this folder replaces ours.
     # At `begin`, all that can refuse the run has been asked; run.json is written after all of them.
@@ -340,6 +377,9 @@ def _fit(
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
         raise
+    if run.stopped is not None and run.stopped.startswith(TIME_IS_OVER):
+        echo(f"{run.stopped}\n{_stop_message(out)}", err=True)
+        raise typer.Exit(EXIT_TIME_OVER)
     built.model.save(weights_path)
     record_weights(out)
 

@@ -14,6 +14,7 @@ from halfstep.engine import signals
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
+from halfstep.engine.limits import TimeLimit
 from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
 from halfstep.engine.signals import Signals
 from halfstep.engine.streaks import StreakWatch
@@ -86,6 +87,7 @@ class Loop:
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
+        self.time_limit: TimeLimit | None = None
         self.on_begun: Callable[[], object] = lambda: None
 
         # Of the visit under way.
@@ -123,6 +125,7 @@ class Loop:
                     self._deliver_rows()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
                         self._evaluate_and_visit()
+                    self._stop_after_time()
             except BaseException as error:
                 run.error = error
                 self._rescue_rows()
@@ -140,6 +143,12 @@ class Loop:
     def _is_finished(self) -> bool:
         run = self.run
         return (run.epoch, run.epoch_over) >= (run.epochs, True)
+
+    def _stop_after_time(self) -> None:
+        """Ends a run whose time is over. It has made a visit: a run that goes on gets somewhere."""
+        limit = self.time_limit
+        if limit is not None and limit.is_over and not self._is_finished():
+            self.run.stop(limit.reason(self.run.position))
 
     def _begin_steps(self) -> None:
         run = self.run
@@ -171,7 +180,7 @@ class Loop:
             yield args
             self.feed.advance(1)
             self._add_position(batch_size(args))
-            if self.feed.step == self.feed.size:
+            if self.feed.pass_is_over:
                 self._end_pass()
                 return
             is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
@@ -236,7 +245,7 @@ class Loop:
             self._records.append(error.record)
             self.feed.advance(1)
             self._add_position(batch_size(args))
-            if self.feed.step == self.feed.size:
+            if self.feed.pass_is_over:
                 self._end_pass()
 
     def _advance_run(self, rows: list[Row]) -> Iterator[Row]:

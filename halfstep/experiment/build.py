@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from halfstep import nets, schedules
+from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
 from halfstep.experiment.builders import import_function
 from halfstep.experiment.datasets import TrainTestData
@@ -81,10 +82,13 @@ def build_model(
     accumulate: int = 1,
     clip_norm: float | None = None,
     ema: float | None = None,
+    limit: BatchLimit | None = None,
 ) -> Model:
     """A model that trains by the settings; for a seed, every precision has the same weights."""
     net = build_network(settings, data, seed)
     batches_per_epoch = data.train_batches(seed, settings.batch).size
+    if limit is not None:
+        batches_per_epoch = limit.apply(batches_per_epoch) or batches_per_epoch
     return Model(
         net,
         nn.CrossEntropyLoss(),

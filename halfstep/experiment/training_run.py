@@ -41,7 +41,7 @@ CHANGEABLE_SETTINGS = ("epochs", "device")  # may differ when a run goes on
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Everything that decides a run. With `build`, only that, `epochs`, `seed`, `device` count."""
+    """Everything that decides a run. With `build`, only a few of them count."""
 
     build: str | None = None
     net: str = "mlp"
@@ -60,6 +60,7 @@ class TrainSettings:
     samples: int | None = None
     test_samples: int | None = None
     device: str = "auto"
+    limit_batches: float | None = None
 
     def comparison_settings(self) -> "Settings":
         """The settings that a comparison has too, checked."""
@@ -78,11 +79,16 @@ def build_run(train_settings: TrainSettings, *, training: bool = False) -> RunPa
 
     seed_everything(train_settings.seed)
     if train_settings.build is not None:
-        return call_builder(import_builder(train_settings.build))
-    return _build_from_settings(train_settings, training=training)
+        parts = call_builder(import_builder(train_settings.build))
+    else:
+        parts = _build_from_settings(train_settings, training=training)
+    if train_settings.limit_batches is not None:
+        parts.fit_arguments["limit_batches"] = train_settings.limit_batches
+    return parts
 
 
 def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> RunParts:
+    from halfstep.engine.limits import BatchLimit
     from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
     from halfstep.experiment.datasets import load_train_test_data
 
@@ -99,6 +105,7 @@ def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> Ru
         accumulate=train_settings.accumulate,
         clip_norm=train_settings.clip_norm,
         ema=train_settings.ema,
+        limit=BatchLimit.of(train_settings.limit_batches),
     )
     train_batches = data.train_batches(train_settings.seed, train_settings.batch)
     return RunParts(model, train_batches, {"valid": data.test_batches(train_settings.batch)})

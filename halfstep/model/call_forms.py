@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeVar
@@ -118,6 +119,8 @@ class FitOptions(TypedDict, total=False):
     callbacks: Callback | Iterable[Callback]
     sink: int | None
     steps_per_epoch: int | None
+    max_time: float | str | timedelta | None
+    limit_batches: float | None
     resume: str | Path | None
 
 

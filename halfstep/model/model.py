@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, overload
@@ -20,6 +21,7 @@ from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
+from halfstep.engine.limits import BatchLimit, TimeLimit
 from halfstep.engine.loop import Evaluate
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
@@ -36,11 +38,12 @@ from halfstep.model.custom_step import CustomStep
 from halfstep.model.device import place_parts
 from halfstep.model.foreign_methods import NOT_CALLABLE, missing_attribute_message
 from halfstep.model.foreign_parts import answer_foreign_parts
-from halfstep.model.learning_rates import ScheduleTables
+from halfstep.model.learning_rates import EpochRates, ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.model.resume_check import check_snapshot, named_part
+from halfstep.model.schedule_unit import Unit, check_unit
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision, PrecisionName
 from halfstep.step import EvalStep, TrainStep
@@ -82,7 +85,8 @@ def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> An
 class Model:
     """Training, evaluation and prediction around one step.
 
-    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
+    `metrics` by name; `schedule` is anything halfstep.schedules takes. It moves once per real
+    update, a scheduler of torch's once per epoch; `schedule_every` says it otherwise. `labels`
     says where a batch keeps the labels for metrics, when they are neither the target of the loss
     nor the last item; `step` and `eval_step` replace the built-in steps. `capture`: on CUDA the
     step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
@@ -100,6 +104,7 @@ class Model:
         *,
         metrics: Mapping[str, Any] | None = None,
         schedule: Any = None,
+        schedule_every: Unit | None = None,
         labels: Callable[[Any], Any] | None = None,
         step: Any = None,
         eval_step: Any = None,
@@ -128,6 +133,7 @@ class Model:
         if schedule is not None:
             option_names.append("schedule")
         answer_foreign_parts(loss, optimizer, metrics)
+        check_unit(schedule, schedule_every)
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
         place_parts(device, net, loss, optimizer, step)
@@ -135,6 +141,7 @@ class Model:
         self.loss = loss
         self.optimizer = optimizer
         self.schedule = schedule
+        self.schedule_every = schedule_every
         self.metrics = Metrics(metrics)
         self.labels = labels
         validate.warn_ignored_labels(loss, self.metrics)
@@ -182,6 +189,8 @@ class Model:
         callbacks: Callback | Iterable[Callback] | None = (),
         sink: int | None = None,
         steps_per_epoch: int | None = None,
+        max_time: float | str | timedelta | None = None,
+        limit_batches: float | None = None,
         resume: str | Path | None = None,
     ) -> Run: ...
     @overload
@@ -212,14 +221,18 @@ class Model:
         callbacks: Callback | Iterable[Callback] | None = (),
         sink: int | None = None,
         steps_per_epoch: int | None = None,
+        max_time: float | str | timedelta | None = None,
+        limit_batches: float | None = None,
         resume: str | Path | None = None,
     ) -> Iterator[Loop]:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
-        stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
-        path from that one.
+        stopped. `max_time`: this call ends after so many seconds, or "1h30m", at the next read of
+        results. `limit_batches`: only so many batches, or such a fraction, of an epoch and of an
+        evaluation. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback,
+        a path from that one.
 
         Also `fit(data, epochs)`, and `fit(x, y, epochs=…, batch_size=…, validation_data=(xv, yv))`
         for whole tensors or arrays, shuffled in each epoch by `seed`.
@@ -228,6 +241,7 @@ class Model:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
+        time_limit = TimeLimit.of(max_time)
         backup = ResumeBackup()
         if resume is not None:
             backup.add_model(self)
@@ -241,7 +255,9 @@ class Model:
                 callbacks=callbacks,
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
+                limit=BatchLimit.of(limit_batches),
             )
+            loop.time_limit = time_limit
             loop.on_begun = backup.forget
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
@@ -264,6 +280,7 @@ class Model:
         callbacks: Any,
         sink: int | None,
         steps_per_epoch: int | None,
+        limit: BatchLimit,
     ) -> Loop:
         if self.step is None:
             raise ValueError(
@@ -273,6 +290,7 @@ class Model:
         fit_arguments.check_epochs_and_data(epochs, data)
         validate.set_train_mode(self.net, self.step)
         feed = self._make_feed(data)
+        steps_per_epoch = fit_arguments.limit_epoch(feed, steps_per_epoch, limit)
         epoch_steps = steps_per_epoch or feed.size
         total_steps = None if epoch_steps is None else epochs * epoch_steps
 
@@ -284,7 +302,12 @@ class Model:
             whole_step=bool(self.captures.mode),
             has_checkpoint=any(isinstance(c, Checkpoint) for c in user_callbacks),
         )
-        named_callbacks = fit_arguments.name_callbacks([*user_callbacks, *compile_callbacks])
+        schedule_callbacks: list[Callback] = []
+        if self.schedule is not None:
+            schedule_callbacks.append(EpochRates(self._schedule_tables, self.step))
+        named_callbacks = fit_arguments.name_callbacks(
+            [*schedule_callbacks, *user_callbacks, *compile_callbacks]
+        )
 
         # Times and learning rates.
         timing = fit_arguments.make_timing(
@@ -300,7 +323,10 @@ class Model:
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
         self._set_learning_rates(timing, feed)
-        valid_feed = None if valid is None else self._make_feed(valid)
+        valid_feed = None
+        if valid is not None:
+            valid_feed = self._make_feed(valid)
+            valid_feed.limit = limit
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
             feed.announce_resume_limits("data")
             if valid_feed is not None:
@@ -322,6 +348,9 @@ class Model:
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
+        loop.config |= self._schedule_tables.describe(self.schedule)
+        if limit.value is not None:
+            loop.config["limit_batches"] = limit.value
         self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
         return loop
 
@@ -335,9 +364,13 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         tables = self._schedule_tables
         if saved is None:
-            table = tables.for_new_fit(self.schedule, self.step, timing, feed, self._updates_made())
+            table = tables.for_new_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, self._updates_made()
+            )
         else:
-            table = tables.for_resumed_fit(self.schedule, self.step, timing, feed, saved)
+            table = tables.for_resumed_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, saved
+            )
         if table is not None:
             self.step.set_learning_rates(table)
 
@@ -396,6 +429,7 @@ class Model:
         with named_part(SavedValue(saved, f"resume: {path}"), "the run"):
             self._set_learning_rates(loop.timing, fit.feed, saved)
             loop.config["began"] = saved["config"].get("began", 0)
+            loop.config |= self._schedule_tables.describe(self.schedule)
             restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feed)
         loop.run.resumed = str(path)
 
@@ -411,18 +445,26 @@ class Model:
     # Evaluation and prediction.
 
     @overload
-    def evaluate(self, data: Any) -> dict[str, float]: ...
+    def evaluate(self, data: Any, *, limit_batches: float | None = None) -> dict[str, float]: ...
     @overload
     def evaluate(
-        self, x: Columns, y: Columns, *, batch_size: int = EVAL_BATCH_SIZE
+        self,
+        x: Columns,
+        y: Columns,
+        *,
+        batch_size: int = EVAL_BATCH_SIZE,
+        limit_batches: float | None = None,
     ) -> dict[str, float]: ...
     @accept_evaluate_forms
-    def evaluate(self, data: Any) -> dict[str, float]:
+    def evaluate(self, data: Any, *, limit_batches: float | None = None) -> dict[str, float]:
         """Mean loss and metrics over one pass, every sample counted once.
 
-        With ema=, by the averaged weights.
+        With ema=, by the averaged weights. `limit_batches`: only so many batches, or such a
+        fraction of them.
         """
-        scores = self._evaluate_feed(self._make_feed(data), lambda: False)
+        feed = self._make_feed(data)
+        feed.limit = BatchLimit.of(limit_batches)
+        scores = self._evaluate_feed(feed, lambda: False)
         assert scores is not None
         return scores
 

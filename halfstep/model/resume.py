@@ -211,6 +211,17 @@ def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[s
         yield (
             f"the loss was {before['loss']} and is {now['loss']}: the new one holds from here on"
         )
+    kind_before = before.get("schedule", {}).get("kind")
+    kind = now.get("schedule", {}).get("kind")
+    if kind_before is not None and kind not in (None, kind_before):
+        yield f"the schedule was {kind_before} and is {kind}: the new one holds from here on"
+    limit_before = before.get("limit_batches")
+    limit = now.get("limit_batches")
+    if repr(limit_before) != repr(limit):
+        yield (
+            f"limit_batches was {limit_before} and is {limit}: passes that begin from here on "
+            "have as many batches as the new one says"
+        )
     if before["rates"] != now["rates"]:
         effect = "the new one holds"
         if now["rates"] is None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from halfstep.engine import Callback, Feed, Loop
 from halfstep.model.custom_step import CustomStep
+from halfstep.model.schedule_unit import UNITS
 from halfstep.model.weights import Account, compare_tensors, only_tensors
 from halfstep.step import TrainStep
 from halfstep.step.state_dict import check_saved_step
@@ -19,6 +20,8 @@ from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
 
 VERSION = 1
+
+MAX_EPOCHS_BEFORE = 10**7  # a scheduler of torch's is run ahead over them
 
 
 def check_snapshot(
@@ -112,6 +115,17 @@ def _check_config(saved: SavedValue) -> None:
     updates_before = saved.optional_field("began")
     if updates_before is not None:
         updates_before.whole_number()
+    limit = saved.optional_field("limit_batches")
+    if limit is not None:
+        limit.number(minimum=0)
+    schedule = saved.optional_field("schedule")
+    if schedule is not None:
+        if schedule.field("every").text() not in UNITS:
+            schedule.field("every").refuse("'epoch' or 'update'")
+        schedule.field("kind").text()
+        epochs_before = schedule.optional_field("epochs_before")
+        if epochs_before is not None:
+            epochs_before.whole_number(maximum=MAX_EPOCHS_BEFORE)
 
 
 def _check_step(saved: SavedValue, step: Any, loop: Loop, path: Path) -> None:

@@ -167,7 +167,7 @@ class CapturedRunner:
             step_samples += [inputs.batch_size] * steps
 
             feed.advance(steps)
-            if feed.step == feed.size:
+            if feed.pass_is_over:
                 self.pass_over = True
                 break
             self.throttle.tick(steps)

@@ -364,7 +364,9 @@ def test_torchs_schedulers_work_with_parameter_groups() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
     recorder = RowRecorder()
-    model = Model(net, nn.CrossEntropyLoss(), optimizer, schedule=scheduler)
+    model = Model(
+        net, nn.CrossEntropyLoss(), optimizer, schedule=scheduler, schedule_every="update"
+    )
     model.fit(1, make_data(), callbacks=[recorder])
     expected = []
     for step in range(9):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
+from halfstep.callbacks.progress_bar import add_progress
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
@@ -138,6 +139,7 @@ class Model:
         valid_every: int | Iterable[int] = 1,
         valid_every_steps: int = 0,
         callbacks: Any = (),
+        progress: bool | Literal["lines"] = True,
         sink: int | None = None,
         steps_per_epoch: int | None = None,
         resume: str | Path | None = None,
@@ -147,7 +149,8 @@ class Model:
         `sink` is how many steps pass between two reads of results by the host; it never changes
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
         stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
-        path from that one.
+        path from that one. `progress`: a bar in a terminal, a table in a notebook, elsewhere a line
+        for each epoch; "lines" everywhere, or False. Where a callback shows it, only that one does.
         """
         if self._fit is not None:
             raise RuntimeError(
@@ -164,6 +167,7 @@ class Model:
                 valid_every=valid_every,
                 valid_every_steps=valid_every_steps,
                 callbacks=callbacks,
+                progress=progress,
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
             )
@@ -188,6 +192,7 @@ class Model:
         valid_every: int | Iterable[int],
         valid_every_steps: int,
         callbacks: Any,
+        progress: bool | str,
         sink: int | None,
         steps_per_epoch: int | None,
     ) -> Loop:
@@ -209,7 +214,8 @@ class Model:
             whole_step=bool(self.captures.mode),
             has_checkpoint=any(isinstance(c, Checkpoint) for c in user_callbacks),
         )
-        named_callbacks = fit_arguments.name_callbacks([*user_callbacks, *compile_callbacks])
+        shown_callbacks = add_progress(user_callbacks, progress)
+        named_callbacks = fit_arguments.name_callbacks([*shown_callbacks, *compile_callbacks])
 
         # Times and learning rates.
         timing = fit_arguments.make_timing(
@@ -236,6 +242,7 @@ class Model:
             epochs=epochs,
             epoch_steps=epoch_steps,
             epoch_samples=None if steps_per_epoch else feed.samples,
+            valid_steps=None if valid_feed is None else valid_feed.size,
         )
         loop = Loop(
             run,

@@ -26,8 +26,6 @@ class NotebookTable:
         self._notes: list[str] = []
         self._moving: tuple[str, Position, list[Number]] | None = None
 
-    def begin(self) -> None: ...
-
     def move(self, head: str, position: Position, numbers: list[Number]) -> None:
         self._moving = (head, position, numbers)
         self._show()

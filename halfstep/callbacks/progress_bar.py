@@ -14,8 +14,8 @@ from halfstep.callbacks.progress_displays import (
     Display,
     Number,
     Position,
-    choose_display,
     labelled,
+    start_display,
 )
 from halfstep.engine import Callback, Run
 from halfstep.utils.checks import one_of
@@ -67,12 +67,10 @@ class ProgressBar(Callback):
         if run.resumed is None:
             self._earlier_skipped = 0
         self._skipped = self._earlier_skipped
-        self._display = choose_display(self.style, self.file)
-        if self._display is None:
-            return
+        self._display = None
         try:
-            self._display.begin()
-            if run.resumed is not None:
+            self._display = start_display(self.style, self.file)
+            if self._display is not None and run.resumed is not None:
                 epoch = min(run.epoch + run.epoch_over, run.epochs)
                 self._display.note(
                     f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "

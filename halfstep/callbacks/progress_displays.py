@@ -7,6 +7,7 @@ stdout can be piped into another, and holds the program's own rows only.
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 20  # columns
 NARROW_COLUMNS = 60  # a terminal of fewer shows numbers and no bar
+# Of several fits in threads, one finds the terminal free.
+STARTING = threading.Lock()
 # A job's log must show that an epoch of hours is alive.
 LINE_EVERY_S = 60.0
 
@@ -54,9 +57,7 @@ class Position(NamedTuple):
 
 
 class Display(Protocol):
-    """One place. `begin` once; `end`, or `abandon` where it cannot be written to any more."""
-
-    def begin(self) -> None: ...
+    """One place. At the end `end`, or `abandon` where it cannot be written to any more."""
 
     def move(self, head: str, position: Position, numbers: list[Number]) -> None:
         """The newest state, in place of the one before."""
@@ -73,8 +74,13 @@ class Display(Protocol):
     def abandon(self) -> None: ...
 
 
-def choose_display(style: str, file: TextIO | None) -> Display | None:
-    """The display for this process; None for the other processes of a distributed run."""
+def start_display(style: str, file: TextIO | None) -> Display | None:
+    """A new display for this process; None for the other processes of a distributed run."""
+    with STARTING:
+        return _start_display(style, file)
+
+
+def _start_display(style: str, file: TextIO | None) -> Display | None:
     if _rank() != 0:
         return None
     if style == "lines":
@@ -154,8 +160,6 @@ class Lines:
         self._file = file
         self._last_line = time.monotonic()
 
-    def begin(self) -> None: ...
-
     def move(self, head: str, position: Position, numbers: list[Number]) -> None:
         if time.monotonic() > self._last_line + LINE_EVERY_S:
             self._print(join_words(f"{head} step {position}", numbers))
@@ -180,7 +184,8 @@ class Lines:
             tqdm.write(text, file=file)  # its bar moves down a line
             file.flush()
         else:
-            print(text, file=file, flush=True)
+            file.write(f"{text}\n")  # at once: another thread may print too
+            file.flush()
 
 
 def new_bars(console: "Console", *columns: Any, one_line: bool) -> "Progress":
@@ -217,35 +222,41 @@ class TerminalBar:
 
     def __init__(self) -> None:
         from rich.console import Console
+        from rich.progress import TextColumn
 
         self._file = sys.stderr
         self._console = Console(file=sys.stderr, highlight=False)
-        self._bars: Progress | None = None
-        self._is_drawn = False
-
-    def begin(self) -> None:
-        from rich.progress import TextColumn
-
         numbers = TextColumn("{task.fields[numbers]}", markup=False)
-        self._bars = new_bars(self._console, numbers, one_line=True)
-        start_bars(self._bars)
+        self._bars: Progress | None = new_bars(self._console, numbers, one_line=True)
         self._task = self._bars.add_task("", visible=False, total=None, numbers="")
+        self._is_drawn = False
+        start_bars(self._bars)
         self._streams = step_aside(self._wipe)
 
     def move(self, head: str, position: Position, numbers: list[Number]) -> None:
-        if self._bars is None or self._streams.is_inside_line:
-            return
         with self._streams.lock:
+            if self._bars is None or self._streams.is_inside_line:
+                return
             self._bars.update(
                 self._task,
                 description=head,
                 total=position.total,
                 completed=position.done,
-                numbers=join_words(str(position), numbers),
+                numbers=self._fit_width(head, str(position), numbers),
                 visible=True,
             )
             self._bars.refresh()
             self._is_drawn = True
+
+    def _fit_width(self, head: str, position: str, numbers: list[Number]) -> str:
+        """The position and the first numbers, as many as have room in one line."""
+        columns = self._console.width - len(head) - 1
+        if self._console.width >= NARROW_COLUMNS:
+            columns -= BAR_WIDTH + 1
+        count = len(numbers)
+        while count and cell_width(join_words(position, numbers[:count])) > columns:
+            count -= 1
+        return join_words(position, numbers[:count])
 
     def keep(self, head: str, numbers: list[Number]) -> None:
         self.note(join_words(head, numbers))
@@ -277,6 +288,13 @@ class TerminalBar:
             self._is_drawn = False
             self._bars.update(self._task, visible=False)
             self._bars.refresh()
+
+
+def cell_width(text: str) -> int:
+    """The columns of a terminal that a text takes: two for a letter of Chinese."""
+    from rich.cells import cell_len
+
+    return cell_len(text)
 
 
 def join_words(head: str, numbers: list[Number]) -> str:

@@ -1,14 +1,10 @@
 """The progress bar: on a real pseudo-terminal, lines elsewhere, cleaned up after errors."""
 
-import fcntl
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,59 +17,26 @@ import halfstep as hs
 from halfstep.callbacks import Lambda, LossMonitor, ProgressBar
 from halfstep.callbacks.progress_bar import REFRESH_EVERY_S
 from halfstep.engine import Run
+from tests.support.pseudo_terminal import (
+    CONTROL,
+    HIDE_CURSOR,
+    SHOW_CURSOR,
+    TERMINAL_SETTINGS,
+    Terminal,
+    visible_lines,
+)
 from tests.unit.callbacks.test_logs import log_bytes, train_logged
 from tests.unit.callbacks.test_monitors import data_with_inf, fit, make_model, make_samples
-
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-HIDE_CURSOR = "\x1b[?25l"
-SHOW_CURSOR = "\x1b[?25h"
-
-
-class Terminal:
-    """A pseudo-terminal of 200 columns; inside `with` it is this process's stderr."""
-
-    def __init__(self) -> None:
-        self.ours, self.theirs = os.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
-        self.drawn = b""
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-
-    def __enter__(self) -> None:
-        self.before = sys.stderr
-        sys.stderr = open(self.theirs, "w", closefd=False, encoding="utf-8")
-
-    def __exit__(self, *_: object) -> None:
-        sys.stderr.close()
-        sys.stderr = self.before
-
-    def _read(self) -> None:
-        try:
-            while part := os.read(self.ours, 4096):
-                self.drawn += part
-        except OSError:  # how Linux says that nobody holds the other end any more
-            pass
-
-    def text(self) -> str:
-        self.close()
-        return self.drawn.decode()
-
-    def close(self) -> None:
-        if self.theirs >= 0:
-            os.close(self.theirs)
-            self.theirs = -1
-            self.reader.join()
-            os.close(self.ours)
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """Whatever the machine's own settings."""
     pseudo_terminal = Terminal()
+    for name in TERMINAL_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
     yield pseudo_terminal
     pseudo_terminal.close()
 
@@ -81,13 +44,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 def slow() -> Lambda:
     """Every visit takes longer than the bar waits between two moves."""
     return Lambda(visit=lambda run: time.sleep(REFRESH_EVERY_S))
-
-
-def visible_lines(drawn: str) -> list[str]:
-    """What a person sees in the end: control codes gone, and of each line what was written last."""
-    return [
-        CONTROL.sub("", part.rstrip("\r").split("\r")[-1]).strip() for part in drawn.split("\n")
-    ]
 
 
 def test_a_line_per_epoch_stays(terminal: Terminal) -> None:

@@ -33,7 +33,7 @@ from halfstep.cli.options import (
     TestSamplesOption,
     option_flag,
 )
-from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
+from halfstep.cli.output import command_line, echo, exit_code, print_json
 from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.experiment import training_run
 from halfstep.experiment.run_progress import (
@@ -353,10 +353,13 @@ def _fit(
     own_saver = Checkpoint(out)
     for saver in (own_saver, *savers):
         saver.allows_later = discard_later  # remove_later removes them
+    shown: list[Callback] = []
+    if arguments.pop("progress", True) or plain:
+        shown = _progress_callbacks(callbacks, plain, log_file)
     callbacks = [
         *callbacks,
         log,
-        *_progress_callbacks(plain, log_file),
+        *shown,
         _print_callback(on_begin=rescue.begin),
         _print_callback(on_begin=remove_later),
     ]
@@ -370,7 +373,7 @@ def _fit(
     weights_path = out / training_run.WEIGHTS_FILE
     try:
         with silence_signal_message():
-            run = built.model.fit(data=built.data, **arguments)
+            run = built.model.fit(data=built.data, progress=False, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
         echo(_stop_message(out), err=True)
         raise typer.Exit(exit_code(stop)) from None
@@ -408,43 +411,28 @@ def _stop_message(out: Path) -> str:
     return f"halfstep: stopped after step {step}, kept in {newest}. Go on: {command}"
 
 
-def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
-    """A bar on a terminal, a line for each epoch elsewhere; with --plain, lines within epochs too.
+def _progress_callbacks(
+    callbacks: "list[Callback]", plain: bool, log_file: TextIO
+) -> "list[Callback]":
+    """The display that `fit` has, its lines on `log_file`; with --plain, lines within epochs too.
 
-    A resumed run says first where it continues.
+    Beside lines of the builder's own, the line of an epoch, which has the scores.
     """
     from halfstep.callbacks import ProgressBar, ProgressLines
 
-    def print_resumed(run: "Run") -> None:
-        if run.resumed:
-            epoch = min(run.epoch + run.epoch_over, run.epochs)
-            echo(
-                f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                f"from {printable(run.resumed)}",
-                file=log_file,
-            )
-
-    def print_epoch(run: "Run") -> None:
-        scores = format_scores(run.history[-1])
-        echo(f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s", file=log_file)
-
-    callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
-    if sys.stderr.isatty() and not plain:
-        callbacks.append(ProgressBar())
-        return callbacks
     if plain:
-        callbacks.append(ProgressLines(file=log_file))
-    callbacks.append(_print_callback(on_epoch_end=print_epoch))
-    return callbacks
+        return [ProgressBar("lines", file=log_file), ProgressLines(file=log_file)]
+    if any(isinstance(callback, ProgressBar) for callback in callbacks):
+        return []
+    if any(callback.shows_progress for callback in callbacks):
+        return [ProgressBar("lines", file=log_file)]
+    return [ProgressBar(file=log_file)]
 
 
-def _print_callback(
-    on_begin: "Callable[[Run], None] | None" = None,
-    on_epoch_end: "Callable[[Run], None] | None" = None,
-) -> "Callback":
+def _print_callback(on_begin: "Callable[[Run], None]") -> "Callback":
     """A callback that only reports: a resumed run without it gives no notice."""
     from halfstep.callbacks import Lambda
 
-    callback = Lambda(begin=on_begin, epoch_end=on_epoch_end)
+    callback = Lambda(begin=on_begin)
     callback.writes = True
     return callback

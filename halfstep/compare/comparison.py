@@ -231,6 +231,7 @@ def _fit(
         data.train_batches(seed, settings.batch),
         valid=data.test_batches(settings.batch),
         callbacks=callbacks,
+        progress=False,
         sink=settings.sink,
         resume="auto",
     )

@@ -252,10 +252,13 @@ class Loop:
         """Moves the run from row to row while they are handed out."""
         run = self.run
         for row in rows:
+            run.row = row
             run.step = row.step
             run.global_step = row.global_step
             self.streaks.take(row)
-            if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
+            if row.skipped:
+                run.skipped += 1
+            else:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples
             yield row
@@ -326,7 +329,8 @@ class Loop:
             self.pending = True
             # An evaluation moves no random state: a DataLoader would, by being started.
             with rng.preserved_states():
-                run.scores = self.evaluate(lambda: self.signals.caught is not None)
+                run.valid_step = -1
+                run.scores = self.evaluate(self._stop_evaluation)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None
                 run.stop(self.signals.caught.name)
@@ -338,6 +342,12 @@ class Loop:
             self.events.call_all("epoch_end", "visit")
         else:
             self.events.call_all("visit")
+
+    def _stop_evaluation(self) -> bool:
+        """Called before each batch of an evaluation: whether a signal came in between."""
+        self.run.valid_step += 1
+        self.events.call_all("valid_step")
+        return self.signals.caught is not None
 
     def _evaluation_is_due(self) -> bool:
         run = self.run

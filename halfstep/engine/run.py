@@ -17,7 +17,7 @@ LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
 )
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """Progress of one `fit`. Epochs and steps count from 1; `step` is 0 before an epoch's first.
 
@@ -33,10 +33,18 @@ class Run:
     """Samples in an epoch, where the data says."""
     evaluates: bool = False
     """Whether there is validation data."""
+    valid_steps: int | None = None
+    """Batches in an evaluation; None when the data does not say."""
+    valid_step: int = 0
+    """Batches that the evaluation under way has done."""
     epoch: int = 1
     step: int = 0
     global_step: int = 0
     position: int = 0
+    row: "Row | None" = None
+    """The last row that was handed out: in `visit`, that of the last step."""
+    skipped: int = 0
+    """Steps that were skipped, since this fit began or went on."""
     seconds: float = 0.0
     """Time spent training in this epoch, evaluations left out."""
     scores: dict[str, float] | None = None
@@ -60,6 +68,17 @@ class Run:
     def stop(self, reason: str) -> None:
         """Ends the run after this visit."""
         self.stopped = self.stopped or reason
+
+    def __repr__(self) -> str:
+        """Where the run is and its newest scores: a notebook shows what `fit` returns."""
+        parts = [f"epoch {self.epoch}/{self.epochs}", f"step {self.global_step}"]
+        newest = self.history[-1] if self.history else {}
+        parts += [
+            f"{name}={value:.4g}" for name, value in newest.items() if isinstance(value, float)
+        ]
+        if self.stopped is not None:
+            parts.append(f"stopped={self.stopped!r}")
+        return f"Run({', '.join(parts)})"
 
     @property
     def net(self) -> nn.Module:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -116,7 +116,8 @@ class FitOptions(TypedDict, total=False):
     valid: Any
     valid_every: int | Iterable[int]
     valid_every_steps: int
-    callbacks: Callback | Iterable[Callback]
+    callbacks: Callback | Iterable[Callback] | None
+    progress: bool | Literal["lines"]
     sink: int | None
     steps_per_epoch: int | None
     max_time: float | str | timedelta | None

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
+from halfstep.callbacks.progress_bar import add_progress
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
@@ -178,21 +179,7 @@ class Model:
     # Training. Data first, or whole tensors with a batch size, are other forms of the same call.
 
     @overload
-    def fit(
-        self,
-        epochs: int,
-        data: Any,
-        *,
-        valid: Any = None,
-        valid_every: int | Iterable[int] = 1,
-        valid_every_steps: int = 0,
-        callbacks: Callback | Iterable[Callback] | None = (),
-        sink: int | None = None,
-        steps_per_epoch: int | None = None,
-        max_time: float | str | timedelta | None = None,
-        limit_batches: float | None = None,
-        resume: str | Path | None = None,
-    ) -> Run: ...
+    def fit(self, epochs: int, data: Any, **options: Unpack[FitOptions]) -> Run: ...
     @overload
     def fit(self, data: Any, epochs: int, **options: Unpack[FitOptions]) -> Run: ...
     @overload
@@ -219,6 +206,7 @@ class Model:
         valid_every: int | Iterable[int] = 1,
         valid_every_steps: int = 0,
         callbacks: Callback | Iterable[Callback] | None = (),
+        progress: bool | Literal["lines"] = True,
         sink: int | None = None,
         steps_per_epoch: int | None = None,
         max_time: float | str | timedelta | None = None,
@@ -232,7 +220,9 @@ class Model:
         stopped. `max_time`: this call ends after so many seconds, or "1h30m", at the next read of
         results. `limit_batches`: only so many batches, or such a fraction, of an epoch and of an
         evaluation. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback,
-        a path from that one.
+        a path from that one. `progress`: a bar in a terminal, a table in a notebook, elsewhere a
+        line for each epoch; "lines" everywhere, or False. Where a callback shows it, only that one
+        does.
 
         Also `fit(data, epochs)`, and `fit(x, y, epochs=…, batch_size=…, validation_data=(xv, yv))`
         for whole tensors or arrays, shuffled in each epoch by `seed`.
@@ -253,6 +243,7 @@ class Model:
                 valid_every=valid_every,
                 valid_every_steps=valid_every_steps,
                 callbacks=callbacks,
+                progress=progress,
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
                 limit=BatchLimit.of(limit_batches),
@@ -278,6 +269,7 @@ class Model:
         valid_every: int | Iterable[int],
         valid_every_steps: int,
         callbacks: Any,
+        progress: bool | str,
         sink: int | None,
         steps_per_epoch: int | None,
         limit: BatchLimit,
@@ -305,8 +297,9 @@ class Model:
         schedule_callbacks: list[Callback] = []
         if self.schedule is not None:
             schedule_callbacks.append(EpochRates(self._schedule_tables, self.step))
+        shown_callbacks = add_progress(user_callbacks, progress)
         named_callbacks = fit_arguments.name_callbacks(
-            [*schedule_callbacks, *user_callbacks, *compile_callbacks]
+            [*schedule_callbacks, *shown_callbacks, *compile_callbacks]
         )
 
         # Times and learning rates.
@@ -337,6 +330,7 @@ class Model:
             epochs=epochs,
             epoch_steps=epoch_steps,
             epoch_samples=None if steps_per_epoch else feed.samples,
+            valid_steps=None if valid_feed is None else valid_feed.size,
         )
         loop = Loop(
             run,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
     from halfstep.reproduce import diff, replay
     from halfstep.step import EvalStep, Record, TrainStep
+    from halfstep.utils.rng import seed_everything
 
 __version__ = "0.1.0"
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "nets",
     "replay",
     "schedules",
+    "seed_everything",
     "sink",
 ]
 
@@ -97,6 +99,7 @@ _NAMES_BY_MODULE = {
     "precision": ("DynamicScale", "FixedScale", "NoScale", "Precision"),
     "reproduce": ("diff", "replay"),
     "step": ("EvalStep", "Record", "TrainStep"),
+    "utils.rng": ("seed_everything",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

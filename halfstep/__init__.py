@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from halfstep.grads import GradManager, GradOperation
     from halfstep.model import Model
     from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
+    from halfstep.preflight import find_lr, summary
     from halfstep.reproduce import diff, replay
     from halfstep.step import EvalStep, Record, TrainStep
     from halfstep.utils.rng import seed_everything
@@ -70,6 +71,7 @@ __all__ = [
     "checkpoint",
     "data",
     "diff",
+    "find_lr",
     "losses",
     "metrics",
     "nets",
@@ -77,6 +79,7 @@ __all__ = [
     "schedules",
     "seed_everything",
     "sink",
+    "summary",
 ]
 
 # A name is imported when it is first used: the help of the command and the completion of a shell
@@ -97,6 +100,7 @@ _NAMES_BY_MODULE = {
     "grads": ("GradManager", "GradOperation"),
     "model": ("Model",),
     "precision": ("DynamicScale", "FixedScale", "NoScale", "Precision"),
+    "preflight": ("find_lr", "summary"),
     "reproduce": ("diff", "replay"),
     "step": ("EvalStep", "Record", "TrainStep"),
     "utils.rng": ("seed_everything",),

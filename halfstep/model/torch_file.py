@@ -9,7 +9,7 @@ import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,31 @@ def write_torch_file(path: str | Path, net: nn.Module) -> None:
         if isinstance(value, Tensor):
             state[name] = _on_host(value, copies)
     with atomic_file(path) as file:
-        torch.save(state, file)
+        writer = _ErrorKeepingFile(file)
+        try:
+            torch.save(state, writer)
+        except RuntimeError:
+            if writer.error is not None:
+                raise writer.error from None
+            raise
+
+
+class _ErrorKeepingFile:
+    """A file that remembers why a write failed: torch raises an error that does not say it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _check_can_be_read_back(path: str | Path, state: Mapping[str, Any]) -> None:

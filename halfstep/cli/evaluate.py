@@ -116,7 +116,7 @@ def settings_of_run(
         _refuse_comparison(command, run)
         if not run.exists():
             raise FileNotFoundError(
-                f"{command}: expected a run, a checkpoint or a safetensors file, "
+                f"{command}: expected a run, a checkpoint or a file of weights, "
                 f"found nothing at {run}"
             )
         if options.get("net") is None:

@@ -206,7 +206,7 @@ DeviceOption = Annotated[
 
 # A run that exists already, and the settings that a command may replace in it.
 RunArgument = Annotated[
-    Path, typer.Argument(help="folder of a run, one checkpoint of it, or a safetensors file")
+    Path, typer.Argument(help="folder of a run, one checkpoint of it, or a file of weights")
 ]
 RunNetOption = Annotated[
     str | None,

@@ -26,7 +26,6 @@ from halfstep.experiment import output_folder
 from halfstep.experiment.build import (
     build_model,
     check_one_batch,
-    seed_everything,
     warn_about_large_batch,
 )
 from halfstep.experiment.datasets import TrainTestData, load_train_test_data
@@ -35,6 +34,7 @@ from halfstep.experiment.output_folder import run_folder
 from halfstep.experiment.settings import Settings
 from halfstep.model import Model
 from halfstep.utils.files import read_json, write_json
+from halfstep.utils.rng import seed_everything
 from halfstep.utils.user_code import failing_sample
 
 RESULT_FILE = "result.json"

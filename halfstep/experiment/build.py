@@ -2,14 +2,11 @@
 
 import inspect
 import math
-import random
 import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -23,6 +20,7 @@ from halfstep.metrics import Accuracy
 from halfstep.model import Model
 from halfstep.nets import registry
 from halfstep.precision import Precision
+from halfstep.utils.rng import seed_everything
 
 # Names as in settings.OPTIMIZERS.
 OPTIMIZER_CLASSES: dict[str, Any] = {
@@ -33,13 +31,6 @@ OPTIMIZER_CLASSES: dict[str, Any] = {
 }
 
 CHECKED_SAMPLES = 4  # samples that check_one_batch sends through the network
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's generators: a run may draw from any of them."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the global one, which takes 32 bits
-    torch.manual_seed(seed)
 
 
 def build_network(settings: Settings, data: TrainTestData, seed: int) -> nn.Module:

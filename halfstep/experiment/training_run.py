@@ -75,7 +75,7 @@ def build_run(train_settings: TrainSettings, *, training: bool = False) -> RunPa
 
     `training`: also give the notices that concern training.
     """
-    from halfstep.experiment.build import seed_everything
+    from halfstep.utils.rng import seed_everything
 
     seed_everything(train_settings.seed)
     if train_settings.build is not None:
@@ -282,7 +282,7 @@ def load_weights(model: Any, run: Path) -> str:
 
     if not run.exists():
         raise FileNotFoundError(
-            f"expected a run, a checkpoint or a safetensors file, found nothing at {run}"
+            f"expected a run, a checkpoint or a file of weights, found nothing at {run}"
         )
     if run.is_file():
         model.load(run)

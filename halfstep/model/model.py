@@ -606,12 +606,15 @@ class Model:
         return self.step.report().adding(engine=self.captures.describe(self.step), **choices)
 
     def save(self, path: str | Path) -> None:
-        """Writes the weights as one safetensors file; with ema=, the averaged ones."""
+        """Writes the weights in the format of the suffix; with ema=, the averaged ones.
+
+        .safetensors; or .pt and .pth, a state_dict that torch.load reads.
+        """
         with self._averaged_weights():
             save_weights(self.net, path)
 
     def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> Account:
-        """Starts from weights: a safetensors file, a checkpoint, a run's folder or a state_dict.
+        """Starts from weights: a file of `save` or torch.save, a checkpoint, a run or a state_dict.
 
         Of a run's folder the newest checkpoint. `strict=False` takes what fits, and says what.
         """

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
         *("engine", "callbacks", "model"),
     },
+    "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},
     "compare": {
         *("errors", "utils", "checkpoint", "metrics", "data", "engine", "callbacks", "model"),

@@ -412,7 +412,7 @@ def test_mistakes_about_folders_are_explained() -> None:
         train_small("new", "--epochs", "1", "--resume", "nothing")
     with lock_output_folder(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
         train_small("busy", "--epochs", "1")
-    message = "eval: expected a run, a checkpoint or a safetensors file"
+    message = "eval: expected a run, a checkpoint or a file of weights"
     with pytest.raises(FileNotFoundError, match=message):
         run_json("eval", "nothing")
 

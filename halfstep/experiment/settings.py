@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from halfstep.precision import Precision
+from halfstep.precision.advice import find_half_units, precisions_to_compare
 from halfstep.precision.backend_flags import check_supported
 from halfstep.utils.checks import SEED_LIMIT, expect, finite_number, one_of, whole_number
 from halfstep.utils.text import plural
@@ -22,6 +23,9 @@ OPTIMIZERS: dict[str, tuple[str, float]] = {
     "adamw": ("AdamW", 1e-3),
 }
 SCHEDULES = ("constant", "linear", "cosine", "poly", "steps", "one_cycle")
+
+# In place of a list of precisions: those that the device is good for.
+BY_DEVICE = ("by device",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,9 @@ class Settings:
     data: str = "sample"
     path: str | None = None
     """The folder of a named data set that is not found by itself."""
-    precisions: tuple[str, ...] = ("fp32", "fp16", "O1", "O2")
+    precisions: tuple[str, ...] = BY_DEVICE
+    """By default fp32 and, in each half dtype that the device has units for, stored low, O1 and O2;
+    float16 on a device without such units."""
     seeds: tuple[int, ...] = (0, 1, 2)
     epochs: int = 4
     batch: int = 64
@@ -53,6 +59,9 @@ class Settings:
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        device = resolve_device(self.device)
+        if self.precisions == BY_DEVICE:
+            self._set("precisions", precisions_to_compare(find_half_units(device)))
         self._set("precisions", _list_without_repeats("precisions", self.precisions))
         self._set("seeds", _list_without_repeats("seeds", self.seeds))
 
@@ -75,7 +84,6 @@ class Settings:
             is_valid = is_integer and 0 <= seed < SEED_LIMIT
             expect(is_valid, "seeds", "whole numbers, 0 or more", seed)
 
-        device = resolve_device(self.device)
         for precision in self.precisions:
             check_supported(Precision.parse(precision), device)
         _refuse_synonyms(self.precisions)

@@ -57,8 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},
     "compare": {
-        *("errors", "utils", "checkpoint", "metrics", "data", "engine", "callbacks", "model"),
-        "experiment",
+        *("errors", "utils", "checkpoint", "metrics", "data", "precision", "engine", "callbacks"),
+        *("model", "experiment"),
     },
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),

@@ -21,12 +21,13 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import echo, format_scores, print_json
 from halfstep.experiment import training_run
-from halfstep.utils.text import printable
+from halfstep.utils.text import list_some, printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
 
 # Settings that a comparison and `halfstep train` share, in the order of the advised command.
+MAX_NAMED = 10  # classes in a message
 SETTINGS_OF_COMPARISON = ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
 
 
@@ -69,7 +70,12 @@ def evaluate(
         "test_samples": test_samples,
     }
     settings = settings_of_run("eval", run, build, options, trust=trust)
-    built = training_run.build_run(settings)
+    facts = training_run.read_data_facts(run)
+    if build is not None or net is not None:
+        facts = {}
+    # Other data than the run's is evaluated as a whole, where nobody has split it.
+    built = training_run.build_run(settings, split=data is None, facts=facts)
+    check_same_classes(built, facts)
     weights_path = training_run.load_weights(built.model, run)
 
     dataset = built.data if split == "train" else _validation_data(built, settings)
@@ -91,6 +97,7 @@ def settings_of_run(
     replaced = [name for name, value in options.items() if value is not None]
     if "data" in replaced and "path" not in replaced:
         replaced.append("path")  # the run's path says where the run's data lies, not other data
+    replaced += _settings_of_other_data(options.get("data"))
 
     settings: training_run.TrainSettings | None
     if build:
@@ -126,9 +133,32 @@ def settings_of_run(
                 "(--build package.module:function)."
             )
         settings = training_run.TrainSettings()
-    if "path" in replaced:
-        settings = replace(settings, path=None)
+    gone = {name: None for name in replaced if options.get(name) is None}
+    settings = replace(settings, **gone)  # type: ignore[arg-type]  # all of them may be None
     return training_run.with_overrides(settings, **options)
+
+
+def _settings_of_other_data(data: str | None) -> list[str]:
+    """The settings that say something about the run's own data only, where `data` replaces it."""
+    if data is None:
+        return []
+    names = ["test_share", "split_seed", "skip_damaged"]
+    if not data.startswith("csv:"):
+        names += ["target", "task", "drop"]
+    if not Path(data).expanduser().is_dir():
+        names.append("size")
+    return names
+
+
+def check_same_classes(built: "RunParts", facts: dict[str, Any]) -> None:
+    """Refuses data with other classes than the run's: its labels would be others."""
+    before = facts.get("classes")
+    now = built.facts.get("classes")
+    if before is not None and now is not None and before != now:
+        raise ValueError(
+            f"eval: expected the run's classes, {printable(list_some(before, MAX_NAMED))}; "
+            f"the data has {printable(list_some(now, MAX_NAMED))}"
+        )
 
 
 def _refuse_comparison(command: str, run: Path) -> None:

@@ -70,12 +70,11 @@ def evaluate(
         "test_samples": test_samples,
     }
     settings = settings_of_run("eval", run, build, options, trust=trust)
-    facts = training_run.read_data_facts(run)
-    if build is not None or net is not None:
-        facts = {}
+    facts = training_run.read_data_facts(run) if build is None else {}
     # Other data than the run's is evaluated as a whole, where nobody has split it.
-    built = training_run.build_run(settings, split=data is None, facts=facts)
-    check_same_classes(built, facts)
+    is_own = settings.test_share is not None or data is None
+    built = training_run.build_run(settings, split=is_own, facts=facts)
+    _check_same_classes(built, facts)
     weights_path = training_run.load_weights(built.model, run)
 
     dataset = built.data if split == "train" else _validation_data(built, settings)
@@ -97,7 +96,6 @@ def settings_of_run(
     replaced = [name for name, value in options.items() if value is not None]
     if "data" in replaced and "path" not in replaced:
         replaced.append("path")  # the run's path says where the run's data lies, not other data
-    replaced += _settings_of_other_data(options.get("data"))
 
     settings: training_run.TrainSettings | None
     if build:
@@ -133,24 +131,27 @@ def settings_of_run(
                 "(--build package.module:function)."
             )
         settings = training_run.TrainSettings()
-    gone = {name: None for name in replaced if options.get(name) is None}
-    settings = replace(settings, **gone)  # type: ignore[arg-type]  # all of them may be None
+    if "path" in replaced:
+        settings = replace(settings, path=None)
+    settings = _without_data_settings(settings, options.get("data"))
     return training_run.with_overrides(settings, **options)
 
 
-def _settings_of_other_data(data: str | None) -> list[str]:
-    """The settings that say something about the run's own data only, where `data` replaces it."""
-    if data is None:
-        return []
-    names = ["test_share", "split_seed", "skip_damaged"]
+def _without_data_settings(
+    settings: training_run.TrainSettings, data: str | None
+) -> training_run.TrainSettings:
+    """Without what the settings say about the run's own data only, where `data` is other data."""
+    if data is None or data == settings.data:
+        return settings
+    settings = replace(settings, test_share=None, split_seed=None, skip_damaged=None)
     if not data.startswith("csv:"):
-        names += ["target", "task", "drop"]
+        settings = replace(settings, target=None, task=None, drop=None)
     if not Path(data).expanduser().is_dir():
-        names.append("size")
-    return names
+        settings = replace(settings, size=None)
+    return settings
 
 
-def check_same_classes(built: "RunParts", facts: dict[str, Any]) -> None:
+def _check_same_classes(built: "RunParts", facts: dict[str, Any]) -> None:
     """Refuses data with other classes than the run's: its labels would be others."""
     before = facts.get("classes")
     now = built.facts.get("classes")

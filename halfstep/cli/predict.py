@@ -92,16 +92,13 @@ def predict(
         names = inputs.names
         class_names = _class_names(built, settings)
 
+    columns: tuple[str, ...]
     # All outputs as an array, or the likeliest class of each as a table.
     if out is not None and suffix == ".npy":
         _write_array(outputs, out)
         return
     if encoding is not None and encoding.task == "regression":
-        columns = ("input", encoding.target if encoding.target != "input" else "value")
-        rows = [
-            {columns[0]: name, columns[1]: float(f"{value:.{VALUE_DIGITS}g}")}
-            for name, value in zip(names, outputs.flatten().tolist(), strict=True)
-        ]
+        columns, rows = _value_rows(outputs, names, encoding.target)
     else:
         columns = COLUMNS
         rows = _prediction_rows(outputs, names, class_names)
@@ -165,6 +162,17 @@ def _write_array(outputs: Any, path: Path) -> None:
         np.lib.format.write_array_header_1_0(file, header)
         file.write(array.data)
     echo(f"written: {path}, {list(outputs.shape)} {dtype_name(outputs.dtype)}", err=True)
+
+
+def _value_rows(
+    outputs: Any, input_names: list[str], target: str
+) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    """The columns, and a row for each sample: the number that is predicted for the target."""
+    columns = ("input", target if target != "input" else "value")
+    rows = []
+    for input_name, value in zip(input_names, outputs.flatten().tolist(), strict=True):
+        rows.append({columns[0]: input_name, columns[1]: float(f"{value:.{VALUE_DIGITS}g}")})
+    return columns, rows
 
 
 def _prediction_rows(

@@ -13,8 +13,8 @@ from halfstep.data.pipeline.loader import Loader
 from halfstep.data.readers.cifar import read_cifar
 from halfstep.data.readers.idx import read_idx, read_split
 from halfstep.data.readers.image_folder import ImageFolder
-from halfstep.data.tables.encoding import TableEncoding
-from halfstep.data.tables.table import Table, read_csv
+from halfstep.data.tables.table_encoding import TableEncoding
+from halfstep.data.tables.typed_table import Table, read_csv
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 

@@ -72,7 +72,7 @@ def build_schedule(settings: Settings, batches_per_epoch: int, accumulate: int) 
 
 
 def build_loss(settings: Settings, data: TrainTestData) -> nn.Module:
-    """Cross entropy of classes, weighted where the settings say so; the squared error of numbers."""
+    """Cross entropy of classes, weighted if the settings say so; the squared error of numbers."""
     if data.is_regression:
         return nn.MSELoss()
     weights = data.class_weights

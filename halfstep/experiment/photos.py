@@ -11,6 +11,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from halfstep.data import Dataset, ImageFolder
 from halfstep.data.pipeline.residency import format_bytes
+from halfstep.data.pipeline.source import ColumnSource, RowSource
 from halfstep.data.readers.image_folder import read_in_threads
 from halfstep.data.readers.image_survey import ImageSurvey, survey_images
 from halfstep.data.readers.resize_crop import Size, format_image_size, parse_image_size
@@ -120,7 +122,7 @@ def _digest_of_names(part: ImageFolder) -> str:
     return digest.hexdigest()
 
 
-def count_duplicates(train: ImageFolder, test: ImageFolder) -> list[tuple[str, str]]:
+def find_duplicates(train: ImageFolder, test: ImageFolder) -> list[tuple[str, str]]:
     """Pairs of a test file and a training file with the same bytes; empty where there are many.
 
     Only files of the same length are read.
@@ -150,6 +152,16 @@ def count_duplicates(train: ImageFolder, test: ImageFolder) -> list[tuple[str, s
                 pairs.append((path, other))
                 break
     return pairs
+
+
+def describe_duplicates(root: Path, pairs: list[tuple[str, str]]) -> str:
+    """One line about the pairs that `find_duplicates` gave."""
+    shown = [f"{Path(a).relative_to(root)} = {Path(b).relative_to(root)}" for a, b in pairs]
+    verb = "is" if len(pairs) == 1 else "are"
+    return (
+        f"{plural(len(pairs), 'test photo')} {verb} among the training photos too, byte for byte, "
+        f"which makes scores better than they are: {list_some(shown, MAX_NAMED)}"
+    )
 
 
 # The size
@@ -204,15 +216,8 @@ def _without_damaged(
         with reading_progress("checking the photos", len(part), visible=training) as on_read:
             for start in range(0, len(part), FILES_AT_ONCE):
                 indices = range(start, min(start + FILES_AT_ONCE, len(part)))
-
-                def error_of(index: int, part: ImageFolder = part) -> str | None:
-                    try:
-                        part[index]
-                    except (ValueError, OSError) as error:
-                        return str(error)
-                    return None
-
-                for index, error in zip(indices, read_in_threads(error_of, indices), strict=True):
+                found = read_in_threads(partial(_error_of, part), indices)
+                for index, error in zip(indices, found, strict=True):
                     if error is None:
                         chosen.append(index)
                     else:
@@ -227,6 +232,15 @@ def _without_damaged(
         more = f"; and {len(errors) - MAX_NAMED:,} more" if len(errors) > MAX_NAMED else ""
         _notice(f"{plural(len(errors), 'damaged file')} left out: {shown}{more}")
     return whole_parts
+
+
+def _error_of(part: ImageFolder, index: int) -> str | None:
+    """Why a photo cannot be decoded; None where it can."""
+    try:
+        part[index]
+    except (ValueError, OSError) as error:
+        return str(error)
+    return None
 
 
 # What is said
@@ -256,17 +270,9 @@ def _announce(
     modes = survey.describe_modes()
     if modes is not None:
         _notice(f"{modes} of {sum(survey.modes.values()):,} photos: converted to RGB")
-    pairs = count_duplicates(train, test)
+    pairs = find_duplicates(train, test)
     if pairs:
-        shown = [
-            f"{Path(a).relative_to(test.root)} = {Path(b).relative_to(train.root)}"
-            for a, b in pairs
-        ]
-        verb = "is" if len(pairs) == 1 else "are"
-        _notice(
-            f"{plural(len(pairs), 'test photo')} {verb} among the training photos too, byte for "
-            f"byte, which makes scores better than they are: {list_some(shown, MAX_NAMED)}"
-        )
+        _notice(describe_duplicates(folder.root, pairs))
 
 
 def _notice(text: str) -> None:
@@ -324,12 +330,11 @@ def labels_of(dataset: Dataset) -> Tensor | None:
     Labels are whole numbers from 0 in the last column.
     """
     source = dataset.plan.source
-    tensors = getattr(source, "tensors", None)
     labels = None
-    if tensors is not None and len(tensors) > 1:
-        labels = tensors[dataset.columns[-1]] if dataset.columns[-1] in tensors else None
-    elif isinstance(getattr(source, "dataset", None), ImageFolder):
-        labels = torch.tensor(source.dataset.labels)  # type: ignore[attr-defined]
+    if isinstance(source, ColumnSource) and len(source.names) > 1:
+        labels = source.tensors.get(dataset.columns[-1])
+    elif isinstance(source, RowSource) and isinstance(source.dataset, ImageFolder):
+        labels = torch.tensor(source.dataset.labels)
     if labels is None or labels.dim() != 1 or labels.is_floating_point() or not len(labels):
         return None
     if labels.dtype == torch.bool or labels.min() < 0:

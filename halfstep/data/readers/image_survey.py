@@ -1,11 +1,11 @@
-"""What a folder of images holds, by the heads of the files alone: sizes, kinds of colour, damage."""
+"""What a folder of images holds, by the heads of the files alone: sizes, colour, damage."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from halfstep.data.readers.image_folder import read_in_threads, read_image_head
+from halfstep.data.readers.image_folder import read_image_head, read_in_threads
 from halfstep.data.readers.resize_crop import Size
 from halfstep.utils.text import list_some
 

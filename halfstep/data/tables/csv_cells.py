@@ -115,10 +115,10 @@ def read_cells(path: str | Path, *, delimiter: str | None = None) -> Cells:
 
 def _open_text(path: Path) -> io.TextIOWrapper:
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{printable(path)}: expected a CSV file, found {'a folder' if path.is_dir() else 'nothing'} there"
-        )
-    head = path.open("rb").read(4)
+        actual = "a folder" if path.is_dir() else "nothing"
+        raise FileNotFoundError(f"{printable(path)}: expected a CSV file, found {actual} there")
+    with path.open("rb") as binary:
+        head = binary.read(4)
     if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise _error(path, "UTF-8, found UTF-16", "Save it as UTF-8.")
     if head == b"PK\x03\x04":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data.tables.csv_cells import Cells, read_cells
-from halfstep.data.tables.table import (
+from halfstep.data.tables.typed_table import (
     TASKS,
     Column,
     Table,
@@ -96,7 +96,9 @@ class TableEncoding:
     def fit(cls, table: Table) -> "TableEncoding":
         """Learnt from these rows, which are the training rows."""
         if table.target is None or table.task is None or table.target_name is None:
-            raise ValueError("TableEncoding.fit: expected a table with a target; read_csv(…, target=…)")
+            raise ValueError(
+                "TableEncoding.fit: expected a table with a target; read_csv(…, target=…)"
+            )
         mean, deviation = 0.0, 1.0
         if table.task == "regression":
             mean, deviation = _mean_and_deviation(table.target.values)

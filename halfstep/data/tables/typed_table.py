@@ -81,7 +81,8 @@ class Table:
 
     def labels(self) -> Tensor:
         """The class of every row, int64; for a classification."""
-        assert self.target is not None and self.task == "classification"
+        assert self.target is not None
+        assert self.task == "classification"
         return self.target.values.long()
 
     def rows(self, indices: Sequence[int]) -> "Table":
@@ -132,9 +133,8 @@ def read_csv(
     if task is not None:
         one_of("task", task, TASKS)
     cells = read_cells(path, delimiter=delimiter)
-    unknown = [name for name in (*drop, *([] if target is None else [target]))]
-    for name in unknown:
-        if name not in cells.columns:
+    for name in (*drop, target):
+        if name is not None and name not in cells.columns:
             raise _no_such_column(cells, name)
     notes = list(cells.notes)
 
@@ -171,9 +171,7 @@ def _no_such_column(cells: Cells, name: str) -> ValueError:
     close = closest_name(name, cells.columns)
     hint = f"; did you mean {close!r}?" if close else ""
     names = printable(list_some(list(cells.columns), MAX_NAMED))
-    return ValueError(
-        f"{printable(cells.path)}: expected a column of {names}; got {name!r}{hint}"
-    )
+    return ValueError(f"{printable(cells.path)}: expected a column of {names}; got {name!r}{hint}")
 
 
 def numbers_of(cells: Cells, column: CellColumn) -> Column:
@@ -248,7 +246,9 @@ def _read_target(
     """The target, what is to be done, and the names of its classes."""
     where = f"{printable(cells.path)}: the target {printable(column.name)!r}"
     if column.missing_count:
-        lines = [str(line) for line, code in zip(cells.lines, column.codes, strict=True) if code < 0]
+        lines = [
+            str(line) for line, code in zip(cells.lines, column.codes, strict=True) if code < 0
+        ]
         if not column.has_too_many_texts:
             raise ValueError(
                 f"{where} is missing in {column.missing_count:,} of {cells.size:,} rows, "

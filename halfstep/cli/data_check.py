@@ -279,7 +279,11 @@ def _image_notes(surveys: list[ImageSurvey]) -> list[str]:
 
 
 def _duplicate_notes(folder: SplitFolder) -> list[str]:
-    pairs = find_duplicates(*folder.images())
+    try:
+        train, test = folder.images()
+    except ValueError as error:  # too few to be split
+        return [str(error)]
+    pairs = find_duplicates(train, test)
     return [describe_duplicates(folder.root, pairs)] if pairs else []
 
 

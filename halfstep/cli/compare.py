@@ -8,11 +8,19 @@ import typer
 
 from halfstep.cli.options import (
     BatchOption,
+    ClassWeightsOption,
     DataOption,
+    DropOption,
     LrOption,
     PlainOption,
     SamplesOption,
+    SizeOption,
+    SkipDamagedOption,
+    SplitSeedOption,
+    TargetOption,
+    TaskOption,
     TestSamplesOption,
+    TestShareOption,
     parse_names,
 )
 from halfstep.cli.output import command_line, echo, exit_code, print_json
@@ -77,6 +85,14 @@ def compare(
     margin: Annotated[float, typer.Option(help="points of accuracy that count as the same")] = 0.5,
     samples: SamplesOption = None,
     test_samples: TestSamplesOption = None,
+    size: SizeOption = None,
+    test_share: TestShareOption = None,
+    split_seed: SplitSeedOption = None,
+    skip_damaged: SkipDamagedOption = None,
+    class_weights: ClassWeightsOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
     out: Annotated[Path, typer.Option(help="folder of the comparison")] = Path("runs/compare"),
     fresh: Annotated[
@@ -111,6 +127,14 @@ def compare(
         margin=margin,
         samples=samples,
         test_samples=test_samples,
+        size=size,
+        test_share=test_share,
+        split_seed=split_seed,
+        skip_damaged=skip_damaged,
+        class_weights=class_weights,
+        target=target,
+        task=task,
+        drop=drop,
         device=device,
     )
 

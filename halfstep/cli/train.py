@@ -12,10 +12,12 @@ from halfstep.cli.options import (
     AccumulateOption,
     BatchOption,
     BuildOption,
+    ClassWeightsOption,
     ClipNormOption,
     DataOption,
     DataPathOption,
     DeviceOption,
+    DropOption,
     EmaOption,
     EpochsOption,
     JsonOption,
@@ -30,7 +32,13 @@ from halfstep.cli.options import (
     ScheduleOption,
     SeedOption,
     SinkOption,
+    SizeOption,
+    SkipDamagedOption,
+    SplitSeedOption,
+    TargetOption,
+    TaskOption,
     TestSamplesOption,
+    TestShareOption,
     option_flag,
 )
 from halfstep.cli.output import command_line, echo, exit_code, print_json
@@ -66,8 +74,10 @@ and at a signal, log.jsonl, and at the end weights.safetensors.
 halfstep train                                            an MLP on the shipped sample, \
 into runs/train
 halfstep train --net resnet18 --data cifar10 --precision O2 --batch 128 --epochs 10 --out runs/r18
+halfstep train --net resnet18 --data photos/ --size 224 --class-weights balanced --out runs/photos
+halfstep train --data csv:houses.csv --target price --out runs/houses
 halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 \
---out runs/photos
+--out runs/mine
 halfstep train --build train:build --epochs 20 --out runs/own --resume auto
 
 Exit code: 0 done, 2 a mistake or an error; 124 when --max-time was over, 130 and 143 when stopped
@@ -96,6 +106,14 @@ def train(
     seed: SeedOption = 0,
     samples: SamplesOption = None,
     test_samples: TestSamplesOption = None,
+    size: SizeOption = None,
+    test_share: TestShareOption = None,
+    split_seed: SplitSeedOption = None,
+    skip_damaged: SkipDamagedOption = None,
+    class_weights: ClassWeightsOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
     device: DeviceOption = "auto",
     build: BuildOption = None,
     sink: SinkOption = None,
@@ -128,7 +146,8 @@ def train(
     time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
     settings = _read_settings(ctx)
     built = training_run.build_run(settings, training=True)
-    settings = _with_epochs(settings, built)
+    # What the data decides is written down too, so that every command uses the same.
+    settings = replace(_with_epochs(settings, built), **built.chosen)
     _warn_useless_verify(built)
 
     # Standard output is left to the JSON.
@@ -137,7 +156,7 @@ def train(
         if fresh:
             training_run.remove_run(out)
         refuse_links_out_of(out, WRITTEN_FILES)
-        _check_folder(out, settings, resume)
+        _check_folder(out, settings, built.facts, resume)
         _check_going_back(out, resume, discard_later=discard_later)
         if resume not in (None, "auto"):
             refuse_fewer_epochs(Path(resume), settings.epochs)
@@ -244,13 +263,16 @@ def _warn_useless_verify(built: "RunParts") -> None:
         )
 
 
-def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str | None) -> None:
+def _check_folder(
+    out: Path, settings: training_run.TrainSettings, facts: dict[str, Any], resume: str | None
+) -> None:
     """Raises an error where the folder and --resume do not fit each other."""
     from halfstep import checkpoint
 
     checkpoints = checkpoint.listing(out)
     if resume == "auto":
         training_run.check_same_run(out, settings)
+        training_run.check_same_data(out, facts)
         if not checkpoints:
             echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
     elif resume is None and checkpoints:
@@ -340,7 +362,7 @@ def _fit(
             training_run.remove_later(out, run.position)
 
     def write_run_file(run: "Run") -> None:
-        training_run.write_run_file(out, settings, command_line())
+        training_run.write_run_file(out, settings, command_line(), built.facts)
 
     log = JSONLLog(out / training_run.LOG_FILE, overwrite=True)
     if resume is not None and resume != "auto":

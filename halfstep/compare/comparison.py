@@ -66,7 +66,12 @@ def compare(
     with _notices_to(progress):
         # A data function that draws gives the same data for every seed, and when it goes on.
         seed_everything(0)
-        data = load_train_test_data(settings)
+        data = load_train_test_data(settings, training=True)
+        if data.is_regression:
+            raise ValueError(
+                f"target: expected classes, and {settings.target!r} is a number: a comparison "
+                "counts right answers. Train in each precision instead: halfstep train --precision"
+            )
         check_one_batch(settings, data)
         warn_about_large_batch(settings, data)
 
@@ -101,7 +106,7 @@ def _build_spec(settings: Settings, data: TrainTestData) -> dict[str, Any]:
         spec["schedule"] = None
     spec["samples"] = data.train.size
     spec["test_samples"] = data.test.size
-    return spec
+    return spec | data.chosen
 
 
 def _add_earlier_runs(

@@ -214,7 +214,7 @@ def _source_places(matrices: Tensor, height: int, width: int) -> tuple[Tensor, T
 
 
 def take_nearest(batch: Tensor, x: Tensor, y: Tensor, axes: Axes, fill: float) -> Tensor:
-    """The pixel next to each place; between two pixels the even one, outside of the image `fill`."""
+    """The pixel next to each place, between two the even one; outside of the image `fill`."""
     height = batch.shape[axes.row]
     width = batch.shape[axes.column]
     column = x.round()

@@ -1,4 +1,4 @@
-"""Transforms that cut out or erase parts of images: crops of random size, the centre, rectangles."""
+"""Transforms that cut out or erase parts of images: random crops, the centre, rectangles."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,6 @@ from halfstep.data.transforms.axes import (
     image_axes,
     parse_range,
     parse_size,
-    to_chw,
     to_python,
 )
 from halfstep.data.transforms.chunks import in_chunks

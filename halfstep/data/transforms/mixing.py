@@ -136,7 +136,7 @@ def mix_batch(
     epochs: Tensor,
     samples: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Images and labels after the mixer; the numbers are as for `halfstep.data.transforms.apply`."""
+    """Images and labels after the mixer; the numbers are as for `apply`."""
     words = RandomWords([mixer], seed, epochs, samples)[0]
     return mixer(images, labels, words)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -22,33 +23,35 @@ from halfstep.data.transforms.axes import (
 from halfstep.data.transforms.chunks import in_chunks
 from halfstep.data.transforms.colour import grey, mean_per_sample, to_range
 from halfstep.data.transforms.random_numbers import sin_cos
+from halfstep.data.transforms.values import constant_vector
 from halfstep.utils.checks import expect
 
-# The table of the paper's wide space, in torchvision's order: the largest strength of each
-# operation, and whether its sign is random. The strength is uniform over `bins` equal steps from 0.
-OPERATIONS: dict[str, tuple[float, bool]] = {
-    "Identity": (0.0, False),
-    "ShearX": (0.99, True),  # the tangent of the angle
-    "ShearY": (0.99, True),
-    "TranslateX": (32.0, True),  # pixels
-    "TranslateY": (32.0, True),
-    "Rotate": (135.0, True),  # degrees
-    "Brightness": (0.99, True),  # the factor is 1 + strength
-    "Color": (0.99, True),
-    "Contrast": (0.99, True),
-    "Sharpness": (0.99, True),
-    "Posterize": (6.0, False),  # bits that are lost
-    "Solarize": (1.0, False),  # how far the threshold falls
-    "AutoContrast": (0.0, False),
-    "Equalize": (0.0, False),
+# The table of the paper's wide space, in torchvision's order: the first and the last of the equally
+# spaced strengths, and whether a sign is random.
+OPERATIONS: dict[str, tuple[float, float, bool]] = {
+    "Identity": (0.0, 0.0, False),
+    "ShearX": (0.0, 0.99, True),  # the tangent of the angle
+    "ShearY": (0.0, 0.99, True),
+    "TranslateX": (0.0, 32.0, True),  # pixels, cut to whole ones
+    "TranslateY": (0.0, 32.0, True),
+    "Rotate": (0.0, 135.0, True),  # degrees
+    "Brightness": (0.0, 0.99, True),  # the factor is 1 + strength
+    "Color": (0.0, 0.99, True),
+    "Contrast": (0.0, 0.99, True),
+    "Sharpness": (0.0, 0.99, True),
+    "Posterize": (8.0, 2.0, False),  # bits that stay, rounded
+    "Solarize": (1.0, 0.0, False),  # the threshold, as a share of 255
+    "AutoContrast": (0.0, 0.0, False),
+    "Equalize": (0.0, 0.0, False),
 }
 _NAMES = tuple(OPERATIONS)
+_SIGNED = tuple(is_signed for _, _, is_signed in OPERATIONS.values())
 _LEVELS = 256
 
 
 @dataclass(frozen=True)
 class TrivialAugment:
-    """One of fourteen operations for each uint8 image, each as likely, with a uniform strength.
+    """One of fourteen operations for each uint8 image, each as likely, and one of `bins` strengths.
 
     The operations and strengths are those of torchvision's TrivialAugmentWide. Pixels from outside
     the image are `fill`, the nearest pixel is taken where an image is moved. The bits are the same
@@ -85,25 +88,31 @@ class TrivialAugment:
             return from_chw(images, axes.channel)
 
         changed = in_chunks(change, batch, operation, strength)
-        matrices = _matrices(
-            operation, strength, batch.shape[axes.row], batch.shape[axes.column]
-        )
+        matrices = _matrices(operation, strength, batch.shape[axes.row], batch.shape[axes.column])
         return transform_images(name, changed, matrices, "nearest", self.fill, self.layout)
 
     def choose(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Each sample's operation, int64 [B], and its strength with its sign, float64 [B]."""
         operation = below(words[0], len(_NAMES))
-        step = below(words[1], self.bins).to(torch.float64)
-        is_negative = words[2] < 2**31
-        strength = torch.zeros_like(step)
-        for number, (largest, is_signed) in enumerate(OPERATIONS.values()):
-            if not largest:
-                continue
-            own = step * (largest / (self.bins - 1))
-            if is_signed:
-                own = torch.where(is_negative, -own, own)
-            strength = torch.where(operation == number, own, strength)
-        return operation, strength
+        step = below(words[1], self.bins)
+        table = constant_vector(_strength_table(self.bins), torch.float64, words.device)
+        strength = table[operation * self.bins + step]
+        is_signed = constant_vector(_SIGNED, torch.bool, words.device)[operation]
+        is_negative = is_signed & (words[2] < 2**31)
+        return operation, torch.where(is_negative, -strength, strength)
+
+
+@cache
+def _strength_table(bins: int) -> tuple[float, ...]:
+    """The strengths of each operation, one operation after the other.
+
+    They are the float32 numbers of torch.linspace: a shift of 16 pixels is cut to 15 where float32
+    has a little less.
+    """
+    strengths: list[float] = []
+    for first, last, _ in OPERATIONS.values():
+        strengths += torch.linspace(first, last, bins, device="cpu").tolist()
+    return tuple(strengths)
 
 
 def _is(operation: Tensor, name: str) -> Tensor:
@@ -190,10 +199,10 @@ def _level_tables(images: Tensor, greys: Tensor, operation: Tensor, strength: Te
     bright = to_range(level * factor, is_integer=True)
     mean = mean_per_sample(greys, is_integer=True).view(-1, 1, 1)
     contrasted = to_range((level * factor).add_(mean * rest), is_integer=True)
-    # The lowest bits are lost: as many as the strength, rounded.
-    lost = torch.where(_is(operation, "Posterize"), strength, 0.0).round().to(torch.int64)
-    posterized = ((whole_level >> lost.view(-1, 1, 1)) << lost.view(-1, 1, 1)).to(torch.float32)
-    threshold = (255 * (1 - strength)).to(torch.float32).view(-1, 1, 1)
+    kept_bits = torch.where(_is(operation, "Posterize"), strength, 8.0).round().to(torch.int64)
+    lost_bits = (8 - kept_bits).view(-1, 1, 1)
+    posterized = ((whole_level >> lost_bits) << lost_bits).to(torch.float32)
+    threshold = (255 * strength).to(torch.float32).view(-1, 1, 1)
     solarized = torch.where(level >= threshold, 255 - level, level)
 
     tables = level.expand(*pixels.shape[:2], _LEVELS)

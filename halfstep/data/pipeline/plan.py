@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_or_raise
+from halfstep.data.pipeline.function_map import FunctionMap, describe_callable
 from halfstep.data.pipeline.maps import (
-    FunctionMap,
     Map,
     MixMap,
     TransformMap,
-    describe_callable,
     join_chains,
 )
 from halfstep.data.pipeline.seeding import seeded_generators

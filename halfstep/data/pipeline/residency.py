@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_column
-from halfstep.data.pipeline.maps import AlreadyApplied, FunctionMap, Map, MixMap, TransformMap
+from halfstep.data.pipeline.function_map import FunctionMap
+from halfstep.data.pipeline.maps import AlreadyApplied, Map, MixMap, TransformMap
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.seeding import seeded_generators
 from halfstep.data.pipeline.source import ColumnSource

@@ -14,7 +14,7 @@ from halfstep.data import hashing
 from halfstep.data.pipeline.collate import Batch, stack_column, unstacked_column
 from halfstep.data.pipeline.function_map import FunctionMap
 from halfstep.data.pipeline.seeding import seed_host_generators
-from halfstep.data.transforms.axes import AXES_BY_LAYOUT, Axes, image_axes
+from halfstep.data.transforms.axes import GRAY_AXES, Axes, image_axes
 
 # Transforms of hs.data that do the same on whole batches, on the device.
 _COUNTERPARTS = {
@@ -38,7 +38,6 @@ _COUNTERPARTS = {
     "TrivialAugmentWide": "TrivialAugment",
 }
 _MIXERS = ("MixUp", "CutMix")  # they need whole batches
-_HWC = AXES_BY_LAYOUT["HWC"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,15 @@ class TorchvisionMap(FunctionMap):
 
     Before each sample the generators of Python, numpy and torch are seeded by a hash of the
     pipeline's seed, the pass and the sample: what a sample becomes does not depend on its batch,
-    its worker or where a run was resumed. Tensors [H, W, C] and [H, W] are handed over as
-    [C, H, W], and changed back.
+    its worker or where a run was resumed. Images [H, W, C] become [C, H, W], which torchvision
+    takes, and stay so. [H, W] is handed over as [1, H, W], and is [H, W] again afterwards.
     """
 
     seed: int = 0
+
+    def __str__(self) -> str:
+        text = " ".join(super().__str__().split())  # the repr of a module has several lines
+        return f"{text[:-1]}, torchvision)"
 
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
         inputs = [batch[name] for name in self.columns]
@@ -155,17 +158,17 @@ def _layout_of(value: Any, batch_dimensions: int) -> Axes | None:
 def _to_torchvision(value: Any, axes: Axes | None, batch_dimensions: int) -> Any:
     if axes is None:
         return value
-    if axes == _HWC:
-        return value.movedim(-1, batch_dimensions)
-    return value.unsqueeze(batch_dimensions)
+    if axes == GRAY_AXES:
+        return value.unsqueeze(batch_dimensions)
+    return value.movedim(-1, batch_dimensions)
 
 
 def _from_torchvision(value: Any, axes: Axes | None, batch_dimensions: int) -> Any:
-    if axes is None or not isinstance(value, Tensor) or value.dim() != batch_dimensions + 3:
-        return value
-    if axes == _HWC:
-        return value.movedim(batch_dimensions, -1)
-    return value.squeeze(batch_dimensions)  # stays where it has got more channels
+    """Without the channel that `_to_torchvision` added, where it is still the only one."""
+    is_image = isinstance(value, Tensor) and value.dim() == batch_dimensions + 3
+    if axes == GRAY_AXES and is_image:
+        return value.squeeze(batch_dimensions)
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -266,9 +266,10 @@ def grey(colours: Tensor) -> Tensor:
     if colours.shape[1] == 1:
         return colours
     red, green, blue = colours.split(1, dim=1)
-    shares = red * GREY_SHARES[0]
-    shares = shares.add_(green * GREY_SHARES[1])
-    return shares.add_(blue * GREY_SHARES[2])
+    shares: Tensor = red * GREY_SHARES[0]
+    shares.add_(green * GREY_SHARES[1])
+    shares.add_(blue * GREY_SHARES[2])
+    return shares
 
 
 def mean_per_sample(values: Tensor, is_integer: bool) -> Tensor:

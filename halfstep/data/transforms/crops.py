@@ -347,14 +347,14 @@ def _take_columns(source: Tensor, columns: Tensor, line_channels: int) -> Tensor
     if line_channels > 1:
         channel = torch.arange(line_channels, device=columns.device)
         numbers = (columns.unsqueeze(2) * line_channels + channel).flatten(1)
-    batch, planes, height, _ = source.shape
-    return source.gather(3, numbers.view(batch, 1, 1, -1).expand(-1, planes, height, -1))
+    _, planes, height, _ = source.shape
+    return source.gather(3, numbers[:, None, None].expand(-1, planes, height, -1))
 
 
 def _weighted_rows(source: Tensor, rows: Tensor, weights: Tensor) -> Tensor:
     result = None
     for tap_rows, tap_weights in zip(rows, weights.to(source.dtype), strict=True):
-        term = _take_rows(source, tap_rows).mul_(tap_weights.view(len(source), 1, -1, 1))
+        term = _take_rows(source, tap_rows).mul_(tap_weights[:, None, :, None])
         result = term if result is None else result.add_(term)
     assert result is not None
     return result
@@ -367,7 +367,7 @@ def _weighted_columns(
     for tap_columns, tap_weights in zip(columns, weights.to(source.dtype), strict=True):
         line_weights = tap_weights.repeat_interleave(line_channels, 1)
         term = _take_columns(source, tap_columns, line_channels)
-        term.mul_(line_weights.view(len(source), 1, 1, -1))
+        term.mul_(line_weights[:, None, None])
         result = term if result is None else result.add_(term)
     assert result is not None
     return result

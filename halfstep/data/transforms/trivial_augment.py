@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from functools import cache
 from typing import ClassVar
 
 import torch
@@ -61,6 +60,8 @@ class TrivialAugment:
     bins: int = 31
     fill: int = 0
     layout: Layout | None = field(default=None, kw_only=True)
+    strengths: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    """Those of each operation, one operation after the other."""
     draws: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class TrivialAugment:
         ok = isinstance(self.bins, int) and self.bins >= 2
         expect(ok, name, "bins of at least 2", self.bins)
         object.__setattr__(self, "fill", to_python(self.fill))
+        object.__setattr__(self, "strengths", _strengths(self.bins))
         check_fill(name, self.fill, torch.uint8)
         check_layout(name, self.layout)
 
@@ -95,16 +97,15 @@ class TrivialAugment:
         """Each sample's operation, int64 [B], and its strength with its sign, float64 [B]."""
         operation = below(words[0], len(_NAMES))
         step = below(words[1], self.bins)
-        table = constant_vector(_strength_table(self.bins), torch.float64, words.device)
+        table = constant_vector(self.strengths, torch.float64, words.device)
         strength = table[operation * self.bins + step]
         is_signed = constant_vector(_SIGNED, torch.bool, words.device)[operation]
         is_negative = is_signed & (words[2] < 2**31)
         return operation, torch.where(is_negative, -strength, strength)
 
 
-@cache
-def _strength_table(bins: int) -> tuple[float, ...]:
-    """The strengths of each operation, one operation after the other.
+def _strengths(bins: int) -> tuple[float, ...]:
+    """`bins` strengths of each operation.
 
     They are the float32 numbers of torch.linspace: a shift of 16 pixels is cut to 15 where float32
     has a little less.

@@ -16,7 +16,8 @@ from torch import Tensor
 from halfstep import data
 from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import stack_column
-from halfstep.data.pipeline.maps import FunctionMap, TransformMap
+from halfstep.data.pipeline.function_map import FunctionMap
+from halfstep.data.pipeline.maps import TransformMap
 from halfstep.data.readers.resize_crop import parse_image_size
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import TrainSettings

@@ -15,26 +15,45 @@ from halfstep.data.readers.idx import read_idx, read_split
 from halfstep.data.readers.image_folder import ImageFolder
 from halfstep.data.tables.table_encoding import TableEncoding
 from halfstep.data.tables.typed_table import Table, read_csv
+from halfstep.data.transforms.affine import RandomAffine, RandomRotation
+from halfstep.data.transforms.colour import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
+from halfstep.data.transforms.crops import CenterCrop, RandomErasing, RandomResizedCrop
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
+from halfstep.data.transforms.mixing import CutMix, MixUp
+from halfstep.data.transforms.random_apply import RandomApply
+from halfstep.data.transforms.trivial_augment import TrivialAugment
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
 
 __all__ = [
     "Cast",
+    "CenterCrop",
+    "ColorJitter",
+    "CutMix",
     "Cutout",
     "Dataset",
     "Flatten",
     "Flip",
+    "GaussianBlur",
+    "Grayscale",
     "ImageFolder",
     "Loader",
+    "MixUp",
     "Normalize",
     "OneHot",
     "Order",
     "PadCrop",
+    "RandomAffine",
+    "RandomApply",
+    "RandomErasing",
+    "RandomGrayscale",
+    "RandomResizedCrop",
+    "RandomRotation",
     "Rescale",
     "Resize",
     "Table",
     "TableEncoding",
     "ToCHW",
+    "TrivialAugment",
     "class_weights",
     "find",
     "load",

@@ -17,7 +17,16 @@ from halfstep.step.optimizer import classify_optimizer, prefer_fused
 from halfstep.step.options import StepOptions
 from halfstep.utils.text import list_some
 
-MODEL_OPTIONS = ("metrics", "schedule", "labels", "step", "eval_step", "capture", "verify")
+MODEL_OPTIONS = (
+    "metrics",
+    "train_metrics",
+    "schedule",
+    "labels",
+    "step",
+    "eval_step",
+    "capture",
+    "verify",
+)
 
 DEFAULT_IGNORE_INDEX = -100  # of torch's losses, and of our Accuracy
 
@@ -145,6 +154,11 @@ def _differs_in_train_mode(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return module.track_running_stats
     return False
+
+
+def may_have_parts(step: Any) -> bool:
+    """Whether the step's loss may return more than itself."""
+    return isinstance(step, TrainStep) and step.objective.may_have_parts
 
 
 def check_can_evaluate(net: nn.Module, uses_built_in: bool, step: Any) -> None:

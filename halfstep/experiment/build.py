@@ -104,6 +104,7 @@ def build_model(
         build_optimizer(settings, net.parameters()),
         Precision.parse(precision),
         metrics=build_metrics(data),
+        train_metrics=False,  # times are compared: a step does nothing but train
         schedule=build_schedule(settings, batches_per_epoch, accumulate),
         accumulate=accumulate,
         clip_norm=clip_norm,

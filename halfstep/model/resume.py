@@ -13,7 +13,8 @@ from torch import Tensor
 from halfstep.checkpoint import CheckpointError
 from halfstep.engine import Callback, Feed, Loop
 from halfstep.errors import Notice
-from halfstep.model.resume_check import VERSION
+from halfstep.model.resume_check import SETS_KEY, VERSION, generators_of_set
+from halfstep.model.valid_sets import ONE_SET
 from halfstep.step import TrainStep
 from halfstep.step.state_dict import apply_saved_step
 from halfstep.utils import rng
@@ -29,7 +30,7 @@ def take_snapshot(
     loop: Loop,
     feed: Feed,
     callbacks: Mapping[str, Callback],
-    valid_feed: Feed | None = None,
+    valid_feeds: Mapping[str, Feed] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_inside_update(step, loop):
@@ -40,7 +41,7 @@ def take_snapshot(
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
     # Each evaluation draws from them: its order, augmentations of the validation data.
-    valid_generators = {} if valid_feed is None else valid_feed.save_generators()
+    valid_generators = _save_valid_generators(valid_feeds or {})
     return {
         "halfstep_run": VERSION,
         "config": {**loop.config, "rates": _next_rates(step)},
@@ -53,6 +54,15 @@ def take_snapshot(
         **({"valid_generators": valid_generators} if valid_generators else {}),
         **({"compiled": step.compiled.compiled_shapes()} if _is_compiled(step) else {}),
     }
+
+
+def _save_valid_generators(valid_feeds: Mapping[str, Feed]) -> dict[str, Any]:
+    """The generators of the validation data: of one data set as they are, of several by name."""
+    generators = {name: feed.save_generators() for name, feed in valid_feeds.items()}
+    if list(generators) == [ONE_SET]:
+        return generators[ONE_SET]
+    saved = {name: states for name, states in generators.items() if states}
+    return {SETS_KEY: saved} if saved else {}
 
 
 def _is_compiled(step: Any) -> bool:
@@ -89,7 +99,7 @@ def restore_snapshot(
     loop: Loop,
     feed: Feed,
     callbacks: Mapping[str, Callback],
-    valid_feed: Feed | None = None,
+    valid_feeds: Mapping[str, Feed] | None = None,
 ) -> None:
     """Continues from a snapshot that was checked (resume_check.py).
 
@@ -110,8 +120,8 @@ def restore_snapshot(
         feed.load_state_dict(saved["feed"])
     else:
         _start_new_pass(saved, now["data"], feed)
-    if valid_feed is not None:
-        valid_feed.load_generators(saved.get("valid_generators", {}))
+    for name, valid_feed in (valid_feeds or {}).items():
+        valid_feed.load_generators(generators_of_set(saved.get("valid_generators", {}), name))
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}

@@ -39,7 +39,7 @@ def error_of(command: str, *, threads: int | None = None, **facts: bool) -> Othe
     same_spec = facts.get("same_spec", False)
     same_machine = facts.get("same_machine", True)
     return OtherComparisonError(
-        "out: …", command=command, same_spec=same_spec, same_machine=same_machine, threads=threads
+        "…", "…", command=command, same_spec=same_spec, same_machine=same_machine, threads=threads
     )
 
 
@@ -152,7 +152,7 @@ def test_a_terminal_asks_and_runs_the_answer() -> None:
     words = [*shlex.split(SMALL), "--epochs", "2", "--out", "out"]
     code, output = run_in_terminal(words, "")
     assert code == 2
-    assert "out: out holds another comparison: epochs was 1 and is 2" in output
+    assert "out holds another comparison: epochs was 1 and is 2" in output
     assert not Path("out-2").exists()
 
     # Go on with the one that is there, with a seed more.
@@ -180,7 +180,7 @@ def test_a_pipe_gets_the_message_and_no_question() -> None:
     assert process.returncode == 2
     assert process.stdout == ""
     lines = process.stderr.splitlines()
-    assert lines[0] == "halfstep: out: out holds another comparison: epochs was 1 and is 2"
+    assert lines[0] == "halfstep: out holds another comparison: epochs was 1 and is 2"
     shown = [line.strip() for line in lines if line.startswith("     halfstep ")]
     assert shown == [
         COMMAND,

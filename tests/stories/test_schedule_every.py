@@ -599,6 +599,10 @@ def test_one_cycle_per_epoch_has_the_rates_of_the_loop() -> None:
         return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=7, cycle_momentum=False)
 
     model = make_model(one_cycle)
+    with pytest.raises(
+        ValueError, match=r"built for 7 epochs.* has 9; build it with total_steps=9"
+    ):
+        model.fit(9, DATA)
     model.fit(6, DATA)
     assert torch.equal(flat_weights(model.net), PlainLoop(one_cycle).train(6).weights)
     message = "built for 7 epochs; the fits before made 6 and this one has 3"

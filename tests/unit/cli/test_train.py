@@ -470,7 +470,7 @@ def test_limited_batches_are_those_of_the_library(limit: str, steps: int) -> Non
     if steps == 2:
         replayed = run_json("replay", "r", "--step", "3")
         assert replayed["step"] == 3
-        with pytest.raises(ValueError, match="limit_batches was .* and is None"):
+        with pytest.raises(ValueError, match=r"limit_batches was .* and is None"):
             train_small("r", "--epochs", "3", "--resume", "auto")
 
 

@@ -115,7 +115,7 @@ class FitOptions(TypedDict, total=False):
     valid: Any
     valid_every: int | Iterable[int]
     valid_every_steps: int
-    callbacks: Callback | Iterable[Callback]
+    callbacks: Callback | Iterable[Callback] | None
     sink: int | None
     steps_per_epoch: int | None
     resume: str | Path | None

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from halfstep.grads import GradManager, GradOperation
     from halfstep.model import Model
     from halfstep.precision import DynamicScale, FixedScale, NoScale, Precision
+    from halfstep.preflight import find_lr, summary
     from halfstep.reproduce import diff, replay
     from halfstep.step import EvalStep, Record, TrainStep
+    from halfstep.utils.rng import seed_everything
 
 __version__ = "0.1.0"
 __all__ = [
@@ -69,12 +71,15 @@ __all__ = [
     "checkpoint",
     "data",
     "diff",
+    "find_lr",
     "losses",
     "metrics",
     "nets",
     "replay",
     "schedules",
+    "seed_everything",
     "sink",
+    "summary",
 ]
 
 # A name is imported when it is first used: the help of the command and the completion of a shell
@@ -95,8 +100,10 @@ _NAMES_BY_MODULE = {
     "grads": ("GradManager", "GradOperation"),
     "model": ("Model",),
     "precision": ("DynamicScale", "FixedScale", "NoScale", "Precision"),
+    "preflight": ("find_lr", "summary"),
     "reproduce": ("diff", "replay"),
     "step": ("EvalStep", "Record", "TrainStep"),
+    "utils.rng": ("seed_everything",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 

@@ -104,7 +104,17 @@ def list_mistakes() -> list[Mistake]:
             f"{train} --batch 32 --out runs/batch",
         ),
         Mistake("A path that is wrong", "train --data photoes/", "data check photos/"),
-        Mistake("A folder that is not split", "train --data photos/", "data check photos/"),
+        Mistake("A folder without classes", "train --data photos/bag", "data check photos/"),
+        Mistake(
+            "A table without a target",
+            "train --data csv:houses.csv",
+            "train --data csv:houses.csv --target price --epochs 1 --out runs/houses",
+        ),
+        Mistake(
+            "A table with dates",
+            "train --data csv:sales.csv --target amount",
+            "train --data csv:sales.csv --target amount --drop day --epochs 1 --out runs/sales",
+        ),
         Mistake(
             "Data that is not there",
             "train --data mnist",
@@ -256,6 +266,7 @@ def prepare_folder() -> None:
         Path("photos", name).mkdir(parents=True)
         Image.fromarray(images[i].numpy()).save(f"photos/{name}/{i}.png")
     Path("mine.py").write_text(BUILDER)
+    write_tables()
     torch.save({"weight": torch.zeros(3)}, "model.pt")
     write_small_mnist(Path("mnist"))
 
@@ -268,6 +279,14 @@ def prepare_folder() -> None:
     tensors.write_bytes(tensors.read_bytes()[:1000])
     Path("runs/plain/run.json").unlink()
     write_foreign_run(Path("runs/theirs"))
+
+
+def write_tables() -> None:
+    """A table of houses, and one with dates."""
+    houses = [f"{30 + i},{1 + i % 5},{'Bern' if i % 2 else 'Genf'},{1000 * i}" for i in range(60)]
+    Path("houses.csv").write_text("\n".join(["area,rooms,city,price", *houses]) + "\n")
+    sales = [f"2024-01-{1 + i % 28:02d},{i % 7},{1.5 * i}" for i in range(60)]
+    Path("sales.csv").write_text("\n".join(["day,shop,amount", *sales]) + "\n")
 
 
 def write_foreign_run(folder: Path) -> None:

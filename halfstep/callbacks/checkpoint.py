@@ -166,6 +166,8 @@ class Checkpoint(Callback):
     def visit(self, run: Run) -> None:
         state_before = self.state_dict()
         is_best = False
+        if self.best is not None:
+            self.best.check_part(run)
         if self.best is not None and run.scores is not None:
             is_best = self.best.take(run.scores)
         if is_best:

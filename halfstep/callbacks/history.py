@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from halfstep.engine import Callback, Row, Run
+from halfstep.engine.run import ROW_COLUMNS
 from halfstep.utils.saved_state import SavedValue
 
-COLUMNS = tuple(field.name for field in fields(Row))
+COLUMNS = ROW_COLUMNS
 
 # What steps of an earlier version have in a column that it did not know.
 MISSING_VALUES = {
@@ -22,7 +23,8 @@ MISSING_VALUES = {
 class History(Callback):
     """Every step and every evaluation, as columns.
 
-    `rows["loss"]` has one number per step, from the run's first. `epochs` has one entry per epoch
+    `rows["loss"]` has one number per step, from the run's first; parts of the loss and metrics on
+    training data have columns of their own (of that batch alone). `epochs` has one entry per epoch
     end or evaluation: epoch, step, the mean training loss since the last entry, and `valid_…` for
     each score, None where there was no evaluation. Both go on over a resume; a new run starts new
     ones.
@@ -45,8 +47,15 @@ class History(Callback):
         return {name: [entry.get(name) for entry in self._entries] for name in names}
 
     def step(self, run: Run, row: Row) -> None:
+        steps = len(self.rows["global_step"])
         for name in COLUMNS:
             self.rows[name].append(getattr(row, name))
+        for name, value in row.extras.items():
+            self.rows.setdefault(name, [math.nan] * steps).append(value)
+        if len(self.rows) > len(COLUMNS) + len(row.parts) + len(row.counts):
+            for values in self.rows.values():  # a column that this step has not
+                if len(values) == steps:
+                    values.append(math.nan)
 
     def visit(self, run: Run) -> None:
         if len(self._entries) != len(run.history):
@@ -72,9 +81,8 @@ class History(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         steps = len(state["rows"]["global_step"])
         self.rows = {name: [MISSING_VALUES[name]] * steps for name in COLUMNS}
-        for name in COLUMNS:
-            if name in state["rows"]:
-                self.rows[name] = state["rows"][name].tolist()
+        for name, values in state["rows"].items():
+            self.rows[name] = values.tolist()
         # The rates of several parameter groups are a tuple.
         self.rows["lr"] = [tuple(lr) if isinstance(lr, list) else lr for lr in self.rows["lr"]]
         self._entries = [dict(entry) for entry in state["entries"]]

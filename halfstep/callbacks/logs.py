@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,12 +21,13 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from halfstep.engine import Callback, Row, Run
+from halfstep.engine.run import ROW_COLUMNS, score_name
 from halfstep.errors import Notice
 from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
 from halfstep.utils.saved_state import SavedValue
 
-LOG_FIELDS = tuple(field.name for field in fields(Row))
+LOG_FIELDS = ROW_COLUMNS
 POSITION_FIELDS = ("epoch", "step", "global_step")
 
 row_values = attrgetter(*LOG_FIELDS)
@@ -62,6 +62,8 @@ class _Log(Callback):
         if row.global_step % self.every:
             return
         values = {"kind": "step", **dict(zip(LOG_FIELDS, row_values(row), strict=True))}
+        if row.parts or row.counts:
+            values.update(row.extras)
         if self.times:
             values["time"] = time.time()
         self._add_line(values)
@@ -120,31 +122,66 @@ class _Log(Callback):
 class CSVLog(_Log):
     """A table with a line for every `every`-th step and for every evaluation.
 
-    The column `kind` tells them apart. The columns are fixed at the start: `lr`, or `lr_0`, `lr_1`,
-    … with several parameter groups; scores are in `valid_…`. Numbers are written so that reading
-    gives the same bits; inf and NaN as `inf`, `nan`; bools as 0 and 1. `times=True` adds the wall
-    clock, which no resume repeats. A resumed run cuts the file back to its checkpoint; a new run
-    refuses an existing file, unless `overwrite=True`.
+    The column `kind` tells them apart. The columns are fixed at the start, or with the first step
+    where the loss may return parts: `lr`, or `lr_0`, `lr_1`, … with several parameter groups; parts
+    of the loss and metrics on training data by their names; scores are in `valid_…`. Numbers are
+    written so that reading gives the same bits; inf and NaN as `inf`, `nan`; bools as 0 and 1.
+    `times=True` adds the wall clock, which no resume repeats. A resumed run cuts the file back to
+    its checkpoint; a new run refuses an existing file, unless `overwrite=True`.
     """
 
     columns: Sequence[str] = ()
+    _parts: tuple[str, ...] = ()  # columns of the parts of the loss
+    _awaits_parts = False  # the first step shows what parts there are
 
     def begin(self, run: Run) -> None:
-        self.columns = self._run_columns(run)
+        if run.resumed is None:
+            self._parts = ()
+        self.columns = self._run_columns(run, self._parts)
         self._left_out: set[str] = set()
-        head = _csv_line(self.columns)
+        self._has_parts = run.may_have_parts
+        self._awaits_parts = run.may_have_parts and not self.file.continues
+        head = "" if self._awaits_parts else _csv_line(self.columns)
         if self.file.continues and self.file.first_line():
-            self._take_columns_of_file()
+            self._take_columns_of_file(run)
         self._open(run, head)
+
+    def step(self, run: Run, row: Row) -> None:
+        if self._awaits_parts:
+            self._begin_table(run, tuple(row.parts))
+        super().step(run, row)
+
+    def end(self, run: Run) -> None:
+        if self._awaits_parts:
+            self._begin_table(run, ())
+        super().end(run)
+
+    def _begin_table(self, run: Run, parts: tuple[str, ...]) -> None:
+        """The head of a file, when it is known what the loss returns beside itself."""
+        self._awaits_parts = False
+        self._parts = parts
+        self.columns = self._run_columns(run, parts)
+        self.file.add(_csv_line(self.columns))
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"parts": list(self._parts)} if self._parts else {}
+        return {**super().state_dict(), **parts}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        file_state = dict(state)
+        self._parts = tuple(file_state.pop("parts", ()))
+        super().load_state_dict(file_state)
 
     def check_state(self, run: Run, saved: SavedValue) -> None:
         super().check_state(run, saved)
+        parts = saved.optional_field("parts")
+        part_names = () if parts is None else tuple(parts.texts())
         if saved.value and saved.value["offset"] and self.file.first_line():
-            self._compare_columns(self._run_columns(run))
+            self._compare_columns(run, self._run_columns(run, part_names), part_names)
 
-    def _take_columns_of_file(self) -> None:
+    def _take_columns_of_file(self, run: Run) -> None:
         """Goes on in the columns that the file has. A field of another version is left out."""
-        in_file, left_out, unknown = self._compare_columns(self.columns)
+        in_file, left_out, unknown = self._compare_columns(run, self.columns, self._parts)
         differences = []
         if left_out:
             differences.append(f"has no column for {', '.join(left_out)}, which is left out")
@@ -160,7 +197,9 @@ class CSVLog(_Log):
         self.columns = in_file
         self._left_out = set(left_out)
 
-    def _compare_columns(self, columns: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    def _compare_columns(
+        self, run: Run, columns: Sequence[str], parts: Sequence[str]
+    ) -> tuple[list[str], list[str], list[str]]:
         """The columns of the file, those that it lacks, and those that only it has.
 
         Columns of another version of halfstep may differ; those that this run decides may not.
@@ -169,7 +208,8 @@ class CSVLog(_Log):
         left_out = [name for name in columns if name not in in_file]
         unknown = [name for name in in_file if name not in columns]
         is_other_run = len(set(in_file)) != len(in_file) or "kind" not in in_file
-        is_other_run |= any(name == "lr" or name not in LOG_FIELDS for name in left_out)
+        may_be_left_out = {*LOG_FIELDS, *run.train_metrics, *parts} - {"lr"}
+        is_other_run |= any(name not in may_be_left_out for name in left_out)
         is_other_run |= any(_is_decided_by_run(name) for name in unknown)
         if is_other_run:
             raise ValueError(
@@ -179,7 +219,7 @@ class CSVLog(_Log):
             )
         return in_file, left_out, unknown
 
-    def _run_columns(self, run: Run) -> list[str]:
+    def _run_columns(self, run: Run, parts: Sequence[str]) -> list[str]:
         # A step of the user's own may have no optimizer; its records have one learning rate.
         optimizer = getattr(run.model.step, "optimizer", None)
         group_count = 1 if optimizer is None else len(optimizer.param_groups)
@@ -189,7 +229,10 @@ class CSVLog(_Log):
                 columns += [f"lr_{i}" for i in range(group_count)]
             else:
                 columns.append(name)
-        columns += dict.fromkeys(f"valid_{name}" for name in ("loss", *run.model.metrics))
+        columns += [*parts, *run.train_metrics]
+        scores = [*(run.score_names or ("loss", *run.model.metrics))]
+        scores += [score_name(one_set, part) for one_set in run.valid_sets for part in parts]
+        columns += dict.fromkeys(f"valid_{name}" for name in scores)
         if self.times:
             columns.append("time")
         return columns
@@ -201,7 +244,16 @@ class CSVLog(_Log):
         unknown = [
             name for name in values if name not in self.columns and name not in self._left_out
         ]
-        if unknown:
+        if unknown and values["kind"] == "evaluation" and self._has_parts:
+            # An evaluation whose loss has other parts than a training step.
+            self._left_out.update(unknown)
+            warnings.warn(
+                f"CSVLog: the columns are fixed at the start of a run, {', '.join(unknown)} came "
+                "with an evaluation later and is left out; a JSONLLog has it",
+                Notice,
+                stacklevel=5,
+            )
+        elif unknown:
             raise ValueError(
                 "CSVLog: the columns are fixed at the start of a run, "
                 f"{', '.join(unknown)} came later"

@@ -62,6 +62,7 @@ class LossMonitor(Callback):
     """
 
     writes = True
+    shows_progress = True
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class ProgressLines(Callback):
     """
 
     writes = True
+    shows_progress = True
 
     def __init__(
         self,

@@ -4,8 +4,9 @@ import math
 import re
 import signal
 import warnings
-from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -101,18 +102,52 @@ class Best:
     def reset(self) -> None:
         """Forgets all scores."""
         self._has_warned = False
+        self._may_be_part = False
         self.value = math.inf if self.lower_is_better else -math.inf
 
     def check(self, run: Run) -> None:
-        """ValueError unless this run's evaluations will have the score. Before training."""
-        known = {"loss": None, **dict.fromkeys(run.model.metrics)}
-        if self.metric in known:
+        """ValueError unless this run's evaluations will have the score. Before training.
+
+        What a loss of the user's own returns beside itself shows at the first visit.
+        """
+        self._may_be_part = False
+        known = run.score_names or ("loss", *run.model.metrics)
+        if self._find(known) is not None:
             return
+        is_other_name = re.sub("^val(id)?_", "", self.metric) in known
+        if run.may_have_parts and run.evaluates and not is_other_name:
+            self._may_be_part = True
+            return
+        self._refuse(known)
+
+    def check_part(self, run: Run) -> None:
+        """At a visit: ValueError if the score was left open, and no part of the loss has its name.
+
+        Several data sets have `clean_mask`, `noisy_mask`, …: the end of the name says the part.
+        """
+        if not self._may_be_part or not run.training:
+            return
+        self._may_be_part = False
+        parts = [name for name in run.training if name not in run.train_metrics]
+        if not any(self.metric == name or self.metric.endswith(f"_{name}") for name in parts):
+            self._refuse([*run.score_names, *(name for name in parts if name != "loss")])
+
+    def _find(self, names: Iterable[str]) -> str | None:
+        """The score that is followed, which may have the name that the history gives it."""
+        for name in names:
+            if self.metric in (name, f"valid_{name}"):
+                return name
+        return None
+
+    def _refuse(self, known: Iterable[str]) -> NoReturn:
         advice = f"More of them: Model(metrics={{{self.metric!r}: …}})"
         bare_name = re.sub("^val(id)?_", "", self.metric)
-        if bare_name in known:
-            history_name = f"valid_{bare_name}"
-            advice = f"Did you mean {bare_name!r} (the history's {history_name!r})?"
+        close = get_close_matches(bare_name, list(known), 1)
+        sets_with_it = [name for name in known if name.endswith(f"_{bare_name}")]
+        if close:
+            advice = f"Did you mean {close[0]!r} (the history's 'valid_{close[0]}')?"
+        if sets_with_it:
+            advice = f"There are several validation sets: name one, such as {sets_with_it[0]!r}"
         raise ValueError(
             f"{self.owner}: expected metric as one of the scores {', '.join(map(repr, known))}, "
             f"got {self.metric!r}. {advice}"
@@ -120,11 +155,12 @@ class Best:
 
     def take(self, scores: dict[str, Any]) -> bool:
         """Whether this evaluation's score is better than the best so far. Then it is the best."""
-        if self.metric not in scores:
+        name = self._find(scores)
+        if name is None:
             raise ValueError(
                 f"{self.owner}: expected metric as one of {sorted(scores)}, got {self.metric!r}"
             )
-        score = scores[self.metric]
+        score = scores[name]
         if not isinstance(score, int | float):
             received = type(score).__name__
             if isinstance(score, Tensor):
@@ -199,6 +235,7 @@ class EarlyStopping(Callback):
         self._stop_if_out_of_patience(run)
 
     def visit(self, run: Run) -> None:
+        self.best.check_part(run)
         if run.scores is None:
             return
         self._has_evaluated = True
@@ -315,8 +352,8 @@ class ReduceLROnPlateau(Callback):
         options = getattr(run.model.step, "options", None)
         if run.model.schedule is not None or getattr(options, "lr", None) is not None:
             raise ValueError(
-                "ReduceLROnPlateau: this model has a schedule, which sets the learning rate at "
-                "every update and would undo each cut. Leave out Model(schedule=…) or this "
+                "ReduceLROnPlateau: this model has a schedule, which sets the learning rate "
+                "itself and would undo each cut. Leave out Model(schedule=…) or this "
                 "callback."
             )
         if run.model.optimizer is None:
@@ -330,6 +367,7 @@ class ReduceLROnPlateau(Callback):
             )
 
     def visit(self, run: Run) -> None:
+        self.best.check_part(run)
         if run.scores is None:
             return
         self._has_evaluated = True

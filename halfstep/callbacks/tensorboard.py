@@ -10,7 +10,8 @@ from halfstep.utils.checks import whole_number
 class TensorBoard(Callback):
     """Event files in `folder`: numbers of the steps by step, `valid/…` by evaluation.
 
-    The numbers are loss, lr, scale, skipped and grad_norm. Several parameter groups have `lr/0`,
+    The numbers are loss, lr, scale, skipped and grad_norm, parts of the loss and metrics of the
+    batch. Several parameter groups have `lr/0`,
     `lr/1`, …; grad_norm is that of the steps that end an update cycle. A resumed run hides what the
     interrupted one wrote after the checkpoint.
     """
@@ -44,6 +45,7 @@ class TensorBoard(Callback):
             values["lr"] = row.lr
         if row.updated or row.skipped:
             values["grad_norm"] = row.grad_norm
+        values.update(row.extras)
         for name, value in values.items():
             self._writer.add_scalar(name, value, row.global_step)
 

@@ -3,7 +3,7 @@
 The measurement stands in bench_timing.py, which needs torch; help and completion do not.
 """
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,11 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import align_columns, echo, print_json
 
+if TYPE_CHECKING:
+    from halfstep.precision.advice import HalfUnits, StepTime
+
+BARE_TORCH = "torch, fp32"  # the row that every other one is measured beside
+
 # The shape of one input by network, where it is not DEFAULT_SHAPE.
 NET_SHAPES = {"mlp": (1, 28, 28), "ffnn": (3,), "lenet5": (1, 32, 32)}
 DEFAULT_SHAPE = (3, 32, 32)
@@ -27,8 +32,9 @@ MAX_SECONDS = 3600
 HELP = """Time a training step in each precision on this machine.
 
 Forward, backward and SGD, called one by one, beside the same loop in bare torch. The ways take
-turns, so that other load hits them all; the median and the quartiles of the rounds are shown. Data
-is random and stays on the device. Networks without labels of their own are given 10 classes.
+turns, so that other load hits them all; the median and the quartiles of the rounds are shown, and
+in words which precisions are faster or slower, and why. Data is random and stays on the device.
+Networks without labels of their own are given 10 classes.
 
 \b
 halfstep bench
@@ -40,9 +46,12 @@ halfstep bench --json > steps.json
 def bench(
     net: NetOption = "mlp",
     precisions: Annotated[
-        str,
-        typer.Option(help="names, with commas between", autocompletion=complete_list(*PRECISIONS)),
-    ] = "fp32,fp16,O1,O2",
+        str | None,
+        typer.Option(
+            help="names, with commas between; else those that the device has units for",
+            autocompletion=complete_list(*PRECISIONS),
+        ),
+    ] = None,
     batch: BatchOption = 64,
     shape: Annotated[
         str | None, typer.Option(help="of one input, as 3,224,224; else the network's usual one")
@@ -61,7 +70,7 @@ def bench(
 
 def _measure(
     net: str,
-    precisions: str,
+    precisions: str | None,
     batch: int,
     shape: str | None,
     seconds: float,
@@ -70,9 +79,11 @@ def _measure(
     """Times every way to train: a title, the environment, and a row of figures for each way."""
     from halfstep.cli.bench_timing import time_steps
     from halfstep.experiment.machine import describe_environment
-    from halfstep.experiment.settings import Settings
+    from halfstep.experiment.settings import BY_DEVICE, Settings
+    from halfstep.precision.advice import advise, find_half_units
 
-    settings = Settings(net=net, precisions=parse_names(precisions), batch=batch, device=device)
+    names = BY_DEVICE if precisions is None else parse_names(precisions)
+    settings = Settings(net=net, precisions=names, batch=batch, device=device)
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(
             f"--seconds: expected a number above 0, and an hour at most, got {seconds:g}"
@@ -80,13 +91,69 @@ def _measure(
     input_shape = _parse_shape(net, shape)
     machine = describe_environment(settings.torch_device)
     rows, round_count = time_steps(settings, input_shape, seconds)
+    units = find_half_units(settings.torch_device)
+    steps = _step_times(rows)
 
     sizes = " × ".join(map(str, input_shape))
     title = (
         f"{net}, batch {batch} of {sizes}, {round_count} rounds, {machine['device']}, "
         f"torch {machine['torch']}, threads: {machine['threads']}"
     )
-    return {"title": title, "environment": machine, "rows": rows}
+    recommendation = advise(units, steps=steps)._asdict() if len(steps) > 1 else None
+    return {
+        "title": title,
+        "environment": machine,
+        "rows": rows,
+        "in_words": _in_words(units, rows),
+        "recommendation": recommendation,
+    }
+
+
+def _step_times(rows: list[dict[str, Any]]) -> list["StepTime"]:
+    """What `advise` decides by: fp32, and the precisions beside it, in units of its time.
+
+    Empty without fp32, as there is nothing to compare with.
+    """
+    from halfstep.precision.advice import FASTER_SHARE, StepTime
+
+    fp32_rows = [row for row in rows if row["way"] == "fp32"]
+    if not fp32_rows:
+        return []
+    steps = []
+    for row in [*fp32_rows, *_rows_beside_fp32(rows)]:
+        _, high = row["ratio_quartiles"]
+        ms = row["ratio"] * fp32_rows[0]["ms"]
+        steps.append(StepTime(row["way"], ms, is_faster=high < FASTER_SHARE))
+    return steps
+
+
+def _rows_beside_fp32(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of all precisions but fp32, if that was timed."""
+    return [
+        row for row in rows if row["way"] not in (BARE_TORCH, "fp32") and row["ratio"] is not None
+    ]
+
+
+def _in_words(units: "HalfUnits", rows: list[dict[str, Any]]) -> list[str]:
+    """A sentence for each precision: faster or slower than fp32, and why slower."""
+    from halfstep.precision.advice import FASTER_SHARE, describe_pace, why_slow
+
+    sentences = []
+    for row in _rows_beside_fp32(rows):
+        low, high = row["ratio_quartiles"]
+        is_faster = high < FASTER_SHARE
+        is_slower = low * FASTER_SHARE > 1
+        is_equal = low >= FASTER_SHARE and high * FASTER_SHARE <= 1
+        if is_faster or is_slower or is_equal:
+            sentence = f"{row['way']} is {describe_pace(row['ratio'], 1, 'fp32')} here"
+        else:
+            sentence = (
+                f"{row['way']} takes {low:.2f} to {high:.2f} × the time of fp32 in half of the "
+                "rounds: faster or slower is not clear"
+            )
+        reason = why_slow(units, [row["way"]]) if is_slower else ""
+        sentences.append(f"{sentence}: {reason}" if reason else sentence)
+    return sentences
 
 
 def _parse_shape(net: str, text: str | None) -> tuple[int, ...]:
@@ -118,3 +185,11 @@ def _print_table(result: dict[str, Any]) -> None:
         )
     for line in align_columns(cells):
         echo(line)
+    if result["in_words"]:
+        echo()
+    for sentence in result["in_words"]:
+        echo(sentence)
+    advice = result["recommendation"]
+    if advice is not None:
+        echo(f"\nby time alone, use {advice['precision']}: {advice['reason']}")
+        echo("with accuracies: halfstep compare --net … --data …")

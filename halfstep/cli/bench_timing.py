@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfstep.cli.bench import BARE_TORCH
 from halfstep.experiment.build import load_network
 from halfstep.experiment.settings import Settings
 from halfstep.precision import Precision
 from halfstep.step import TrainStep
 
-BARE_TORCH = "torch, fp32"  # the row that every other one is measured beside
 ROUND_S = 0.05  # length of a round: long enough for the clock, short enough to take turns
 WARMUP_CALLS = 2  # the first calls choose kernels; the next two estimate the time of a call
 MIN_ROUNDS = 3  # quartiles need some values, however short the time
@@ -35,8 +35,8 @@ def time_steps(
         steps[precision] = _halfstep_step(_build_net(settings), inputs, targets, precision)
 
     times_ms = _time_in_turns(steps, seconds, device)
-    fp32_ms = times_ms.get("fp32")
-    rows = [_row(name, times_ms[name], fp32_ms, settings.batch) for name in times_ms]
+    reference_ms = times_ms.get("fp32")
+    rows = [_row(name, times_ms[name], reference_ms, settings.batch) for name in times_ms]
     return rows, len(times_ms[BARE_TORCH])
 
 
@@ -130,15 +130,23 @@ def wait_for_device(device: torch.device) -> None:
 def _row(
     name: str, times_ms: list[float], fp32_ms: list[float] | None, batch_size: int
 ) -> dict[str, Any]:
-    """The figures of one way: quartiles, throughput, and the median ratio to fp32 by round."""
+    """The figures of one way: quartiles, throughput, and the ratio to fp32 by round.
+
+    Ways take turns, so that a ratio by round says more than that of the medians where other load
+    comes and goes.
+    """
     low, median, high = statistics.quantiles(times_ms, n=4)
     ratio = None
+    ratio_quartiles = None
     if fp32_ms is not None:
-        ratio = statistics.median(a / b for a, b in zip(times_ms, fp32_ms, strict=True))
+        ratios = [a / b for a, b in zip(times_ms, fp32_ms, strict=True)]
+        low_ratio, ratio, high_ratio = statistics.quantiles(ratios, n=4)
+        ratio_quartiles = [low_ratio, high_ratio]
     return {
         "way": name,
         "ms": median,
         "quartiles": [low, high],
         "samples_per_s": 1e3 * batch_size / median,
         "ratio": ratio,
+        "ratio_quartiles": ratio_quartiles,
     }

@@ -8,11 +8,19 @@ import typer
 
 from halfstep.cli.options import (
     BatchOption,
+    ClassWeightsOption,
     DataOption,
+    DropOption,
     LrOption,
     PlainOption,
     SamplesOption,
+    SizeOption,
+    SkipDamagedOption,
+    SplitSeedOption,
+    TargetOption,
+    TaskOption,
     TestSamplesOption,
+    TestShareOption,
     parse_names,
 )
 from halfstep.cli.output import command_line, echo, exit_code, print_json
@@ -23,15 +31,17 @@ if TYPE_CHECKING:
     from halfstep.compare import Settings
     from halfstep.compare.progress import Progress
 
+USUAL_SEEDS = (0, 1, 2)
+
 HELP = """Train one network in several precisions and say which to use.
 
 Same weights, same batches, same seeds in each. Ends with a table (time, memory, loss, accuracy, the
 difference from the first precision and whether it is proved) and OUT/report.html. Interrupted, the
-same command goes on.
+same command goes on. More precisions or seeds for the same OUT: only what is missing is trained.
 
 \b
 halfstep compare                                        an MLP on the shipped sample: about a minute
-halfstep compare --seeds 5 --margin 0.3                 surer, and stricter
+halfstep compare --seeds 5 --margin 0.3                 surer, and stricter: two more seeds
 halfstep compare --net resnet18 --data cifar10 --precisions fp32,O2,O2+bf16 --epochs 10 --batch 128
 halfstep compare --net mine:build --data photos/        a network and images of your own
 
@@ -52,9 +62,16 @@ def compare(
         str | None, typer.Option(help="where the named data set lies: folder, archive or URL")
     ] = None,
     precisions: Annotated[
-        str, typer.Option(help="names; the first is the reference")
-    ] = "fp32,fp16,O1,O2",
-    seeds: Annotated[str, typer.Option(help="how many (5), or which (0,7,42)")] = "3",
+        str | None,
+        typer.Option(
+            help="names; the first is the reference. Else those of the comparison in OUT, or fp32 "
+            "and what the device has units for: bf16, O1+bf16 …"
+        ),
+    ] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="how many (5), or which (0,7,42). Else those in OUT, or 3"),
+    ] = None,
     epochs: Annotated[int, typer.Option(help="passes over the data")] = 4,
     batch: BatchOption = 64,
     optimizer: Annotated[str, typer.Option(help="sgd, momentum, adam or adamw")] = "momentum",
@@ -68,6 +85,14 @@ def compare(
     margin: Annotated[float, typer.Option(help="points of accuracy that count as the same")] = 0.5,
     samples: SamplesOption = None,
     test_samples: TestSamplesOption = None,
+    size: SizeOption = None,
+    test_share: TestShareOption = None,
+    split_seed: SplitSeedOption = None,
+    skip_damaged: SkipDamagedOption = None,
+    class_weights: ClassWeightsOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
     out: Annotated[Path, typer.Option(help="folder of the comparison")] = Path("runs/compare"),
     fresh: Annotated[
@@ -80,14 +105,19 @@ def compare(
     """The command; its help is HELP."""
     from halfstep.compare import Settings, table
     from halfstep.compare import compare as run_comparison
+    from halfstep.experiment import output_folder
+    from halfstep.experiment.settings import BY_DEVICE
     from halfstep.report import write as write_report
 
+    # What to train: as typed, or as before in this folder, or the usual.
+    what_is_there = None if fresh else output_folder.precisions_and_seeds(out)
+    usual_precisions, usual_seeds = what_is_there or (BY_DEVICE, USUAL_SEEDS)
     settings = Settings(
         net=net,
         data=data,
         path=path,
-        precisions=parse_names(precisions),
-        seeds=_parse_seeds(seeds),
+        precisions=usual_precisions if precisions is None else parse_names(precisions),
+        seeds=usual_seeds if seeds is None else _parse_seeds(seeds),
         epochs=epochs,
         batch=batch,
         optimizer=optimizer,
@@ -97,6 +127,14 @@ def compare(
         margin=margin,
         samples=samples,
         test_samples=test_samples,
+        size=size,
+        test_share=test_share,
+        split_seed=split_seed,
+        skip_damaged=skip_damaged,
+        class_weights=class_weights,
+        target=target,
+        task=task,
+        drop=drop,
         device=device,
     )
 
@@ -113,6 +151,10 @@ def compare(
                 retry=retry,
                 command=command_line(),
             )
+    except output_folder.OtherComparisonError as error:
+        from halfstep.cli.other_comparison import ask_how_to_go_on
+
+        ask_how_to_go_on(error, out)
     except (KeyboardInterrupt, SystemExit) as stop:
         echo(_stop_message(settings, out), err=True)
         raise typer.Exit(exit_code(stop)) from None
@@ -134,14 +176,13 @@ def compare(
 
 def _written_files(settings: "Settings") -> list[str]:
     """The files of a comparison, and the folders of its runs."""
-    from halfstep.compare.comparison import RESULT_FILE
     from halfstep.experiment import output_folder
 
     names = [output_folder.SUMMARY_FILE, *output_folder.REPORT_FILES]
     for precision in settings.precisions:
         for seed in settings.seeds:
             run = output_folder.run_folder(Path(), precision, seed)
-            names.append(str(run / RESULT_FILE))
+            names.append(str(run / output_folder.RESULT_FILE))
     return names
 
 

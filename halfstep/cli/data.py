@@ -13,11 +13,13 @@ from halfstep.cli.options import (
     Command,
     DataPathOption,
     JsonOption,
+    TargetOption,
     complete_one,
 )
-from halfstep.cli.output import draw_bar, echo, print_json
-from halfstep.utils.text import plural, printable
+from halfstep.cli.output import BAR_WIDTH, draw_bar, echo, print_json
+from halfstep.utils.text import list_some, plural, printable
 
+MAX_CATEGORIES_SHOWN = 6
 MAX_CLASSES_SHOWN = 40  # with more classes, one line sums them up
 
 DOWNLOADABLE = DATASETS[1:]  # all but the sample, which ships with the package
@@ -110,24 +112,39 @@ def show(
 
 
 @data_app.command(cls=Command)
-def check(name: DatasetArgument, path: DataPathOption = None, as_json: JsonOption = False) -> None:
+def check(
+    name: DatasetArgument,
+    path: DataPathOption = None,
+    target: TargetOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Read every sample and report sizes, classes, pixel statistics and damage.
 
     The mean and deviation per channel, in 0..1, are what hs.data.Normalize takes.
 
-    A folder is read as by halfstep train and compare: train/ and test/ (or val/) with one folder of
-    images per class, or MNIST's or CIFAR-10's own files. Folders of classes alone are checked too;
-    a note says how to split them.
+    A folder is read as by halfstep train and compare: one folder of images per class, as they are
+    or below train/ and test/ (or val/), or MNIST's or CIFAR-10's own files. Of a table, csv:FILE,
+    the columns are shown, with --target its classes too.
 
     \b
     halfstep data check sample
     halfstep data check cifar10 --path /data/cifar-10-binary.tar.gz
     halfstep data check photos/ --json
+    halfstep data check csv:houses.csv --target price
 
     Exit code: 0 whole, 1 damaged or incomplete, 2 not found or a mistake.
     """
-    from halfstep.cli.data_check import check_dataset
+    from halfstep.cli.data_check import check_dataset, check_table
 
+    if name.startswith("csv:"):
+        table = check_table(name, target)
+        if as_json:
+            print_json(table)
+        else:
+            _print_table(table)
+        return
+    if target is not None:
+        raise ValueError(f"--target: expected it with a table, csv:FILE, got {name!r}")
     result = check_dataset(name, path)
     if as_json:
         print_json(result)
@@ -135,6 +152,36 @@ def check(name: DatasetArgument, path: DataPathOption = None, as_json: JsonOptio
         _print_check(result)
     is_damaged = any(part["damage"] for part in result["parts"])
     raise typer.Exit(1 if is_damaged else 0)
+
+
+def _print_table(result: dict[str, Any]) -> None:
+    """Prints the columns of a table on standard output, the notes on standard error."""
+    echo(printable(f"{result['name']}: {plural(result['rows'], 'row')}\n"))
+    target = result["target"]
+    described = [(column, "") for column in result["columns"]]
+    if target is not None:
+        described.append((target, f"  ← {target['task']}"))
+    width = max(len(printable(column["name"])) for column, _ in described)
+    for column, mark in described:
+        missing = f", {column['missing']:,} missing" if column["missing"] else ""
+        if column["kind"] == "number":
+            values = (
+                f"{column['mean']:.5g} ± {column['deviation']:.5g}, "
+                f"{column['min']:g} to {column['max']:g}"
+            )
+        else:
+            names = [printable(name) for name in column["categories"]]
+            values = f"{plural(len(names), 'category').replace('ys', 'ies')}: "
+            values += list_some(names, MAX_CATEGORIES_SHOWN)
+        echo(
+            f"  {printable(column['name']):<{width}}  {column['kind']:<8}  {values}{missing}{mark}"
+        )
+    if target is not None and "classes" in target:
+        echo("")
+        for line in _class_lines(target["classes"], target["class_weights"]):
+            echo(line)
+    for note in result["notes"]:
+        echo(f"note: {printable(note)}", err=True)
 
 
 def _print_check(result: dict[str, Any]) -> None:
@@ -151,7 +198,7 @@ def _print_check(result: dict[str, Any]) -> None:
             channels = zip(part["mean"], part["deviation"], strict=True)
             statistics = ", ".join(f"{mean:.4f} ± {deviation:.4f}" for mean, deviation in channels)
             echo(f"mean ± deviation: {statistics}")
-        for line in _class_lines(part["classes"]):
+        for line in _class_lines(part["classes"], part["class_weights"]):
             echo(line)
         for message in part["damage"]:
             echo(f"damaged: {printable(message)}")
@@ -173,8 +220,11 @@ def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]]) -> str:
     return ", ".join(texts)
 
 
-def _class_lines(counts: dict[str, int]) -> list[str]:
-    """A line with a bar for each class, or one line for all of them where they are many."""
+def _class_lines(counts: dict[str, int], weights: dict[str, float]) -> list[str]:
+    """A line with a bar for each class, or one line for all of them where they are many.
+
+    Where classes differ in size, with their weights in --class-weights balanced.
+    """
     if not counts:
         return []
     fewest = min(counts.values())
@@ -186,7 +236,10 @@ def _class_lines(counts: dict[str, int]) -> list[str]:
     name_width = max(map(len, names))
     count_width = max(len(f"{count:,}") for count in counts.values())
     lines = []
-    for name, count in zip(names, counts.values(), strict=True):
+    for name, count, weight in zip(names, counts.values(), weights.values(), strict=True):
         bar = draw_bar(count / most) if count else ""
-        lines.append(f"  {name:<{name_width}}  {count:>{count_width},}  {bar}".rstrip())
+        line = f"  {name:<{name_width}}  {count:>{count_width},}  {bar}"
+        if fewest < most:
+            line = f"{line:<{name_width + count_width + BAR_WIDTH + 6}}  weight {weight:.4g}"
+        lines.append(line.rstrip())
     return lines

@@ -11,11 +11,21 @@ from torch import Tensor
 
 from halfstep import data
 from halfstep.data import Dataset, ImageFolder
+from halfstep.data.class_weights import describe_imbalance, weights_of_counts
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.download.find import find
 from halfstep.data.readers import split_folder
+from halfstep.data.readers.image_folder import read_in_threads
+from halfstep.data.readers.image_survey import ImageSurvey, survey_images
+from halfstep.data.readers.split_folder import SplitFolder
+from halfstep.data.splits import DEFAULT_TEST_SHARE
+from halfstep.data.tables.typed_table import Column
+from halfstep.experiment.photos import describe_duplicates, find_duplicates
+from halfstep.experiment.reading_progress import reading_progress
+from halfstep.experiment.table_data import is_table, table_path
 
 MAX_DAMAGE_NAMED = 20  # damaged files that are named; the others are counted
+FILES_AT_ONCE = 64
 MAX_SIZES = 5  # the most frequent image sizes that are reported
 PIXELS_AT_ONCE = 1 << 22  # bounds the memory of the counts: int64 copies of 4 million bytes
 
@@ -30,7 +40,9 @@ def read_dataset(name: str, path: str | None, split: Literal["train", "test"]) -
         return data.load(name, split, path=path)
 
     _refuse_path(name, path)
-    if _is_unsplit(name):
+    if is_table(name):
+        raise ValueError(f"data show: a table has no pictures. halfstep data check {name}")
+    if _is_part(name):
         return Dataset(ImageFolder(_folder(name)), ["image", "label"])
     folder = split_folder.open_split_folder(name, allow_function=False)
     train_part, test_part = folder.parts
@@ -52,24 +64,40 @@ def check_dataset(name: str, path: str | None) -> dict[str, Any]:
         parts = _check_splits(name, path)
     else:
         _refuse_path(name, path)
-        if _is_unsplit(name):
-            origin = "a folder of images"
-            parts = [_check_images("all", _folder(name))]
-            notes = [_how_to_split(_folder(name)), *_size_notes(parts)]
-        else:
-            folder = split_folder.open_split_folder(name, allow_function=False)
-            if folder.kind == "images":
-                origin = "a folder of images"
-                parts = [_check_images(part, folder.root / part) for part in folder.parts]
-                mismatch = folder.class_mismatch()
-                if mismatch:
-                    parts[1]["damage"].append(mismatch)
-                notes = _size_notes(parts)
-            else:
-                files = "MNIST-family files" if folder.kind == "idx" else "CIFAR-10 files"
-                origin = f"a folder of {files}"
-                parts = [_check_files(part, partial(folder.read, part)) for part in folder.parts]
+        origin, parts, notes = _check_folder(name)
+    for part in parts:
+        imbalance = describe_imbalance(list(part["classes"]), list(part["classes"].values()))
+        if imbalance is not None:
+            notes.append(f"{part['name']}: {imbalance}; halfstep train --class-weights balanced")
     return {"name": name, "origin": origin, "parts": parts, "notes": notes}
+
+
+def _check_folder(name: str) -> tuple[str, list[dict[str, Any]], list[str]]:
+    """What a folder is, its parts, and notes."""
+    root = _folder(name)
+    if _is_part(name):
+        part, survey = _check_images("all", ImageFolder(root))
+        return "a folder of images", [part], [_part_note(root), *_image_notes([survey])]
+    folder = split_folder.open_split_folder(name, allow_function=False)
+    if folder.classes_in is not None:
+        part, survey = _check_images("all", ImageFolder(folder.classes_in))
+        notes = [
+            f"no test part: halfstep train and compare take {DEFAULT_TEST_SHARE:.0%} of each class "
+            "for it; --test-share and --split-seed change that"
+        ]
+        notes += _image_notes([survey])
+        return "a folder of images", [part], notes + _duplicate_notes(folder)
+    if folder.kind == "images":
+        checked = [_check_images(part, ImageFolder(folder.root / part)) for part in folder.parts]
+        parts = [part for part, _ in checked]
+        mismatch = folder.class_mismatch()
+        if mismatch:
+            parts[1]["damage"].append(mismatch)
+        notes = _image_notes([survey for _, survey in checked])
+        return "a folder of images", parts, notes + _duplicate_notes(folder)
+    files = "MNIST-family files" if folder.kind == "idx" else "CIFAR-10 files"
+    parts = [_check_files(part, partial(folder.read, part)) for part in folder.parts]
+    return f"a folder of {files}", parts, []
 
 
 def _check_splits(name: str, path: str | None) -> list[dict[str, Any]]:
@@ -104,23 +132,32 @@ def _check_files(part: str, read: Callable[[], Dataset]) -> dict[str, Any]:
     )
 
 
-def _check_images(part: str, root: Path) -> dict[str, Any]:
+def _check_images(part: str, images: ImageFolder) -> tuple[dict[str, Any], ImageSurvey]:
     """Describes a folder of image files; each file is good or damaged by itself."""
-    images = ImageFolder(root)
     sizes: Counter[tuple[int, ...]] = Counter()
     class_counts: Counter[str] = Counter()
     statistics = PixelStatistics()
     damage: list[str] = []
-    for i in range(len(images)):
+
+    def sample_or_error(index: int) -> tuple[Tensor, int] | str:
         try:
-            image, label = images[i]
+            return images[index]
         except (ValueError, OSError) as error:
-            damage.append(str(error))
-            continue
-        sizes[tuple(image.shape)] += 1
-        class_counts[images.classes[label]] += 1
-        statistics.add(image[None])
-    return _describe_part(
+            return str(error)
+
+    with reading_progress(f"reading {part}", len(images), visible=True) as on_read:
+        for start in range(0, len(images), FILES_AT_ONCE):
+            indices = range(start, min(start + FILES_AT_ONCE, len(images)))
+            for sample in read_in_threads(sample_or_error, indices):
+                if isinstance(sample, str):
+                    damage.append(sample)
+                    continue
+                image, label = sample
+                sizes[tuple(image.shape)] += 1
+                class_counts[images.classes[label]] += 1
+                statistics.add(image[None])
+            on_read(len(indices))
+    description = _describe_part(
         part,
         sizes=sizes,
         class_counts=class_counts,
@@ -128,6 +165,7 @@ def _check_images(part: str, root: Path) -> dict[str, Any]:
         statistics=statistics,
         damage=damage,
     )
+    return description, survey_images(images.files)
 
 
 def _describe_part(
@@ -157,6 +195,7 @@ def _describe_part(
         "mean": mean,
         "deviation": deviation,
         "classes": {class_name: class_counts[class_name] for class_name in class_names},
+        "class_weights": _class_weights(class_counts, class_names),
         "damage": named_damage,
     }
 
@@ -201,13 +240,11 @@ def _folder(name: str) -> Path:
     return Path(name).expanduser()
 
 
-def _is_unsplit(name: str) -> bool:
-    """Whether it is a folder of classes without train and test: to look at, not to train on."""
+def _is_part(name: str) -> bool:
+    """Whether it is one part of a split folder, with its classes: to look at, not to train on."""
     root = _folder(name)
-    if not root.is_dir():
-        return False
-    has_data_files = any(root.glob("*-idx?-ubyte*")) or any(root.glob("*_batch*.bin"))
-    return not has_data_files and split_folder.has_unsplit_classes(root)
+    has_folders = root.is_dir() and any(path.is_dir() for path in root.iterdir())
+    return has_folders and split_folder.enclosing_split(root) is not None
 
 
 def _refuse_path(name: str, path: str | None) -> None:
@@ -215,22 +252,89 @@ def _refuse_path(name: str, path: str | None) -> None:
         raise ValueError(f"--path: expected with a data set of {', '.join(CATALOG)}, got {name!r}")
 
 
-def _how_to_split(root: Path) -> str:
-    """A note: what a folder must look like to be trained on, and what to do about this one."""
-    above = split_folder.enclosing_split(root)
-    if above is None:
-        advice = f"move its classes below {root}/train and {root}/test"
-    else:
-        advice = f"name {above} to them"
-    return f"halfstep train and compare read {split_folder.READABLE_FOLDERS}: {advice}"
+def _part_note(root: Path) -> str:
+    """A note about a part of a split folder: it is not what can be trained on."""
+    return (
+        f"halfstep train and compare read {split_folder.READABLE_FOLDERS}: "
+        f"name {split_folder.enclosing_split(root)} to them"
+    )
 
 
-def _size_notes(parts: list[dict[str, Any]]) -> list[str]:
-    """A note where images differ in size; none where they do not."""
-    sizes = {size for part in parts for size, _ in part["sizes"]}
-    if len(sizes) < 2:
-        return []
-    return [
-        "images of different sizes: halfstep train and compare take one size. "
-        "Resize the files first."
-    ]
+def _image_notes(surveys: list[ImageSurvey]) -> list[str]:
+    """Notes about images of several sizes, and those that are not plain RGB."""
+    survey = ImageSurvey()
+    for other in surveys:
+        survey.sizes += other.sizes
+        survey.modes += other.modes
+    notes = []
+    if len(survey.sizes) > 1:
+        notes.append(
+            f"images of {survey.describe_sizes()}: halfstep train and compare resize the shorter "
+            "side and crop the centre; --size 224 says to which size"
+        )
+    modes = survey.describe_modes()
+    if modes is not None:
+        notes.append(f"converted to RGB: {modes}")
+    return notes
+
+
+def _duplicate_notes(folder: SplitFolder) -> list[str]:
+    try:
+        train, test = folder.images()
+    except ValueError as error:  # too few to be split
+        return [str(error)]
+    pairs = find_duplicates(train, test)
+    return [describe_duplicates(folder.root, pairs)] if pairs else []
+
+
+def _class_weights(counts: Counter[str], names: Sequence[str]) -> dict[str, float]:
+    """The weights of hs.data.class_weights, by name."""
+    weights = weights_of_counts([counts[name] for name in names]) if names else torch.empty(0)
+    return dict(zip(names, weights.tolist(), strict=True))
+
+
+# Tables
+
+
+def check_table(name: str, target: str | None) -> dict[str, Any]:
+    """Reads a whole table and describes its columns, as a dict for JSON."""
+    table = data.read_csv(table_path(name), target)
+    columns = [_describe_column(column) for column in table.inputs.values()]
+    result: dict[str, Any] = {
+        "name": name,
+        "origin": "a table",
+        "rows": table.size,
+        "columns": columns,
+        "target": None,
+        "notes": list(table.notes),
+    }
+    if table.target is not None:
+        result["target"] = {**_describe_column(table.target), "task": table.task}
+    if table.task == "classification":
+        labels = table.labels()
+        counts = torch.bincount(labels, minlength=len(table.classes)).tolist()
+        weights = weights_of_counts(counts).tolist()
+        result["target"]["classes"] = dict(zip(table.classes, counts, strict=True))
+        result["target"]["class_weights"] = dict(zip(table.classes, weights, strict=True))
+        imbalance = describe_imbalance(table.classes, counts)
+        if imbalance is not None:
+            result["notes"].append(f"{imbalance}; halfstep train --class-weights balanced")
+    return result
+
+
+def _describe_column(column: Column) -> dict[str, Any]:
+    description: dict[str, Any] = {
+        "name": column.name,
+        "kind": column.kind,
+        "missing": int(column.is_missing.sum()),
+    }
+    if column.kind == "category":
+        return {**description, "categories": list(column.texts)}
+    values = column.values[~column.is_missing]
+    numbers = {
+        "min": values.min(),
+        "max": values.max(),
+        "mean": values.mean(),
+        "deviation": values.std(unbiased=False),
+    }
+    return {**description, **{key: float(value) for key, value in numbers.items()}}

@@ -21,12 +21,13 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import echo, format_scores, print_json
 from halfstep.experiment import training_run
-from halfstep.utils.text import printable
+from halfstep.utils.text import list_some, printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
 
 # Settings that a comparison and `halfstep train` share, in the order of the advised command.
+MAX_NAMED = 10  # classes in a message
 SETTINGS_OF_COMPARISON = ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
 
 
@@ -69,7 +70,11 @@ def evaluate(
         "test_samples": test_samples,
     }
     settings = settings_of_run("eval", run, build, options, trust=trust)
-    built = training_run.build_run(settings)
+    facts = training_run.read_data_facts(run) if build is None else {}
+    # Other data than the run's is evaluated as a whole, where nobody has split it.
+    is_own = settings.test_share is not None or data is None
+    built = training_run.build_run(settings, split=is_own, facts=facts)
+    _check_same_classes(built, facts)
     weights_path = training_run.load_weights(built.model, run)
 
     dataset = built.data if split == "train" else _validation_data(built, settings)
@@ -116,7 +121,7 @@ def settings_of_run(
         _refuse_comparison(command, run)
         if not run.exists():
             raise FileNotFoundError(
-                f"{command}: expected a run, a checkpoint or a safetensors file, "
+                f"{command}: expected a run, a checkpoint or a file of weights, "
                 f"found nothing at {run}"
             )
         if options.get("net") is None:
@@ -128,7 +133,33 @@ def settings_of_run(
         settings = training_run.TrainSettings()
     if "path" in replaced:
         settings = replace(settings, path=None)
+    settings = _without_data_settings(settings, options.get("data"))
     return training_run.with_overrides(settings, **options)
+
+
+def _without_data_settings(
+    settings: training_run.TrainSettings, data: str | None
+) -> training_run.TrainSettings:
+    """Without what the settings say about the run's own data only, where `data` is other data."""
+    if data is None or data == settings.data:
+        return settings
+    settings = replace(settings, test_share=None, split_seed=None, skip_damaged=None)
+    if not data.startswith("csv:"):
+        settings = replace(settings, target=None, task=None, drop=None)
+    if not Path(data).expanduser().is_dir():
+        settings = replace(settings, size=None)
+    return settings
+
+
+def _check_same_classes(built: "RunParts", facts: dict[str, Any]) -> None:
+    """Refuses data with other classes than the run's: its labels would be others."""
+    before = facts.get("classes")
+    now = built.facts.get("classes")
+    if before is not None and now is not None and before != now:
+        raise ValueError(
+            f"eval: expected the run's classes, {printable(list_some(before, MAX_NAMED))}; "
+            f"the data has {printable(list_some(now, MAX_NAMED))}"
+        )
 
 
 def _refuse_comparison(command: str, run: Path) -> None:

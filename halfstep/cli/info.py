@@ -1,6 +1,7 @@
 """`halfstep info`: what the device multiplies natively and how fast, and a precision for it.
 
-The measurement stands in info_speed.py, which needs torch; help and completion do not.
+The precision is decided by precision/advice.py, as it is for `bench` and `compare`. The measurement
+stands in info_speed.py, which needs torch; help and completion do not.
 """
 
 from typing import Annotated, Any
@@ -50,18 +51,20 @@ def info(
 
 def _examine_device(device_name: str, seconds: float) -> dict[str, Any]:
     """The environment, a row for each dtype, and the recommended precision."""
-    from halfstep.cli.info_speed import measure_dtypes, recommend_precision
+    from halfstep.cli.info_speed import measure_dtypes, product_speedups
     from halfstep.experiment.machine import describe_environment
     from halfstep.experiment.settings import resolve_device
+    from halfstep.precision.advice import advise, find_half_units
 
     if not 0 <= seconds <= MAX_SECONDS:
         raise ValueError(f"--seconds: expected 0 to {MAX_SECONDS}, got {seconds:g}")
     device = resolve_device(device_name)
     rows = measure_dtypes(device, seconds)
+    advice = advise(find_half_units(device), product_speedups=product_speedups(rows))
     return {
         "environment": describe_environment(device),
         "dtypes": rows,
-        "recommendation": recommend_precision(device.type, rows),
+        "recommendation": advice._asdict(),
     }
 
 

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices in each dtype, and the precision that follows from it."""
+"""How fast a device multiplies matrices in each dtype."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -9,20 +9,15 @@ from torch import Tensor
 
 from halfstep.cli.bench_timing import wait_for_device
 from halfstep.precision import Precision
+from halfstep.precision.advice import find_half_units
 from halfstep.precision.backend_flags import set_backend_flags
-from halfstep.precision.cpu_half import FastHalf, has_native
-
-# A 16-bit product must be this many times as fast as fp32: casts around it cost the rest.
-MIN_SPEEDUP = 1.5
+from halfstep.precision.cpu_half import FastHalf
 
 FIRST_SIZE = 256  # rows and columns of the smallest matrix
 MAX_SIZE = {"cpu": 1024, "cuda": 8192}
 MIN_PRODUCT_S = 0.005  # a product this long is timed well; a shorter one gets a larger matrix
 
-# Compute capabilities of CUDA devices, major number, from which on a dtype has units of its own.
-TF32_SINCE = 8
-FP16_SINCE = 7
-BF16_SINCE = 8
+TF32_SINCE = 8  # compute capability of a CUDA device, major number
 
 
 def measure_dtypes(device: torch.device, seconds: float) -> list[dict[str, Any]]:
@@ -38,11 +33,9 @@ def measure_dtypes(device: torch.device, seconds: float) -> list[dict[str, Any]]
     ]
     if capability >= TF32_SINCE:
         rows.append(_row("tf32", torch.float32, device, seconds, native=True))
-    for name, dtype, native_since in (
-        ("fp16", torch.float16, FP16_SINCE),
-        ("bf16", torch.bfloat16, BF16_SINCE),
-    ):
-        native = has_native(dtype) if on_cpu else capability >= native_since
+    units = find_half_units(device)
+    for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        native = name in units.dtypes
         rows.append(_row(name, dtype, device, seconds, native=native))
         # A CPU without such units: halfstep's own way beside torch's.
         if on_cpu and not native:
@@ -109,35 +102,17 @@ def _shortest_product(a: Tensor, b: Tensor, seconds: float) -> float:
             return shortest_s
 
 
-def recommend_precision(device_type: str, rows: list[dict[str, Any]]) -> dict[str, str]:
-    """The precision to begin with and the reason, by docs/guide/choosing.md.
+def product_speedups(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How many times as fast as fp32's the products of each native half dtype are; {}: unmeasured.
 
-    bfloat16 or float16 under autocast, where it is native and fast enough; else fp32.
+    These are what `advise` decides by.
     """
     native_gflops = {row["dtype"]: row["gflops"] for row in rows if row["native"]}
     fp32_gflops = native_gflops["fp32"]
-    for name, precision, loss_scale in (
-        ("bf16", "O1+bf16", "needs no loss scale"),
-        ("fp16", "O1", "its loss scale is found by itself"),
-    ):
-        if name not in native_gflops:
-            continue
-        half_gflops = native_gflops[name]
-        if fp32_gflops is None or half_gflops is None:
-            reason = f"this {device_type} multiplies {name} natively (not measured)"
-            return {"precision": precision, "reason": reason}
-        if half_gflops >= MIN_SPEEDUP * fp32_gflops:
-            speedup = half_gflops / fp32_gflops
-            reason = f"{name} products are {speedup:.1f} × as fast as fp32, and it {loss_scale}"
-            return {"precision": precision, "reason": reason}
-
-    native_halves = [name for name in ("fp16", "bf16") if name in native_gflops]
-    if native_halves:
-        names = " and ".join(native_halves)
-        reason = f"{names} products are not {MIN_SPEEDUP} × as fast as fp32 here"
-    else:
-        reason = (
-            f"this {device_type} has no half-precision units: half is for studying it here, "
-            "not for speed"
-        )
-    return {"precision": "fp32", "reason": reason}
+    if fp32_gflops is None:
+        return {}
+    return {
+        name: native_gflops[name] / fp32_gflops
+        for name in ("bf16", "fp16")
+        if native_gflops.get(name) is not None
+    }

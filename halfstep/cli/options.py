@@ -120,8 +120,9 @@ NetOption = Annotated[
 DataOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(DATASETS)}, module:function, file.py:function, or a folder: train/ and "
-        "test/ with one folder of images per class, or MNIST's or CIFAR-10's own files",
+        help=f"{', '.join(DATASETS)}, module:function, file.py:function, csv:FILE, or a folder: "
+        "one folder of images per class, as they are or below train/ and test/ (or val/), or "
+        "MNIST's or CIFAR-10's own files",
         autocompletion=complete_one(*DATASETS),
     ),
 ]
@@ -131,6 +132,46 @@ DataPathOption = Annotated[
 ]
 SamplesOption = Annotated[int | None, typer.Option(help="only so many training samples")]
 TestSamplesOption = Annotated[int | None, typer.Option(help="only so many test samples")]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--size",
+        help="photos: 224, or 224x160 (height x width): shorter side resized, centre cropped",
+    ),
+]
+TestShareOption = Annotated[
+    float | None,
+    typer.Option("--test-share", help="data without a test part: the share to test on, else 0.2"),
+]
+SplitSeedOption = Annotated[
+    int | None, typer.Option("--split-seed", help="another choice of these samples")
+]
+SkipDamagedOption = Annotated[
+    bool | None,
+    typer.Option("--skip-damaged", help="photos: leave out files that cannot be decoded"),
+]
+ClassWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--class-weights",
+        help="balanced: in the loss, rare classes count as much as frequent ones",
+        autocompletion=complete_one("balanced"),
+    ),
+]
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="csv:FILE: the column to predict")
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="csv:FILE: classification or regression; else by the target",
+        autocompletion=complete_one("classification", "regression"),
+    ),
+]
+DropOption = Annotated[
+    str | None, typer.Option("--drop", help="csv:FILE: columns to leave out, commas between")
+]
 BuildOption = Annotated[
     str | None,
     typer.Option(
@@ -183,6 +224,19 @@ SinkOption = Annotated[
     int | None,
     typer.Option(help="steps between two reads of results by the host; never changes results"),
 ]
+MaxTimeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--max-time", help="this call stops after so long, with a checkpoint: 1h30m, 45m, 90s"
+    ),
+]
+LimitBatchesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--limit-batches",
+        help="only so many batches of an epoch and of an evaluation, or a fraction: 20, 0.1",
+    ),
+]
 DeviceOption = Annotated[
     str,
     typer.Option(
@@ -193,7 +247,7 @@ DeviceOption = Annotated[
 
 # A run that exists already, and the settings that a command may replace in it.
 RunArgument = Annotated[
-    Path, typer.Argument(help="folder of a run, one checkpoint of it, or a safetensors file")
+    Path, typer.Argument(help="folder of a run, one checkpoint of it, or a file of weights")
 ]
 RunNetOption = Annotated[
     str | None,

@@ -16,7 +16,9 @@ from torch import Tensor
 from halfstep import data
 from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import stack_column
-from halfstep.data.pipeline.maps import FunctionMap, TransformMap
+from halfstep.data.pipeline.function_map import FunctionMap
+from halfstep.data.pipeline.maps import TransformMap
+from halfstep.data.readers.resize_crop import parse_image_size
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import TrainSettings
 
@@ -55,7 +57,7 @@ def read_inputs(source: str, built: "RunParts", settings: TrainSettings) -> Inpu
     if suffix == ".npy" and path.is_file():
         return _read_array(path, built)
     if path.is_dir() or suffix in IMAGE_SUFFIXES:
-        return _read_images(_image_files(path), built)
+        return _read_images(_image_files(path), built, settings)
     if path.exists():
         raise ValueError(
             f"predict: expected an image, a folder of images or an .npy file, got {source}"
@@ -247,7 +249,9 @@ def _read_named_dataset(name: str, settings: TrainSettings) -> Inputs:
             "predict: a builder's network takes what the builder prepares: give an .npy file of it"
         )
     path = settings.path if name == settings.data else None
-    settings = replace(settings, data=name, path=path, test_samples=None)
+    if name != settings.data:  # what the run chose for its own data says nothing of this
+        settings = replace(settings, size=None, test_share=None, split_seed=None)
+    settings = replace(settings, data=name, path=path, test_samples=None, class_weights=None)
     test_data = load_train_test_data(settings.comparison_settings()).test
     names = [f"{name}[{i}]" for i in range(test_data.size)]
     return Inputs(test_data.select(test_data.columns[0]), names)
@@ -272,8 +276,11 @@ def _image_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_images(files: list[Path], built: "RunParts") -> Inputs:
-    """Images as the run's own were when they were read; others are resized, with a notice."""
+def _read_images(files: list[Path], built: "RunParts", settings: TrainSettings) -> Inputs:
+    """Images as the run's own were when they were read; others are resized, with a notice.
+
+    Where the run brought its photos to one size as they were read, so are these.
+    """
     from halfstep.data.readers.image_folder import read_image
 
     maps = TrainingMaps.from_data(built.data)
@@ -294,7 +301,8 @@ def _read_images(files: list[Path], built: "RunParts") -> Inputs:
                 break
 
     # Images of another size are resized here, unless the run's own maps do it.
-    images = [read_image(file, chosen.mode) for file in files]
+    size = _photo_size(built, settings)
+    images = [read_image(file, chosen.mode, size=size) for file in files]
     if maps is None or not _maps_resize(maps, chosen, images, network_shape):
         images = _resize_images(images, chosen.sides)
 
@@ -302,6 +310,15 @@ def _read_images(files: list[Path], built: "RunParts") -> Inputs:
     if maps is None:
         images = [image.float() / 255 for image in images]
     return Inputs(images, [str(file) for file in files], maps)
+
+
+def _photo_size(built: "RunParts", settings: TrainSettings) -> tuple[int, int] | None:
+    """The size that the run brings its photos to; None where it leaves them as they are."""
+    if settings.build is None and settings.size is not None:
+        return parse_image_size("size", settings.size)
+    source = getattr(getattr(built.data, "plan", None), "source", None)
+    folder = getattr(source, "dataset", None)
+    return folder.size if isinstance(folder, data.ImageFolder) else None
 
 
 def _maps_resize(

@@ -12,14 +12,18 @@ from halfstep.cli.options import (
     AccumulateOption,
     BatchOption,
     BuildOption,
+    ClassWeightsOption,
     ClipNormOption,
     DataOption,
     DataPathOption,
     DeviceOption,
+    DropOption,
     EmaOption,
     EpochsOption,
     JsonOption,
+    LimitBatchesOption,
     LrOption,
+    MaxTimeOption,
     NetOption,
     OptimizerOption,
     PlainOption,
@@ -28,10 +32,16 @@ from halfstep.cli.options import (
     ScheduleOption,
     SeedOption,
     SinkOption,
+    SizeOption,
+    SkipDamagedOption,
+    SplitSeedOption,
+    TargetOption,
+    TaskOption,
     TestSamplesOption,
+    TestShareOption,
     option_flag,
 )
-from halfstep.cli.output import command_line, echo, exit_code, format_scores, print_json
+from halfstep.cli.output import command_line, echo, exit_code, print_json
 from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.experiment import training_run
 from halfstep.experiment.run_progress import (
@@ -41,6 +51,7 @@ from halfstep.experiment.run_progress import (
     refuse_fewer_epochs,
 )
 from halfstep.experiment.training_run import WeightRescue, silence_signal_message
+from halfstep.utils.durations import duration_s
 from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
@@ -48,7 +59,9 @@ if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
 
 # Settings that may be given beside --build; a builder decides all others.
-SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed"}
+SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed", "limit_batches"}
+
+EXIT_TIME_OVER = 124  # as timeout(1) has it
 
 MAX_SEED = (1 << 63) - 1  # torch's generators take signed 64-bit seeds
 
@@ -61,11 +74,14 @@ and at a signal, log.jsonl, and at the end weights.safetensors.
 halfstep train                                            an MLP on the shipped sample, \
 into runs/train
 halfstep train --net resnet18 --data cifar10 --precision O2 --batch 128 --epochs 10 --out runs/r18
+halfstep train --net resnet18 --data photos/ --size 224 --class-weights balanced --out runs/photos
+halfstep train --data csv:houses.csv --target price --out runs/houses
 halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 \
---out runs/photos
+--out runs/mine
 halfstep train --build train:build --epochs 20 --out runs/own --resume auto
 
-Exit code: 0 done, 2 a mistake or an error, 130 and 143 when stopped, with a checkpoint.
+Exit code: 0 done, 2 a mistake or an error; 124 when --max-time was over, 130 and 143 when stopped
+by a signal, each with a checkpoint.
 """
 
 
@@ -90,9 +106,19 @@ def train(
     seed: SeedOption = 0,
     samples: SamplesOption = None,
     test_samples: TestSamplesOption = None,
+    size: SizeOption = None,
+    test_share: TestShareOption = None,
+    split_seed: SplitSeedOption = None,
+    skip_damaged: SkipDamagedOption = None,
+    class_weights: ClassWeightsOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
     device: DeviceOption = "auto",
     build: BuildOption = None,
     sink: SinkOption = None,
+    max_time: MaxTimeOption = None,
+    limit_batches: LimitBatchesOption = None,
     out: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/train"),
     resume: Annotated[
         str | None,
@@ -117,9 +143,11 @@ def train(
     from halfstep.experiment.output_folder import lock_output_folder
 
     # Settings, model and data come before the folder is touched: most mistakes show here.
+    time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
     settings = _read_settings(ctx)
     built = training_run.build_run(settings, training=True)
-    settings = _with_epochs(settings, built)
+    # What the data decides is written down too, so that every command uses the same.
+    settings = replace(_with_epochs(settings, built), **built.chosen)
     _warn_useless_verify(built)
 
     # Standard output is left to the JSON.
@@ -128,7 +156,7 @@ def train(
         if fresh:
             training_run.remove_run(out)
         refuse_links_out_of(out, WRITTEN_FILES)
-        _check_folder(out, settings, resume)
+        _check_folder(out, settings, built.facts, resume)
         _check_going_back(out, resume, discard_later=discard_later)
         if resume not in (None, "auto"):
             refuse_fewer_epochs(Path(resume), settings.epochs)
@@ -150,6 +178,7 @@ def train(
                 out,
                 resume,
                 sink,
+                time_limit_s,
                 discard_later=discard_later,
                 plain=plain,
                 log_file=log_file,
@@ -164,6 +193,7 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
     if not 0 <= options["seed"] <= MAX_SEED:
         raise ValueError(f"--seed: expected a whole number of 0 or more, got {options['seed']}")
 
+    options = {**options, "limit_batches": _read_limit(options["limit_batches"])}
     names = {field.name for field in fields(training_run.TrainSettings)}
     if options["build"] is None:
         values = {name: value for name, value in options.items() if name in names}
@@ -179,7 +209,29 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
             "are already made. Say it in the builder."
         )
     epochs = options["epochs"] if "epochs" in typed else 0
-    return training_run.TrainSettings(build=options["build"], epochs=epochs, seed=options["seed"])
+    return training_run.TrainSettings(
+        build=options["build"],
+        epochs=epochs,
+        seed=options["seed"],
+        limit_batches=options["limit_batches"],
+    )
+
+
+def _read_limit(text: str | None) -> float | None:
+    """A number of batches, or a fraction of all: "20", "0.1", "10%"."""
+    from halfstep.engine.limits import LIMIT_EXPECTED, BatchLimit
+
+    if text is None:
+        return None
+    limit: float
+    try:
+        if text.endswith("%"):
+            limit = float(text[:-1]) / 100
+        else:
+            limit = int(text) if text.strip("+-").isdigit() else float(text)
+        return BatchLimit.of(limit).value
+    except ValueError:
+        raise ValueError(f"--limit-batches: expected {LIMIT_EXPECTED}, got {text!r}") from None
 
 
 def _is_typed(ctx: typer.Context, name: str) -> bool:
@@ -211,13 +263,16 @@ def _warn_useless_verify(built: "RunParts") -> None:
         )
 
 
-def _check_folder(out: Path, settings: training_run.TrainSettings, resume: str | None) -> None:
+def _check_folder(
+    out: Path, settings: training_run.TrainSettings, facts: dict[str, Any], resume: str | None
+) -> None:
     """Raises an error where the folder and --resume do not fit each other."""
     from halfstep import checkpoint
 
     checkpoints = checkpoint.listing(out)
     if resume == "auto":
         training_run.check_same_run(out, settings)
+        training_run.check_same_data(out, facts)
         if not checkpoints:
             echo(f"note: no checkpoint in {out} yet: the run begins at its beginning", err=True)
     elif resume is None and checkpoints:
@@ -280,6 +335,7 @@ def _fit(
     out: Path,
     resume: str | None,
     sink: int | None,
+    time_limit_s: float | None,
     *,
     discard_later: bool,
     plain: bool,
@@ -288,6 +344,7 @@ def _fit(
     """Trains, writes the log and the weights into the folder, and returns the summary."""
     from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
+    from halfstep.engine.limits import TIME_IS_OVER
     from halfstep.model.fit_arguments import check_callbacks
 
     arguments = dict(built.fit_arguments)
@@ -295,6 +352,8 @@ def _fit(
     arguments["resume"] = resume or built.fit_arguments.get("resume")
     if sink is not None:
         arguments["sink"] = sink
+    if time_limit_s is not None:
+        arguments["max_time"] = time_limit_s
 
     # The builder's callbacks come first; its own Checkpoint in this folder replaces ours.
     # At `begin`, all that can refuse the run has been asked; run.json is written after all of them.
@@ -303,7 +362,7 @@ def _fit(
             training_run.remove_later(out, run.position)
 
     def write_run_file(run: "Run") -> None:
-        training_run.write_run_file(out, settings, command_line())
+        training_run.write_run_file(out, settings, command_line(), built.facts)
 
     log = JSONLLog(out / training_run.LOG_FILE, overwrite=True)
     if resume is not None and resume != "auto":
@@ -316,10 +375,13 @@ def _fit(
     own_saver = Checkpoint(out)
     for saver in (own_saver, *savers):
         saver.allows_later = discard_later  # remove_later removes them
+    shown: list[Callback] = []
+    if arguments.pop("progress", True) or plain:
+        shown = _progress_callbacks(callbacks, plain, log_file)
     callbacks = [
         *callbacks,
         log,
-        *_progress_callbacks(plain, log_file),
+        *shown,
         _print_callback(on_begin=rescue.begin),
         _print_callback(on_begin=remove_later),
     ]
@@ -333,13 +395,16 @@ def _fit(
     weights_path = out / training_run.WEIGHTS_FILE
     try:
         with silence_signal_message():
-            run = built.model.fit(data=built.data, **arguments)
+            run = built.model.fit(data=built.data, progress=False, **arguments)
     except (KeyboardInterrupt, SystemExit) as stop:  # SIGTERM raises the latter, with a checkpoint
         echo(_stop_message(out), err=True)
         raise typer.Exit(exit_code(stop)) from None
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
         raise
+    if run.stopped is not None and run.stopped.startswith(TIME_IS_OVER):
+        echo(f"{run.stopped}\n{_stop_message(out)}", err=True)
+        raise typer.Exit(EXIT_TIME_OVER)
     built.model.save(weights_path)
     record_weights(out)
 
@@ -368,43 +433,28 @@ def _stop_message(out: Path) -> str:
     return f"halfstep: stopped after step {step}, kept in {newest}. Go on: {command}"
 
 
-def _progress_callbacks(plain: bool, log_file: TextIO) -> "list[Callback]":
-    """A bar on a terminal, a line for each epoch elsewhere; with --plain, lines within epochs too.
+def _progress_callbacks(
+    callbacks: "list[Callback]", plain: bool, log_file: TextIO
+) -> "list[Callback]":
+    """The display that `fit` has, its lines on `log_file`; with --plain, lines within epochs too.
 
-    A resumed run says first where it continues.
+    Beside lines of the builder's own, the line of an epoch, which has the scores.
     """
     from halfstep.callbacks import ProgressBar, ProgressLines
 
-    def print_resumed(run: "Run") -> None:
-        if run.resumed:
-            epoch = min(run.epoch + run.epoch_over, run.epochs)
-            echo(
-                f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                f"from {printable(run.resumed)}",
-                file=log_file,
-            )
-
-    def print_epoch(run: "Run") -> None:
-        scores = format_scores(run.history[-1])
-        echo(f"epoch {run.epoch}/{run.epochs}  {scores}  {run.seconds:.1f} s", file=log_file)
-
-    callbacks: list[Callback] = [_print_callback(on_begin=print_resumed)]
-    if sys.stderr.isatty() and not plain:
-        callbacks.append(ProgressBar())
-        return callbacks
     if plain:
-        callbacks.append(ProgressLines(file=log_file))
-    callbacks.append(_print_callback(on_epoch_end=print_epoch))
-    return callbacks
+        return [ProgressBar("lines", file=log_file), ProgressLines(file=log_file)]
+    if any(isinstance(callback, ProgressBar) for callback in callbacks):
+        return []
+    if any(callback.shows_progress for callback in callbacks):
+        return [ProgressBar("lines", file=log_file)]
+    return [ProgressBar(file=log_file)]
 
 
-def _print_callback(
-    on_begin: "Callable[[Run], None] | None" = None,
-    on_epoch_end: "Callable[[Run], None] | None" = None,
-) -> "Callback":
+def _print_callback(on_begin: "Callable[[Run], None]") -> "Callback":
     """A callback that only reports: a resumed run without it gives no notice."""
     from halfstep.callbacks import Lambda
 
-    callback = Lambda(begin=on_begin, epoch_end=on_epoch_end)
+    callback = Lambda(begin=on_begin)
     callback.writes = True
     return callback

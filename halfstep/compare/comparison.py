@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,20 @@ from halfstep.experiment import output_folder
 from halfstep.experiment.build import (
     build_model,
     check_one_batch,
-    seed_everything,
     warn_about_large_batch,
 )
 from halfstep.experiment.datasets import TrainTestData, load_train_test_data
 from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, describe_environment
 from halfstep.experiment.output_folder import run_folder
 from halfstep.experiment.settings import Settings
+from halfstep.experiment.typed_command import command_for_all
 from halfstep.model import Model
+from halfstep.precision.advice import HalfUnits, find_half_units, precisions_to_compare
 from halfstep.utils.files import read_json, write_json
+from halfstep.utils.rng import seed_everything
+from halfstep.utils.text import list_some, plural
 from halfstep.utils.user_code import failing_sample
 
-RESULT_FILE = "result.json"
 CHECKPOINT_EVERY_S = 60  # within an epoch, which may be long
 
 Result = dict[str, Any]
@@ -55,15 +57,21 @@ def compare(
     """Trains every precision with every seed and says which to use: the content of compare.json.
 
     Called again with the same settings and folder it goes on: finished runs stay, the interrupted
-    one continues from its checkpoint, bit for bit. More seeds or precisions may be added. `retry`
-    repeats the failed runs, `fresh` all of them.
+    one continues from its checkpoint, bit for bit. With other seeds or precisions it trains what is
+    missing of them, and the finished runs of before stay in the table. Other settings raise an
+    `OtherComparisonError`. `retry` repeats the failed runs, `fresh` all of them.
     """
     out = Path(out)
     progress = progress or SilentProgress()
     with _notices_to(progress):
         # A data function that draws gives the same data for every seed, and when it goes on.
         seed_everything(0)
-        data = load_train_test_data(settings)
+        data = load_train_test_data(settings, training=True)
+        if data.is_regression:
+            raise ValueError(
+                f"target: expected classes, and {settings.target!r} is a number: a comparison "
+                "counts right answers. Train in each precision instead: halfstep train --precision"
+            )
         check_one_batch(settings, data)
         warn_about_large_batch(settings, data)
 
@@ -72,7 +80,13 @@ def compare(
     with output_folder.lock_output_folder(out):
         if fresh:
             output_folder.remove_comparison(out)
-        output_folder.check_same_comparison(out, spec, machine)
+        before = output_folder.check_same_comparison(out, spec, machine)
+        earlier_runs = []
+        if before is not None:
+            earlier_runs = output_folder.finished_runs_beside(out, before, settings)
+            spec = _add_earlier_runs(spec, before, earlier_runs, progress)
+            usual = precisions_to_compare(find_half_units(settings.torch_device))
+            command = command_for_all(command, spec["precisions"], spec["seeds"], usual)
         head = {
             "halfstep_compare": output_folder.FORMAT_VERSION,
             "title": f"{settings.net} on {settings.data}",
@@ -80,8 +94,9 @@ def compare(
             "date": time.strftime("%Y-%m-%d"),
             "environment": machine,
             "spec": spec,
+            "planned_runs": len(settings.precision_seed_pairs) + len(earlier_runs),
         }
-        return _train_all(settings, data, out, head, progress, retry=retry)
+        return _train_all(settings, data, out, head, earlier_runs, progress, retry=retry)
 
 
 def _build_spec(settings: Settings, data: TrainTestData) -> dict[str, Any]:
@@ -91,7 +106,40 @@ def _build_spec(settings: Settings, data: TrainTestData) -> dict[str, Any]:
         spec["schedule"] = None
     spec["samples"] = data.train.size
     spec["test_samples"] = data.test.size
-    return spec
+    return spec | data.chosen
+
+
+def _add_earlier_runs(
+    spec: dict[str, Any],
+    before: Mapping[str, Any],
+    earlier_runs: Sequence[Result],
+    progress: Progress,
+) -> dict[str, Any]:
+    """The settings with the precisions and seeds of the runs that stay in the table.
+
+    The reference stays the first one asked for, unless a comparison is only added to.
+    """
+    if not earlier_runs:
+        return spec
+    merged = dict(spec)
+    for name, field in (("precisions", "precision"), ("seeds", "seed")):
+        present = [run[field] for run in earlier_runs]
+        earlier = [value for value in before["spec"][name] if value in present]
+        merged[name] = list(dict.fromkeys([*spec[name], *earlier]))
+
+    # Without the reference of before, precisions were asked for as additions to it.
+    reference = before["spec"]["precisions"][0]
+    if reference in merged["precisions"] and reference not in spec["precisions"]:
+        before_first = [*before["spec"]["precisions"], *spec["precisions"]]
+        merged["precisions"] = [
+            name for name in dict.fromkeys(before_first) if name in merged["precisions"]
+        ]
+    names = sorted({f"{run['precision']} seed {run['seed']}" for run in earlier_runs})
+    progress.note(
+        f"{plural(len(names), 'finished run')} of before {'stays' if len(names) == 1 else 'stay'} "
+        f"in the table: {list_some(names, 4)}; the reference is {merged['precisions'][0]}"
+    )
+    return merged
 
 
 def _train_all(
@@ -99,6 +147,7 @@ def _train_all(
     data: TrainTestData,
     out: Path,
     head: dict[str, Any],
+    earlier_runs: list[Result],
     progress: Progress,
     *,
     retry: bool,
@@ -106,8 +155,10 @@ def _train_all(
     """Trains the runs that have no result yet. Returns the summary."""
     results = _read_results(settings, out, skip_failed=retry)
     finished = {(result["precision"], result["seed"]) for result in results}
-    content = _write_summary(out, head, results)
     progress.begin(settings, data, len(results))
+    results += earlier_runs
+    units = find_half_units(settings.torch_device)
+    content = _write_summary(out, head, results, units)
     busy_warning = BusyMachineWarning(settings.torch_device, head["command"], progress.note)
     try:
         for precision, seed in settings.precision_seed_pairs:
@@ -118,7 +169,7 @@ def _train_all(
                 callbacks = [*progress.callbacks(precision, seed), busy_warning]
                 result = _train_one(settings, data, precision, seed, folder, callbacks)
             results.append(result)
-            content = _write_summary(out, head, results)
+            content = _write_summary(out, head, results, units)
             progress.done(result)
     finally:
         progress.end()
@@ -129,7 +180,7 @@ def _read_results(settings: Settings, out: Path, *, skip_failed: bool) -> list[R
     """Results of the runs that are finished."""
     results: list[Result] = []
     for precision, seed in settings.precision_seed_pairs:
-        result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
+        result = read_json(run_folder(out, precision, seed) / output_folder.RESULT_FILE)
         if result is None:
             continue
         if skip_failed and result["status"] == "failed":
@@ -138,7 +189,9 @@ def _read_results(settings: Settings, out: Path, *, skip_failed: bool) -> list[R
     return results
 
 
-def _write_summary(out: Path, head: dict[str, Any], results: list[Result]) -> dict[str, Any]:
+def _write_summary(
+    out: Path, head: dict[str, Any], results: list[Result], units: HalfUnits
+) -> dict[str, Any]:
     """Writes compare.json, its runs in the order of precisions, then seeds. Returns its content."""
     spec = head["spec"]
     pairs = [(precision, seed) for precision in spec["precisions"] for seed in spec["seeds"]]
@@ -148,7 +201,9 @@ def _write_summary(out: Path, head: dict[str, Any], results: list[Result]) -> di
         **head,
         "runs": runs,
         "rows": rows,
-        "recommendation": summary.recommend(spec, rows, runs),
+        "recommendation": summary.recommend(
+            spec, rows, runs, units, planned_runs=head["planned_runs"]
+        ),
     }
     write_json(out / output_folder.SUMMARY_FILE, content)
     return content
@@ -217,7 +272,7 @@ def _train_one(
     result |= _counts_and_times(curves, steps_per_epoch, data.train.size)
     result["peak_memory"] = peak_memory.read()
     result["memory_kind"] = peak_memory.kind
-    write_json(folder / RESULT_FILE, result)
+    write_json(folder / output_folder.RESULT_FILE, result)
     for path in folder.glob("step-*"):
         shutil.rmtree(path, ignore_errors=True)
     return result
@@ -231,6 +286,7 @@ def _fit(
         data.train_batches(seed, settings.batch),
         valid=data.test_batches(settings.batch),
         callbacks=callbacks,
+        progress=False,
         sink=settings.sink,
         resume="auto",
     )

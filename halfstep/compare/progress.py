@@ -4,13 +4,13 @@ import sys
 from typing import Any, Protocol, TextIO
 
 from halfstep.callbacks import ProgressLines
+from halfstep.callbacks.progress_bar import four_digits
+from halfstep.callbacks.progress_displays import new_bars, start_bars
 from halfstep.compare.summary import shorten_error
-from halfstep.engine import Callback, Row, Run
+from halfstep.engine import Callback, Run
 from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
 from halfstep.utils.text import plural, printable
-
-BAR_WIDTH = 20  # characters
 
 
 class Progress(Protocol):
@@ -100,7 +100,7 @@ class BarProgress:
 
     def begin(self, settings: Settings, data: TrainTestData, runs_done: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import MofNCompleteColumn, TextColumn
 
         batches = data.train_batches(settings.seeds[0], settings.batch)
         self._epochs = settings.epochs
@@ -110,17 +110,10 @@ class BarProgress:
         console.print(
             printable(describe_comparison(settings, data, runs_done)), markup=False, emoji=False
         )
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(BAR_WIDTH),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}", markup=False),
-            console=console,
-        )
+        status = TextColumn("{task.fields[status]}", markup=False)
+        self._bars = new_bars(console, MofNCompleteColumn(), status, one_line=False)
         if runs_done < len(settings.precision_seed_pairs):
-            self._bars.start()
-            # A process that is killed must not leave the terminal without a cursor.
-            console.show_cursor(True)
+            start_bars(self._bars)
 
     def callbacks(self, precision: str, seed: int) -> list[Callback]:
         self._task = self._bars.add_task(
@@ -128,9 +121,9 @@ class BarProgress:
         )
         return [_BarCallback(self)]
 
-    def update(self, run: Run, row: Row | None) -> None:
-        """Moves the bar of the run that is being trained; `row` is its last step."""
-        loss = "" if row is None else f"  loss {row.loss:.4f}"
+    def update(self, run: Run) -> None:
+        """Moves the bar of the run that is being trained."""
+        loss = "" if run.row is None else f"  loss {four_digits(run.row.loss)}"
         status = f"epoch {run.epoch}/{self._epochs}{loss}"
         self._bars.update(self._task, completed=run.position, status=status)
 
@@ -157,16 +150,13 @@ class _BarCallback(Callback):
     """Moves the bar at every visit of the host."""
 
     writes = True
+    shows_progress = True
 
     def __init__(self, bars: BarProgress) -> None:
         self._bars = bars
-        self._last_row: Row | None = None
-
-    def step(self, run: Run, row: Row) -> None:
-        self._last_row = row
 
     def visit(self, run: Run) -> None:
-        self._bars.update(run, self._last_row)
+        self._bars.update(run)
 
 
 def describe_comparison(settings: Settings, data: TrainTestData, runs_done: int) -> str:

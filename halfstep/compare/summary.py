@@ -1,5 +1,6 @@
 """From results to the table: a row and a verdict for each precision, and one recommendation."""
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,13 +8,10 @@ from typing import Any
 
 from halfstep.compare import verdict
 from halfstep.compare.verdict import Verdict
+from halfstep.precision.advice import FASTER_SHARE, HalfUnits, StepTime, advise
 
 Result = Mapping[str, Any]
 Row = dict[str, Any]
-
-# A precision is faster, or smaller, if it takes less than this share of the reference's time or
-# memory. What is nearer may be chance.
-FASTER_SHARE = 0.95
 
 MAX_ERROR_LENGTH = 80  # characters of an error in a cell of the table
 
@@ -131,55 +129,67 @@ def _reach_verdict(
 
 
 def recommend(
-    spec: Mapping[str, Any], table: Sequence[Row], results: Sequence[Result]
+    spec: Mapping[str, Any],
+    table: Sequence[Row],
+    results: Sequence[Result],
+    units: HalfUnits,
+    *,
+    planned_runs: int | None = None,
 ) -> dict[str, Any]:
     """The fastest precision that is proved to be no worse, with the reason.
 
-    It is the reference where no other is proved, or none of these is faster.
+    It is the reference where no other is proved, or none of these is faster. There is none before
+    all `planned_runs` are done; None: every precision with every seed.
     """
-    reference, *others = table
-    total_runs = len(spec["precisions"]) * len(spec["seeds"])
+    reference = table[0]
+    if planned_runs is None:
+        planned_runs = len(spec["precisions"]) * len(spec["seeds"])
     runs_done = sum(row["n"] for row in table)
-    if runs_done < total_runs:
-        return _recommendation(None, f"{runs_done} of {total_runs} runs are done")
+    if runs_done < planned_runs:
+        return _recommendation(None, f"{runs_done} of {planned_runs} runs are done")
     if reference["verdict_kind"] == "failed":
         reason = f"{reference['precision']}, the reference, {reference['verdict']}"
         return _recommendation(None, reason)
-    if not others:
-        return _recommendation(reference["precision"], "the only precision that was run")
 
-    proved = [row for row in others if row["verdict_kind"] in ("same", "better")]
-    faster = [
-        row for row in others if _is_faster(row["precision"], reference["precision"], results)
-    ]
-    candidates = [row for row in proved if row in faster]
-    if not candidates:
-        reason = _why_reference(reference, others, proved, faster)
-        return _recommendation(reference["precision"], reason)
-
-    best = min(candidates, key=lambda row: float(row["ms_per_step"]))
-    reason = _why_best(best, reference)
+    steps = [_step_time(row, reference, results) for row in table]
+    precision, reason = advise(units, steps=steps)
     # The growth of a process is too rough to be an argument.
-    if all(result["memory_kind"] == "device" for result in results):
+    is_exact = all(result["memory_kind"] == "device" for result in results)
+    if is_exact and precision != reference["precision"]:
+        best = next(row for row in table if row["precision"] == precision)
         reason += _memory_share(best, reference)
-    return _recommendation(best["precision"], reason)
+    return _recommendation(precision, reason)
 
 
 def _recommendation(precision: str | None, reason: str) -> dict[str, Any]:
     return {"precision": precision, "reason": reason}
 
 
+def _step_time(row: Row, reference: Row, results: Sequence[Result]) -> StepTime:
+    """What `advise` needs to know of a precision. One without a time counts as slow."""
+    ms_per_step = row["ms_per_step"]
+    return StepTime(
+        precision=row["precision"],
+        ms_per_step=math.inf if ms_per_step is None else float(ms_per_step),
+        is_faster=_is_faster(row["precision"], reference["precision"], results),
+        verdict_kind=row["verdict_kind"],
+        verdict=row["verdict"],
+    )
+
+
 def _is_faster(precision: str, reference: str, results: Sequence[Result]) -> bool:
-    """By 5 % or more in every seed: other load makes some runs slow, not all of them."""
+    """By 5 % or more in every seed that both have: other load makes some runs slow, not all."""
     times = _step_times(precision, results)
     reference_times = _step_times(reference, results)
-    for seed, ms_per_step in times.items():
-        reference_ms = reference_times.get(seed)
+    shared_seeds = times.keys() & reference_times.keys()
+    for seed in shared_seeds:
+        ms_per_step = times[seed]
+        reference_ms = reference_times[seed]
         if ms_per_step is None or reference_ms is None:
             return False
         if not ms_per_step < FASTER_SHARE * reference_ms:
             return False
-    return True
+    return bool(shared_seeds)
 
 
 def _step_times(precision: str, results: Sequence[Result]) -> dict[int, float | None]:
@@ -191,43 +201,8 @@ def _step_times(precision: str, results: Sequence[Result]) -> dict[int, float | 
     }
 
 
-def _why_best(best: Row, reference: Row) -> str:
-    text = best["verdict"]
-    if best["verdict_kind"] == "same":
-        text = f"{text} as {reference['precision']}"
-    ratio = reference["ms_per_step"] / best["ms_per_step"]
-    times = f"{best['ms_per_step']:.3g} ms a step against {reference['ms_per_step']:.3g}"
-    return f"{text}, and {ratio:.2g} × as fast ({times})"
-
-
 def _memory_share(best: Row, reference: Row) -> str:
     if not best["peak_memory"] or not reference["peak_memory"]:
         return ""
     share = best["peak_memory"] / reference["peak_memory"]
     return f", with {share:.0%} of its memory" if share < FASTER_SHARE else ""
-
-
-def _why_reference(
-    reference: Row, others: Sequence[Row], proved: Sequence[Row], faster: Sequence[Row]
-) -> str:
-    if not proved:
-        verdicts = "; ".join(f"{row['precision']}: {row['verdict']}" for row in others)
-        return f"no other precision is proved to be as accurate ({verdicts})"
-
-    names = ", ".join(row["precision"] for row in proved)
-    verb = "is" if len(proved) == 1 else "are"
-    times = [row["ms_per_step"] for row in proved]
-    reference_time = reference["ms_per_step"]
-    if all(ms > reference_time for ms in times):
-        listed = ", ".join(f"{ms:.3g}" for ms in times)
-        pace = f"slower ({listed} ms a step against {reference_time:.3g})"
-    else:
-        pace = "not faster in every seed by 5 % or more"
-
-    undecided = ""
-    unknown = [row["precision"] for row in faster if row["verdict_kind"] == "unknown"]
-    if unknown:
-        undecided = (
-            f"; whether {', '.join(unknown)}, which is faster, is as accurate is not settled"
-        )
-    return f"{names} {verb} as accurate, but {pace}{undecided}"

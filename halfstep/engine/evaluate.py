@@ -1,6 +1,6 @@
 """One pass over validation data: the loss weighted by real counts, and the metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.feed import Args, Feed
+from halfstep.engine.run import part_columns
 from halfstep.metrics import Loss, Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.step.eval_step import AMBIGUOUS_TARGET, EvalRecord, eval_mode
@@ -45,6 +46,7 @@ def evaluate(
     """
     eval_step = step if net is None else _in_eval_mode(step, net)
     mean_loss: Loss | None = None
+    mean_parts: dict[str, Loss] = {}
     batch_count = 0
     metrics.reset()
     feed.go_to_pass(0)  # the same samples, in the same order, at every evaluation
@@ -63,12 +65,28 @@ def evaluate(
         if mean_loss is None:
             mean_loss = Loss().to(device)
         mean_loss.update(record.loss, record.count)
+        add_parts(mean_parts, record, is_first=batch_count == 0)
         batch_count = batch_number
         if len(metrics):
             metrics.to(device)
             outputs, batch_labels = metric_arguments(record, args, labels, metrics)
             metrics.update(outputs, batch_labels, loss=record.loss, count=record.count)
-    return final_scores(mean_loss, metrics, batch_count)
+    return final_scores(mean_loss, metrics, batch_count, mean_parts)
+
+
+def add_parts(mean_parts: dict[str, Loss], record: EvalRecord, *, is_first: bool) -> None:
+    """Adds the parts of a batch's loss to their means, which have the weights of the loss."""
+    if is_first:
+        for name in record.parts:
+            if name not in mean_parts:
+                mean_parts[name] = Loss().to(record.loss.device)
+    if list(record.parts) != list(mean_parts):
+        raise ValueError(
+            f"loss: expected the parts {sorted(mean_parts)} with every batch of an evaluation, "
+            f"received {sorted(record.parts)}; return all of them every time, in one order"
+        )
+    for name, part in record.parts.items():
+        mean_parts[name].update(part, record.count)
 
 
 def metric_arguments(
@@ -105,8 +123,10 @@ def metric_arguments(
     return logits_of(record.outputs), batch_labels
 
 
-def final_scores(mean_loss: Loss | None, metrics: Metrics, batch_count: int) -> dict[str, Any]:
-    """The loss and every metric: a number each, tensors of several numbers as copies on the host.
+def final_scores(
+    mean_loss: Loss | None, metrics: Metrics, batch_count: int, mean_parts: Mapping[str, Loss]
+) -> dict[str, Any]:
+    """The loss, its parts and every metric: a number each, or a tensor of several on the host.
 
     A ValueError where nothing was evaluated: a mean over nothing would be NaN.
     """
@@ -117,11 +137,15 @@ def final_scores(mean_loss: Loss | None, metrics: Metrics, batch_count: int) -> 
             "evaluation: expected at least one term of the loss, got none in all batches "
             f"({batch_count}): they have no samples, or only labels that are ignored"
         )
-    scores: dict[str, Any] = {"loss": mean_loss.compute(), **metrics.compute()}
-    return {name: tree_map(_as_plain_value, value) for name, value in scores.items()}
+    columns = part_columns(list(mean_parts), list(metrics))
+    scores: dict[str, Any] = {"loss": mean_loss.compute()}
+    for column, mean_part in zip(columns, mean_parts.values(), strict=True):
+        scores[column] = mean_part.compute()
+    scores.update(metrics.compute())
+    return {name: tree_map(plain_value, value) for name, value in scores.items()}
 
 
-def _as_plain_value(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """One number as Python's; a tensor of several as a copy: a metric may go on in its memory."""
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.detach().to("cpu", copy=True)

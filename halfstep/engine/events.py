@@ -23,6 +23,7 @@ class Callback:
     exact = False  # `step` reads weights, so every step is a visit unless sink= says otherwise
     last = False  # called after the others: it saves what they know
     writes = False  # leaves files or lines behind: left out when a run is repeated to look at it
+    shows_progress = False  # prints where the run is, so that `fit` shows nothing by itself
 
     def begin(self, run: Run) -> None: ...
 
@@ -35,6 +36,9 @@ class Callback:
     def epoch_end(self, run: Run) -> None: ...
 
     def end(self, run: Run) -> None: ...
+
+    def valid_step(self, run: Run) -> None:
+        """Before each batch of an evaluation, the host may be ahead of the device: to show it."""
 
     def next_stop(self, run: Run) -> int | None:
         """The next global step at which this callback needs a visit; None: at any visit."""
@@ -69,7 +73,8 @@ class Events:
     def __init__(self, run: Run, callbacks: Sequence[Callback]) -> None:
         self.run = run
         self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
-        self.methods = {event: self._overriding_methods(event) for event in EVENTS}
+        called = (*EVENTS, "valid_step")
+        self.methods = {event: self._overriding_methods(event) for event in called}
         self.next_stops = self._overriding_methods("next_stop")
 
     def call_until_error(self, event: str) -> None:

@@ -5,6 +5,7 @@ The position of a feed is that of the steps done, not of the batches fetched.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from halfstep.data import Dataset, Loader
 from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
 from halfstep.data.pipeline.position import load_position
+from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
 from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
@@ -29,6 +31,7 @@ class Feed:
     ) -> None:
         self.data = as_batches(data)
         self.named = named  # a batch is one dict by column names
+        self.limit = BatchLimit()  # batches of a pass beyond it are left out
         if device is not None and device.type == "cuda" and isinstance(self.data, Dataset):
             self.data = self.data.to_device_if_unplaced(device)
         self.pass_number = 0
@@ -37,8 +40,18 @@ class Feed:
 
     @property
     def size(self) -> int | None:
-        """Batches in the current pass; None when nobody knows."""
+        """Batches in the current pass, up to the limit; None when nobody knows."""
+        return self.limit.apply(self._full_size)
+
+    @property
+    def _full_size(self) -> int | None:
         return self.data.pass_size if isinstance(self.data, Dataset) else self.data.size
+
+    @property
+    def pass_is_over(self) -> bool:
+        """Whether all batches of the pass were trained on, as far as one can know before asking."""
+        size = self.size
+        return size is not None and self.step >= size
 
     @property
     def samples(self) -> int | None:
@@ -48,7 +61,10 @@ class Feed:
         plan = self.data.plan
         if plan.batch_stages:
             return None
-        return min(plan.sample_count, plan.batch_count * plan.batch_size)
+        samples = min(plan.sample_count, plan.batch_count * plan.batch_size)
+        batches = self.limit.apply(plan.batch_count)
+        assert batches is not None
+        return min(samples, batches * plan.batch_size)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +77,17 @@ class Feed:
         items: Any = self.data
         if self.named and isinstance(self.data, Dataset):
             items = self.data.dicts()
-        return (_as_arguments(item) for item in items)
+        batches = (_as_arguments(item) for item in items)
+        return batches if self.limit.value is None else islice(batches, self.batches_left())
+
+    def batches_left(self) -> int | None:
+        """Batches of the pass that are to come; None when nobody knows.
+
+        At least one: where the limit was made smaller, a pass that is beyond it ends with its next
+        step.
+        """
+        size = self.size
+        return None if size is None else max(size - self.step, 1)
 
     def arguments(self, columns: dict[str, Any]) -> Args:
         """A batch by column names, as the arguments of a step."""
@@ -73,6 +99,9 @@ class Feed:
 
     def end_pass(self) -> None:
         """Moves on to the start of the next pass."""
+        if self.limit.value is not None:
+            self.go_to_pass(self.pass_number + 1)  # the data does not know that its pass is over
+            return
         self._rewind(self.pass_number + 1)
 
     def go_to_pass(self, pass_number: int) -> None:
@@ -161,7 +190,7 @@ class Feed:
         """What it is, in lines that can be compared with those of a saved run."""
         if isinstance(self.data, Dataset):
             return list(self.data.plan.describe())
-        return [f"{type(self.data.batches).__name__} of {self.size} batches"]
+        return [f"{type(self.data.batches).__name__} of {self._full_size} batches"]
 
 
 def _check_loader_state(loader: Loader, saved: SavedValue) -> None:

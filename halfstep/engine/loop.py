@@ -4,6 +4,7 @@ Start with `Loop.run_epochs`; it reads top to bottom. A *visit* is the moment at
 the network stand at the same step: rows are delivered, weights may be read, signals are heard.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,20 @@ from halfstep.engine import signals
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.events import Callback, Events
 from halfstep.engine.feed import Args, Feed
-from halfstep.engine.run import Row, Run, StepPosition, Timing, make_rows, read_rows
+from halfstep.engine.limits import TimeLimit
+from halfstep.engine.run import (
+    ExtraColumns,
+    Row,
+    Run,
+    StepPosition,
+    Timing,
+    make_rows,
+    ratio,
+    read_rows,
+)
 from halfstep.engine.signals import Signals
 from halfstep.engine.streaks import StreakWatch
+from halfstep.engine.train_metrics import TrainMetrics
 from halfstep.errors import NonFiniteError
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
@@ -44,6 +56,7 @@ class Runner(Protocol):
     ) -> list[int]: ...
     def flush(self) -> bool: ...
     def rows(self) -> tuple[list[list[float]], list[int]]: ...
+    def extras(self) -> list[list[float]]: ...
 
 
 def _no_runner() -> Runner | None:
@@ -76,6 +89,10 @@ class Loop:
         self.reads_every_step = any(callback.exact for callback in callbacks)
         self.signals = Signals()
         self.make_runner = make_runner
+        # What the step reports beside its record: parts of the loss, metrics on training data.
+        self.objective = getattr(step, "objective", None)
+        self.train_metrics: TrainMetrics | None = getattr(self.objective, "observer", None)
+
         self.captured_runner = make_runner()
         run.evaluates = evaluate is not None
         step_options = getattr(step, "options", None)
@@ -86,6 +103,7 @@ class Loop:
         self.pending = False  # rows of this position are out, its evaluation and visit are not
         self.flushing = False
         self.config: dict[str, Any] = {}  # what the run was made of, in words
+        self.time_limit: TimeLimit | None = None
         self.on_begun: Callable[[], object] = lambda: None
 
         # Of the visit under way.
@@ -96,6 +114,9 @@ class Loop:
 
         # Since the last entry of the history: Σ loss · samples, Σ samples.
         self._losses: list[float] = [0.0, 0.0]
+        # And of the columns beside the loss: Σ part · samples; totals and counts of metrics.
+        self._parts: dict[str, float] = {}
+        self._counts: dict[str, tuple[float, float]] = {}
 
     def run_epochs(self) -> None:
         """Trains from where the run stands to its end. `end` is called whatever happens."""
@@ -123,6 +144,7 @@ class Loop:
                     self._deliver_rows()
                     if self.pending or run.epoch_over:  # a signal may come before the first step
                         self._evaluate_and_visit()
+                    self._stop_after_time()
             except BaseException as error:
                 run.error = error
                 self._rescue_rows()
@@ -141,6 +163,12 @@ class Loop:
         run = self.run
         return (run.epoch, run.epoch_over) >= (run.epochs, True)
 
+    def _stop_after_time(self) -> None:
+        """Ends a run whose time is over. It has made a visit: a run that goes on gets somewhere."""
+        limit = self.time_limit
+        if limit is not None and limit.is_over and not self._is_finished():
+            self.run.stop(limit.reason(self.run.position))
+
     def _begin_steps(self) -> None:
         run = self.run
         if run.epoch_over:
@@ -151,6 +179,8 @@ class Loop:
         # compile="auto" may have decided since the last pass.
         if self.captured_runner is None and self._batches is None:
             self.captured_runner = self.make_runner()
+        if self.train_metrics is not None:
+            self.train_metrics.use_captured(self.captured_runner is not None)
         if run.step == 0:
             self.events.call_all("epoch_begin")
         self._positions = []
@@ -171,7 +201,7 @@ class Loop:
             yield args
             self.feed.advance(1)
             self._add_position(batch_size(args))
-            if self.feed.step == self.feed.size:
+            if self.feed.pass_is_over:
                 self._end_pass()
                 return
             is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
@@ -218,9 +248,15 @@ class Loop:
         rows: list[Row] = []
         if self.captured_runner is not None:
             numbers, fingerprints = self.captured_runner.rows()
-            rows = make_rows(positions, numbers, fingerprints)
+            extras = self.captured_runner.extras()
+            rows = make_rows(positions, numbers, fingerprints, extras, self._extra_columns())
         elif records:
-            rows = read_rows(positions, records, fingerprints=self.fingerprints)
+            rows = read_rows(
+                positions,
+                records,
+                fingerprints=self.fingerprints,
+                extra_columns=self._extra_columns(),
+            )
         run.seconds += time.perf_counter() - self._visit_started
         self.pending = bool(rows)
         if self.signals.caught:
@@ -230,26 +266,59 @@ class Loop:
             raise_device_errors(self.step, rows)
         self.streaks.warn()
 
+    def _extra_columns(self) -> ExtraColumns:
+        """The names of what the records have beside the fields of every record."""
+        part_names = getattr(self.objective, "part_names", None) or ()
+        metric_names: Sequence[str] = ()
+        if self.train_metrics is not None:
+            metric_names = self.train_metrics.names
+        return ExtraColumns.of(part_names, metric_names)
+
     def _take_over_step(self, error: Exception, args: Args) -> None:
         """After an error that a step raised at its end: the step counts, and has a row."""
         if isinstance(error, NonFiniteError) and error.record is not None:
             self._records.append(error.record)
             self.feed.advance(1)
             self._add_position(batch_size(args))
-            if self.feed.step == self.feed.size:
+            if self.feed.pass_is_over:
                 self._end_pass()
 
     def _advance_run(self, rows: list[Row]) -> Iterator[Row]:
         """Moves the run from row to row while they are handed out."""
         run = self.run
         for row in rows:
+            run.row = row
             run.step = row.step
             run.global_step = row.global_step
             self.streaks.take(row)
-            if not row.skipped:  # a skipped step's loss may be inf, and it moved nothing
+            if row.skipped:
+                run.skipped += 1
+            else:  # a skipped step's loss may be inf, and it moved nothing
                 self._losses[0] += row.loss * row.samples
                 self._losses[1] += row.samples
+                self._add_extras(row)
             yield row
+        run.training = self._training_means()
+
+    def _add_extras(self, row: Row) -> None:
+        """Adds the parts of a step's loss, weighted as the loss is, and what its metrics count."""
+        for name, part in row.parts.items():
+            self._parts[name] = self._parts.get(name, 0.0) + part * row.samples
+            if not math.isfinite(part):
+                self.streaks.take_part(row, name, part)
+        for name, (total, count) in row.counts.items():
+            total_before, count_before = self._counts.get(name, (0.0, 0.0))
+            self._counts[name] = (total_before + total, count_before + count)
+
+    def _training_means(self) -> dict[str, float | None]:
+        """The mean loss, its parts and the training metrics since the last entry of the history."""
+        loss_sum, samples = self._losses
+        means: dict[str, float | None] = {"loss": loss_sum / samples if samples else None}
+        for name, part_sum in self._parts.items():
+            means[name] = part_sum / samples if samples else None
+        for name, (total, count) in self._counts.items():
+            means[name] = ratio(total, count) if count else None
+        return means
 
     def _end_pass(self) -> None:
         """The end of a pass over the data: its tail is an update of its own."""
@@ -317,7 +386,8 @@ class Loop:
             self.pending = True
             # An evaluation moves no random state: a DataLoader would, by being started.
             with rng.preserved_states():
-                run.scores = self.evaluate(lambda: self.signals.caught is not None)
+                run.valid_step = -1
+                run.scores = self.evaluate(self._stop_evaluation)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
                 assert self.signals.caught is not None
                 run.stop(self.signals.caught.name)
@@ -330,6 +400,12 @@ class Loop:
         else:
             self.events.call_all("visit")
 
+    def _stop_evaluation(self) -> bool:
+        """Called before each batch of an evaluation: whether a signal came in between."""
+        self.run.valid_step += 1
+        self.events.call_all("valid_step")
+        return self.signals.caught is not None
+
     def _evaluation_is_due(self) -> bool:
         run = self.run
         timing = self.timing
@@ -338,16 +414,19 @@ class Loop:
         return run.epoch_over and timing.valid_epochs(run.epoch)
 
     def _append_history(self) -> None:
-        loss_sum, samples = self._losses
-        entry = {
+        entry: dict[str, Any] = {
             "epoch": self.run.epoch,
             "step": self.run.global_step,
-            "loss": loss_sum / samples if samples else None,
+            **self._training_means(),
         }
+        if self.train_metrics is not None:
+            entry.update(self.train_metrics.other_values())
         for name, score in (self.run.scores or {}).items():
             entry[f"valid_{name}"] = score
         self.run.history.append(entry)
         self._losses = [0.0, 0.0]
+        self._parts = {}
+        self._counts = {}
 
     def _rescue_rows(self) -> None:
         """After an error: delivers the rows of the steps that were done.
@@ -371,7 +450,20 @@ class Loop:
             "epoch_over": run.epoch_over,
             "losses": list(self._losses),
             "history": [dict(entry) for entry in run.history],
+            **self._extra_state(),
         }
+
+    def _extra_state(self) -> dict[str, Any]:
+        """Sums of what a run may have beside the loss; a run without them saves none."""
+        state: dict[str, Any] = {}
+        if self._parts:
+            state["parts"] = dict(self._parts)
+        if self._counts:
+            state["counts"] = {name: list(pair) for name, pair in self._counts.items()}
+        others = {} if self.train_metrics is None else self.train_metrics.state_dict()
+        if others:
+            state["train_metrics"] = others
+        return state
 
     def check_state(self, saved: SavedValue) -> None:
         """ValueError for a state that `load_state_dict` cannot take. Changes nothing."""
@@ -385,12 +477,28 @@ class Loop:
         loss_sum, samples = saved.field("losses").items(2)
         loss_sum.number()
         samples.number(minimum=0)
+        self._check_extra_state(saved)
         for entry in saved.field("history").items():
             for name, value in entry.entries().items():
                 if not isinstance(name, str):
                     entry.refuse("names of scores")
                 if name in ("epoch", "step"):
                     value.whole_number()
+
+    def _check_extra_state(self, saved: SavedValue) -> None:
+        parts = saved.optional_field("parts")
+        if parts is not None:
+            for part in parts.entries().values():
+                part.number()
+        counts = saved.optional_field("counts")
+        if counts is not None:
+            for pair in counts.entries().values():
+                total, count = pair.items(2)
+                total.number()
+                count.number()
+        others = saved.optional_field("train_metrics")
+        if others is not None and self.train_metrics is not None:
+            self.train_metrics.check_state(others)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where a saved loop stood."""
@@ -403,3 +511,7 @@ class Loop:
         run.history = [dict(entry) for entry in state["history"]]
         self.pending = state["pending"]
         self._losses = list(state["losses"])
+        self._parts = dict(state.get("parts", {}))
+        self._counts = {name: (pair[0], pair[1]) for name, pair in state.get("counts", {}).items()}
+        if self.train_metrics is not None:
+            self.train_metrics.load_state_dict(state.get("train_metrics", {}))

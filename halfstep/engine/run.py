@@ -1,7 +1,8 @@
 """A run as callbacks see it: where it stands, what each step reported, when things happen."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.step import Record
-from halfstep.step.state import ROW_FIELDS, row_columns
+from halfstep.step.state import NOTHING, ROW_FIELDS, row_columns
 
 # Where each field stands in a row of numbers.
 LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
@@ -17,7 +18,7 @@ LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
 )
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """Progress of one `fit`. Epochs and steps count from 1; `step` is 0 before an epoch's first.
 
@@ -33,18 +34,40 @@ class Run:
     """Samples in an epoch, where the data says."""
     evaluates: bool = False
     """Whether there is validation data."""
+    valid_steps: int | None = None
+    """Batches in an evaluation; None when the data does not say."""
+    valid_step: int = 0
+    """Batches that the evaluation under way has done."""
     epoch: int = 1
     step: int = 0
     global_step: int = 0
     position: int = 0
+    row: "Row | None" = None
+    """The last row that was handed out: in `visit`, that of the last step."""
+    skipped: int = 0
+    """Steps that were skipped, since this fit began or went on."""
     seconds: float = 0.0
     """Time spent training in this epoch, evaluations left out."""
     scores: dict[str, float] | None = None
     """What an evaluation at this very step gave; None between evaluations."""
+    training: dict[str, float | None] = field(default_factory=dict)
+    """Means over the steps since the last entry of the history, up to now.
+
+    The loss, its parts and the metrics on training data; skipped steps are left out.
+    """
+    train_metrics: tuple[str, ...] = ()
+    """The columns of the metrics that are counted on training data."""
+    may_have_parts: bool = False
+    """Whether the loss may return more than itself; the first batch shows."""
+    score_names: tuple[str, ...] = ()
+    """The scores of an evaluation, as far as they are known before the first."""
+    valid_sets: tuple[str, ...] = ()
+    """The names of the validation sets; an only one has the name ""."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One entry for each evaluation or epoch end.
 
-    It holds epoch, step, the mean training loss since the last entry, and the scores.
+    It holds epoch, step, the mean training loss since the last entry (with its parts and the
+    metrics on training data), and the scores.
     """
     epoch_over: bool = False
     """At a visit: this one ends the epoch."""
@@ -60,6 +83,17 @@ class Run:
     def stop(self, reason: str) -> None:
         """Ends the run after this visit."""
         self.stopped = self.stopped or reason
+
+    def __repr__(self) -> str:
+        """Where the run is and its newest scores: a notebook shows what `fit` returns."""
+        parts = [f"epoch {self.epoch}/{self.epochs}", f"step {self.global_step}"]
+        newest = self.history[-1] if self.history else {}
+        parts += [
+            f"{name}={value:.4g}" for name, value in newest.items() if isinstance(value, float)
+        ]
+        if self.stopped is not None:
+            parts.append(f"stopped={self.stopped!r}")
+        return f"Run({', '.join(parts)})"
 
     @property
     def net(self) -> nn.Module:
@@ -125,14 +159,76 @@ class Row:
     grad_norm: float
     updated: bool
     fingerprint: int = 0
+    parts: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    """What the loss returned beside itself, by column."""
+    counts: Mapping[str, tuple[float, float]] = field(default_factory=lambda: NOTHING)
+    """Of each metric on training data, by column: what this batch adds to its total and count."""
+
+    @property
+    def extras(self) -> dict[str, float]:
+        """More columns: the parts of the loss, and each training metric of this batch alone."""
+        metrics = {name: ratio(total, count) for name, (total, count) in self.counts.items()}
+        return {**self.parts, **metrics}
+
+
+def ratio(total: float, count: float) -> float:
+    """A mean; NaN where nothing was counted."""
+    return total / count if count else math.nan
+
+
+# The columns that every row has.
+ROW_COLUMNS = tuple(column.name for column in fields(Row) if column.name not in ("parts", "counts"))
+
+# Names of columns and entries that nothing else may have.
+RESERVED_COLUMNS = (*ROW_COLUMNS, "kind", "time")
+
+
+@dataclass(frozen=True)
+class ExtraColumns:
+    """The names under which parts of the loss and training metrics are recorded."""
+
+    parts: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, part_names: Sequence[str], metric_names: Sequence[str]) -> "ExtraColumns":
+        """A part has its own name where that is free, else `loss_…`; a metric `train_…`."""
+        metrics = [f"train_{name}" if name in RESERVED_COLUMNS else name for name in metric_names]
+        return cls(tuple(part_columns(part_names, metric_names)), tuple(metrics))
+
+    def split(
+        self, numbers: Sequence[float]
+    ) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
+        """The numbers of a record as parts and counts. Without numbers there are none."""
+        if not numbers:
+            return NOTHING, NOTHING
+        part_count = len(self.parts)
+        parts = dict(zip(self.parts, numbers[:part_count], strict=True))
+        pairs = zip(numbers[part_count::2], numbers[part_count + 1 :: 2], strict=True)
+        return parts, dict(zip(self.metrics, pairs, strict=True))
+
+
+def score_name(set_name: str, name: str) -> str:
+    """A score of a validation set as fit and evaluate name it; an only set has the name ""."""
+    return f"{set_name}_{name}" if set_name else name
+
+
+def part_columns(part_names: Sequence[str], metric_names: Sequence[str]) -> list[str]:
+    """The column of each part of the loss: its name where that is free, else `loss_…`."""
+    taken = {*RESERVED_COLUMNS, *metric_names}
+    return [f"loss_{name}" if name in taken else name for name in part_names]
 
 
 def read_rows(
-    positions: Sequence[StepPosition], records: Sequence[Record], *, fingerprints: bool
+    positions: Sequence[StepPosition],
+    records: Sequence[Record],
+    *,
+    fingerprints: bool,
+    extra_columns: ExtraColumns,
 ) -> list[Row]:
     """The rows of a visit: one read from the device for all of its steps.
 
-    With `fingerprints` a second read: 64 bits do not fit a float.
+    With `fingerprints` a second read: 64 bits do not fit a float. A third one for extras.
     """
     columns = [
         torch.stack([getattr(record, name) for record in records]).double() for name in ROW_FIELDS
@@ -143,17 +239,38 @@ def read_rows(
     prints = [0] * len(records)
     if fingerprints:
         prints = torch.stack([record.fingerprint for record in records]).tolist()
-    return make_rows(positions, numbers, prints)
+    return make_rows(positions, numbers, prints, _read_extras(records), extra_columns)
+
+
+def _read_extras(records: Sequence[Record]) -> list[list[float]]:
+    """Parts and counts of each record: one read from the device, where any has some."""
+    extras = [record.extra_numbers() for record in records]
+    width = max(map(len, extras))
+    if width == 0:
+        return [[] for _ in records]
+    # An empty batch before the first real one does not know the parts yet.
+    zero = torch.zeros_like(records[0].loss, dtype=torch.float64)
+    columns = []
+    for i in range(width):
+        column = [numbers[i].double() if numbers else zero for numbers in extras]
+        columns.append(torch.stack(column))
+    rows: list[list[float]] = torch.stack(columns, 1).tolist()
+    return rows
 
 
 def make_rows(
     positions: Sequence[StepPosition],
     numbers: Sequence[Sequence[float]],
     fingerprints: Sequence[int],
+    extras: Sequence[Sequence[float]],
+    extra_columns: ExtraColumns,
 ) -> list[Row]:
     """Rows from numbers: for each step those of ROW_FIELDS, then the learning rates."""
     rows = []
-    for position, step_numbers, fingerprint in zip(positions, numbers, fingerprints, strict=True):
+    for position, step_numbers, fingerprint, extra_numbers in zip(
+        positions, numbers, fingerprints, extras, strict=True
+    ):
+        parts, counts = extra_columns.split(extra_numbers)
         rates = step_numbers[len(ROW_FIELDS) :]
         rows.append(
             Row(
@@ -169,6 +286,8 @@ def make_rows(
                 grad_norm=step_numbers[GRAD_NORM],
                 updated=step_numbers[UPDATED] != 0,
                 fingerprint=fingerprint,
+                parts=parts,
+                counts=counts,
             )
         )
     return rows

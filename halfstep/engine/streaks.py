@@ -29,6 +29,8 @@ class StreakWatch:
         self._has_warned_skips = False
         self._has_warned_loss = False
         self._is_quiet = True  # nothing is open: a good row changes nothing
+        self._nonfinite_parts: set[str] = set()  # those that were met
+        self._part_texts: list[str] = []  # to be said at the next visit
 
     def take(self, row: Row) -> None:
         """One step. The batches of an open cycle move nothing, and say nothing yet."""
@@ -57,8 +59,23 @@ class StreakWatch:
                 self._good_updates = 0
                 self._is_quiet = True
 
+    def take_part(self, row: Row, name: str, value: float) -> None:
+        """A part of the loss that is inf or NaN in a step that was not skipped: said once each."""
+        if name in self._nonfinite_parts:
+            return
+        self._nonfinite_parts.add(name)
+        if math.isfinite(row.loss):
+            self._part_texts.append(
+                f"{name!r}, returned with the loss, is {value} at step {row.global_step}, and so "
+                "is its mean in the history; the loss itself is finite"
+            )
+
     def warn(self) -> None:
         """At a visit: the notices that are due."""
+        texts = self._part_texts
+        self._part_texts = []
+        for text in texts:
+            _warn(text)
         if self._skips >= LONG_STREAK and not self._has_warned_skips:
             self._has_warned_skips = True
             _warn(

@@ -2,26 +2,25 @@
 
 import inspect
 import math
-import random
 import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from halfstep import nets, schedules
+from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
 from halfstep.experiment.builders import import_function
 from halfstep.experiment.datasets import TrainTestData
 from halfstep.experiment.settings import Settings
-from halfstep.metrics import Accuracy
+from halfstep.metrics import Accuracy, MeanAbsoluteError, R2Score
 from halfstep.model import Model
 from halfstep.nets import registry
 from halfstep.precision import Precision
+from halfstep.utils.rng import seed_everything
 
 # Names as in settings.OPTIMIZERS.
 OPTIMIZER_CLASSES: dict[str, Any] = {
@@ -32,13 +31,6 @@ OPTIMIZER_CLASSES: dict[str, Any] = {
 }
 
 CHECKED_SAMPLES = 4  # samples that check_one_batch sends through the network
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's generators: a run may draw from any of them."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the global one, which takes 32 bits
-    torch.manual_seed(seed)
 
 
 def build_network(settings: Settings, data: TrainTestData, seed: int) -> nn.Module:
@@ -72,6 +64,24 @@ def build_schedule(settings: Settings, batches_per_epoch: int, accumulate: int) 
     return formula(settings.lr, settings.epochs * updates_per_epoch)
 
 
+def build_loss(settings: Settings, data: TrainTestData) -> nn.Module:
+    """Cross entropy of classes, weighted if the settings say so; the squared error of numbers."""
+    if data.is_regression:
+        return nn.MSELoss()
+    weights = data.class_weights
+    if weights is not None:
+        weights = weights.to(settings.torch_device)
+    return nn.CrossEntropyLoss(weight=weights)
+
+
+def build_metrics(data: TrainTestData) -> dict[str, Any]:
+    """Accuracy of classes; of numbers the absolute error in their unit, and R²."""
+    if not data.is_regression:
+        return {"acc": Accuracy()}
+    assert data.encoding is not None
+    return {"mae": MeanAbsoluteError(data.encoding.target_deviation), "r2": R2Score()}
+
+
 def build_model(
     settings: Settings,
     data: TrainTestData,
@@ -81,16 +91,20 @@ def build_model(
     accumulate: int = 1,
     clip_norm: float | None = None,
     ema: float | None = None,
+    limit: BatchLimit | None = None,
 ) -> Model:
     """A model that trains by the settings; for a seed, every precision has the same weights."""
     net = build_network(settings, data, seed)
     batches_per_epoch = data.train_batches(seed, settings.batch).size
+    if limit is not None:
+        batches_per_epoch = limit.apply(batches_per_epoch) or batches_per_epoch
     return Model(
         net,
-        nn.CrossEntropyLoss(),
+        build_loss(settings, data),
         build_optimizer(settings, net.parameters()),
         Precision.parse(precision),
-        metrics={"acc": Accuracy()},
+        metrics=build_metrics(data),
+        train_metrics=False,  # times are compared: a step does nothing but train
         schedule=build_schedule(settings, batches_per_epoch, accumulate),
         accumulate=accumulate,
         clip_norm=clip_norm,
@@ -118,7 +132,7 @@ def check_one_batch(settings: Settings, data: TrainTestData) -> None:
         # Forward and loss.
         batches.seek(0)
         try:
-            scores = model.evaluate(batches)
+            model.evaluate(batches)
         except Exception as error:
             shape = " × ".join(map(str, data.shape))
             raise ValueError(
@@ -126,7 +140,6 @@ def check_one_batch(settings: Settings, data: TrainTestData) -> None:
                 f"with labels of {settings.data}: "
                 f"{type(error).__name__}: {error}{_channel_advice(settings, data)}"
             ) from error
-    assert "acc" in scores
 
 
 def _channel_advice(settings: Settings, data: TrainTestData) -> str:
@@ -156,8 +169,8 @@ def _network_options(builder: Any, data: TrainTestData) -> dict[str, Any]:
     channels = data.shape[0] if len(data.shape) == 3 else None
     known = {
         "inputs": math.prod(data.shape),
-        "classes": data.classes,
-        "outputs": data.classes,
+        "classes": 1 if data.is_regression else data.classes,
+        "outputs": 1 if data.is_regression else data.classes,
         "channels": channels,
     }
     try:

@@ -21,6 +21,7 @@ from halfstep.utils.user_modules import (
 )
 
 if TYPE_CHECKING:
+    from halfstep.data import TableEncoding
     from halfstep.engine import Callback
     from halfstep.model import Model
 
@@ -34,6 +35,12 @@ class RunParts:
     model: "Model"
     data: Any
     fit_arguments: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Settings that were chosen by the data, as the size of photos."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is noted of the data in run.json, as plain values."""
+    encoding: "TableEncoding | None" = None
+    """Of the table that the run is trained on."""
 
     @property
     def callbacks(self) -> list["Callback"]:

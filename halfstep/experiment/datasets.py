@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,16 +11,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from halfstep import data
-from halfstep.data import Dataset
+from halfstep.data import Dataset, TableEncoding, class_weights
+from halfstep.data.class_weights import describe_imbalance
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.readers import split_folder
 from halfstep.errors import Notice
 from halfstep.experiment.builders import import_function
+from halfstep.experiment.data_parts import DataParts
+from halfstep.experiment.photos import labels_of, read_photos, refuse_split_settings
 from halfstep.experiment.settings import Settings
+from halfstep.experiment.table_data import is_table, read_table_data
+from halfstep.utils.text import printable
 from halfstep.utils.user_code import call_user_function
 
 # Evaluation keeps no activations for a backward pass: larger batches fit, and are faster.
 MIN_TEST_BATCH_SIZE = 500
+
+# Settings that only one kind of data has.
+IMAGE_SETTINGS = ("size", "skip_damaged")
+TABLE_SETTINGS = ("target", "task", "drop")
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,19 @@ class TrainTestData:
     """None when the data does not say."""
     shape: tuple[int, ...]
     """Of one input, as the network gets it."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """Settings that were chosen by the data, by name."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is noted with the run, to use the same data again."""
+    encoding: TableEncoding | None = None
+    """Of a table."""
+    class_weights: Tensor | None = None
+    """For the loss, where the settings say so."""
+
+    @property
+    def is_regression(self) -> bool:
+        """Whether the target is a number and not a class."""
+        return self.encoding is not None and self.encoding.task == "regression"
 
     def train_batches(self, seed: int, batch_size: int) -> Dataset:
         """In the seed's order, which is the same for every precision."""
@@ -42,13 +64,25 @@ class TrainTestData:
         return self.test.batch(max(batch_size, MIN_TEST_BATCH_SIZE))
 
 
-def load_train_test_data(settings: Settings) -> TrainTestData:
+def load_train_test_data(
+    settings: Settings,
+    *,
+    training: bool = False,
+    split: bool = True,
+    encoding: TableEncoding | None = None,
+) -> TrainTestData:
     """Reads both parts, cuts them to the numbers in the settings, and prepares the inputs.
 
-    uint8 images become [C, H, W] floats in 0..1; other inputs stay as they are.
+    uint8 images become [C, H, W] floats in 0..1; other inputs stay as they are. `training`: say
+    what was chosen for the user, and decode images now. Without `split`, data that nobody has split
+    is all of it in both parts. `encoding`: of the table that a run was trained on.
     """
-    train, test = _read_both_parts(settings.data, settings.path)
+    parts = _read_both_parts(settings, training=training, split=split, encoding=encoding)
+    train, test = parts.train, parts.test
     classes = len(train.classes) or None
+    weights = _class_weights(parts, settings)
+    if training and weights is None:
+        _warn_about_imbalance(parts)
     transforms = _image_transforms(train, settings)
 
     prepared: list[Dataset] = []
@@ -69,24 +103,55 @@ def load_train_test_data(settings: Settings) -> TrainTestData:
             "data: expected samples of an input and a label, "
             f"got the columns {list(train.columns)} of {settings.data}{advice}"
         )
-    return TrainTestData(train, test, classes, shape=tuple(first_batch[0].shape[1:]))
+    return TrainTestData(
+        train,
+        test,
+        classes,
+        shape=tuple(first_batch[0].shape[1:]),
+        chosen=parts.chosen,
+        facts=parts.facts,
+        encoding=parts.encoding,
+        class_weights=weights,
+    )
 
 
-def _read_both_parts(name: str, path: str | None) -> tuple[Dataset, Dataset]:
-    """Training and test data of a known set, the shipped sample, a function or a folder."""
+def _read_both_parts(
+    settings: Settings, *, training: bool, split: bool, encoding: TableEncoding | None
+) -> DataParts:
+    """Training and test data of a table, a folder, a known set, the sample or a function."""
+    name = settings.data
+    path = settings.path
+    is_function = ":" in name and "://" not in name and not os.path.exists(name)
+    if is_table(name):
+        _refuse_settings(settings, IMAGE_SETTINGS, "a folder of images")
+        if path is None:
+            return read_table_data(settings, training=training, split=split, encoding=encoding)
+    else:
+        _refuse_settings(settings, TABLE_SETTINGS, "a table, csv:FILE")
+    if name not in CATALOG and path is None and name != "sample" and not is_function:
+        return _read_folder(settings, training=training, split=split)
+
+    if not is_table(name):
+        _refuse_settings(settings, IMAGE_SETTINGS, "a folder of images")
+        refuse_split_settings(settings, f"{name} has a test part")
     if name in CATALOG:
         train = data.load(name, "train", path=path)
         test = data.load(name, "test", path=path)
-        return train, test
+        return DataParts(train, test)
     if path is not None:
         raise ValueError(
             f"path: expected with a data set of {', '.join(CATALOG)}, got data {name!r}"
         )
     if name == "sample":
-        return _sample_dataset(train=True), _sample_dataset(train=False)
-    if ":" in name and "://" not in name and not os.path.exists(name):
-        return _call_data_function(name)
-    return _read_folder(name)
+        return DataParts(_sample_dataset(train=True), _sample_dataset(train=False))
+    return DataParts(*_call_data_function(name))
+
+
+def _refuse_settings(settings: Settings, names: Sequence[str], expected: str) -> None:
+    """Raises a ValueError for settings that say something about another kind of data."""
+    for name in names:
+        if getattr(settings, name) is not None:
+            raise ValueError(f"{name}: expected it with {expected}, got data {settings.data!r}")
 
 
 def _sample_dataset(*, train: bool) -> Dataset:
@@ -95,13 +160,52 @@ def _sample_dataset(*, train: bool) -> Dataset:
     return Dataset({"image": images[..., None], "label": labels}, classes=class_names)
 
 
-def _read_folder(name: str) -> tuple[Dataset, Dataset]:
-    folder = split_folder.open_split_folder(name)
+def _read_folder(settings: Settings, *, training: bool, split: bool) -> DataParts:
+    folder = split_folder.open_split_folder(settings.data)
     mismatch = folder.class_mismatch()
     if mismatch:
         raise ValueError(f"data: {mismatch}")
+    if folder.kind in ("images", "unsplit"):
+        return read_photos(folder, settings, training=training, split=split)
+    _refuse_settings(settings, IMAGE_SETTINGS, "a folder of images")
+    refuse_split_settings(settings, f"{settings.data} has a test part")
     train, test = (folder.read(part) for part in folder.parts)
-    return train, test
+    return DataParts(train, test)
+
+
+# Classes of different sizes
+
+
+def _class_weights(parts: DataParts, settings: Settings) -> Tensor | None:
+    """The weights that the settings ask for, by the training labels that will be used."""
+    if settings.class_weights is None:
+        return None
+    if parts.encoding is not None and parts.encoding.task == "regression":
+        raise ValueError(
+            f"class_weights: expected classes, and {parts.encoding.target!r} is a number"
+        )
+    labels = labels_of(parts.train)
+    if labels is None:
+        raise ValueError(
+            "class_weights: expected labels as one column of whole numbers, which "
+            f"{settings.data} does not have. Return columns (x, y) from a data function, or weigh "
+            "in a builder: nn.CrossEntropyLoss(weight=hs.data.class_weights(labels))"
+        )
+    if settings.samples is not None:
+        labels = labels[: settings.samples]
+    return class_weights(labels, len(parts.train.classes) or None)
+
+
+def _warn_about_imbalance(parts: DataParts) -> None:
+    labels = labels_of(parts.train)
+    names = parts.train.classes
+    if labels is None or not names or int(labels.max()) >= len(names):
+        return
+    counts = torch.bincount(labels.long(), minlength=len(names)).tolist()
+    text = describe_imbalance(names, counts)
+    if text is not None:
+        message = f"data: {printable(text)}. --class-weights balanced lets them count alike"
+        warnings.warn(message, Notice, stacklevel=3)
 
 
 # A function of the user's

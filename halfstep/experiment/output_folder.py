@@ -5,17 +5,19 @@ A comparison's folder belongs to one specification for ever; files in it are com
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint import lock
+from halfstep.experiment.settings import Settings
 from halfstep.utils.files import read_json
 from halfstep.utils.text import printable
 
 SUMMARY_FILE = "compare.json"
 RUNS_FOLDER = "runs"
+RESULT_FILE = "result.json"
 LOCK_FILE = ".lock"
 REPORT_FILES = ("report.html", "report.md", "report.json")
 FORMAT_VERSION = 1  # of compare.json
@@ -51,12 +53,38 @@ def remove_comparison(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
+class OtherComparisonError(ValueError):
+    """The folder holds a comparison that this one cannot go on with; the message names all changes.
+
+    The rest is for whoever offers the ways to go on.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        command: str,
+        same_spec: bool,
+        same_machine: bool,
+        threads: int | None,
+    ) -> None:
+        super().__init__(message)
+        self.command = command
+        """The command that began it, as it was typed."""
+        self.same_spec = same_spec
+        self.same_machine = same_machine
+        """Device and torch are those of before; the number of threads may differ."""
+        self.threads = threads
+        """The number of threads of before, where it differs and can be set here; else None."""
+
+
 def check_same_comparison(
     out: Path, spec: Mapping[str, Any], environment: Mapping[str, Any]
-) -> None:
-    """Refuses a folder of something else, or of a comparison with other settings.
+) -> dict[str, Any] | None:
+    """The summary of the comparison that the folder holds; None for an empty folder.
 
-    The error names every difference. An empty folder is fine.
+    Refuses a folder of something else, and one of a comparison with other settings than the seeds,
+    the precisions and the margin. The error names every difference.
     """
     before = read_json(out / SUMMARY_FILE)
     if before is None:
@@ -68,43 +96,57 @@ def check_same_comparison(
             raise ValueError(
                 f"out: {out} holds other things ({names}). Name a folder of its own: --out"
             )
-        return
+        return None
     if not isinstance(before, dict) or before.get("halfstep_compare") != FORMAT_VERSION:
         raise ValueError(
             f"out: {out}/{SUMMARY_FILE} is not a comparison of this version. "
             "Name another folder: --out"
         )
 
-    spec_changes = _compare_specs(before["spec"], spec)
+    fixed_settings = [name for name in spec if name not in CHANGEABLE_SETTINGS]
+    spec_changes = _list_changes(before["spec"], spec, fixed_settings)
     environment_changes = _list_changes(before["environment"], environment, FIXED_ENVIRONMENT)
     if not spec_changes and not environment_changes:
-        return
+        return before
+
     what = "another comparison" if spec_changes else "this comparison, begun otherwise"
     changes = "; ".join([*spec_changes, *environment_changes])
-    advice = _how_to_go_on(before["environment"], environment, same_spec=not spec_changes)
-    raise ValueError(f"out: {out} holds {what}: {changes}. {advice}")
+    threads = _threads_to_set(before["environment"], environment)
+    advice = _how_to_go_on(threads, same_spec=not spec_changes)
+    raise OtherComparisonError(
+        f"out: {out} holds {what}: {changes}. {advice}",
+        command=str(before.get("command", "")),
+        same_spec=not spec_changes,
+        same_machine=not _list_changes(before["environment"], environment, ("device", "torch")),
+        threads=threads,
+    )
 
 
-def _compare_specs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Differences that a comparison cannot go on with, one sentence each."""
-    fixed_settings = [name for name in new if name not in CHANGEABLE_SETTINGS]
-    changes = _list_changes(old, new, fixed_settings)
+def finished_runs_beside(
+    out: Path, before: Mapping[str, Any], settings: Settings
+) -> list[dict[str, Any]]:
+    """Results of the folder's precisions and seeds that `settings` do not ask for."""
+    requested = set(settings.precision_seed_pairs)
+    results = []
+    for seed in before["spec"]["seeds"]:
+        for precision in before["spec"]["precisions"]:
+            result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
+            if result is not None and (precision, seed) not in requested:
+                results.append(result)
+    return results
 
-    # More precisions and seeds are welcome. With fewer, finished runs would silently be left out.
-    for name in ("precisions", "seeds"):
-        dropped = [str(value) for value in old[name] if value not in new[name]]
-        if dropped:
-            changes.append(f"{name} had {', '.join(dropped)} too")
 
-    old_reference = old["precisions"][0]
-    new_reference = new["precisions"][0]
-    if old_reference != new_reference:
-        changes.append(f"the reference was {old_reference!r} and is {new_reference!r}")
-    return changes
+def precisions_and_seeds(out: Path) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Those of the comparison that the folder holds; None where it holds none that can be read."""
+    try:
+        spec = read_json(out / SUMMARY_FILE)["spec"]
+        return tuple(map(str, spec["precisions"])), tuple(map(int, spec["seeds"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _list_changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], names: list[str] | tuple[str, ...]
+    old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str]
 ) -> list[str]:
     return [
         f"{name} was {old.get(name)!r} and is {new[name]!r}"
@@ -113,12 +155,20 @@ def _list_changes(
     ]
 
 
-def _how_to_go_on(old: Mapping[str, Any], new: Mapping[str, Any], *, same_spec: bool) -> str:
-    """Advice for a folder that does not fit; `old` and `new` are the environments."""
+def _threads_to_set(old: Mapping[str, Any], new: Mapping[str, Any]) -> int | None:
+    """The number of threads of before, where it is another one and OMP_NUM_THREADS can give it.
+
+    It gives no more threads than there are cores.
+    """
     threads = old.get("threads")
-    # OMP_NUM_THREADS gives no more threads than there are cores.
-    can_be_set = isinstance(threads, int) and threads <= (os.cpu_count() or 1)
-    if threads != new["threads"] and can_be_set:
+    if threads == new["threads"] or not isinstance(threads, int):
+        return None
+    return threads if threads <= (os.cpu_count() or 1) else None
+
+
+def _how_to_go_on(threads: int | None, *, same_spec: bool) -> str:
+    """Advice for a folder that does not fit."""
+    if threads is not None:
         repeat = "Go on" if same_spec else "Repeat the command as it was"
         repeat = f"{repeat} with OMP_NUM_THREADS={threads} in front of it"
     elif same_spec:

@@ -64,12 +64,17 @@ def reasons_to_distrust(settings: Settings, replaced: Collection[str] = ()) -> d
     if net not in nets.names():
         reasons["net"] = f"import and call {net!r}"
     if data != "sample" and data not in CATALOG:
-        verb = "import and call" if ":" in data else "open the folder"
-        reasons["data"] = f"{verb} {data!r}"
+        reasons["data"] = f"{_verb_for_data(data)} {data!r}"
     if path is not None:
         verb = "fetch" if "://" in path else "open"
         reasons["path"] = f"{verb} {path!r}"
     return {name: reason for name, reason in reasons.items() if name not in replaced}
+
+
+def _verb_for_data(data: str) -> str:
+    if data.startswith("csv:"):
+        return "open the table"
+    return "import and call" if ":" in data else "open the folder"
 
 
 def untrusted_error(command: str, path: Path, reasons: Mapping[str, str]) -> ValueError:

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from halfstep.data.readers.resize_crop import format_image_size, parse_image_size
+from halfstep.data.splits import check_test_share
 from halfstep.precision import Precision
+from halfstep.precision.advice import find_half_units, precisions_to_compare
 from halfstep.precision.backend_flags import check_supported
-from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.checks import SEED_LIMIT, expect, finite_number, one_of, whole_number
 from halfstep.utils.text import plural
 
 # Name → description, and the learning rate that is used when none is set.
@@ -23,7 +26,11 @@ OPTIMIZERS: dict[str, tuple[str, float]] = {
 }
 SCHEDULES = ("constant", "linear", "cosine", "poly", "steps", "one_cycle")
 
-SEED_LIMIT = 1 << 63  # torch.manual_seed takes seeds below it
+# In place of a list of precisions: those that the device is good for.
+BY_DEVICE = ("by device",)
+
+CLASS_WEIGHTS = ("balanced",)
+TASKS = ("classification", "regression")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,9 @@ class Settings:
     data: str = "sample"
     path: str | None = None
     """The folder of a named data set that is not found by itself."""
-    precisions: tuple[str, ...] = ("fp32", "fp16", "O1", "O2")
+    precisions: tuple[str, ...] = BY_DEVICE
+    """By default fp32 and, in each half dtype that the device has units for, stored low, O1 and O2;
+    float16 on a device without such units."""
     seeds: tuple[int, ...] = (0, 1, 2)
     epochs: int = 4
     batch: int = 64
@@ -52,9 +61,26 @@ class Settings:
     samples: int | None = None
     """Use only the first so many training samples; None: all."""
     test_samples: int | None = None
+    size: str | None = None
+    """Images are brought to it: "224", or "224x160" for another height than width."""
+    test_share: float | None = None
+    """Of data that nobody has split, the share that is test data; None: a fifth."""
+    split_seed: int | None = None
+    skip_damaged: bool | None = None
+    """Whether images that cannot be decoded are left out, instead of being an error."""
+    class_weights: str | None = None
+    target: str | None = None
+    """Of a table: the column to predict."""
+    task: str | None = None
+    """Of a table: classification or regression; None: by what the target column holds."""
+    drop: str | None = None
+    """Of a table: columns to leave out, with commas between."""
     device: str = "auto"
 
     def __post_init__(self) -> None:
+        device = resolve_device(self.device)
+        if self.precisions == BY_DEVICE:
+            self._set("precisions", precisions_to_compare(find_half_units(device)))
         self._set("precisions", _list_without_repeats("precisions", self.precisions))
         self._set("seeds", _list_without_repeats("seeds", self.seeds))
 
@@ -64,6 +90,8 @@ class Settings:
             count = getattr(self, name)
             if count is not None:
                 self._set(name, whole_number(name, count, minimum=1))
+
+        self._check_data_settings()
 
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
@@ -77,10 +105,22 @@ class Settings:
             is_valid = is_integer and 0 <= seed < SEED_LIMIT
             expect(is_valid, "seeds", "whole numbers, 0 or more", seed)
 
-        device = resolve_device(self.device)
         for precision in self.precisions:
             check_supported(Precision.parse(precision), device)
         _refuse_synonyms(self.precisions)
+
+    def _check_data_settings(self) -> None:
+        """The settings of images, splits and tables; all of them may be None."""
+        if self.size is not None:
+            self._set("size", format_image_size(parse_image_size("size", self.size)))
+        if self.test_share is not None:
+            self._set("test_share", check_test_share(self.test_share))
+        if self.split_seed is not None:
+            self._set("split_seed", whole_number("split_seed", self.split_seed, minimum=0))
+        if self.class_weights is not None:
+            one_of("class_weights", self.class_weights, CLASS_WEIGHTS)
+        if self.task is not None:
+            one_of("task", self.task, TASKS)
 
     @property
     def torch_device(self) -> torch.device:

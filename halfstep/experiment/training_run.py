@@ -23,6 +23,7 @@ from halfstep.experiment.run_seal import (
 from halfstep.utils.files import read_json, write_json
 
 if TYPE_CHECKING:
+    from halfstep.data import TableEncoding
     from halfstep.experiment.settings import Settings
     from halfstep.utils.saved_state import SavedValue
 
@@ -41,7 +42,7 @@ CHANGEABLE_SETTINGS = ("epochs", "device")  # may differ when a run goes on
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """Everything that decides a run. With `build`, only that, `epochs`, `seed`, `device` count."""
+    """Everything that decides a run. With `build`, only a few of them count."""
 
     build: str | None = None
     net: str = "mlp"
@@ -59,7 +60,16 @@ class TrainSettings:
     seed: int = 0
     samples: int | None = None
     test_samples: int | None = None
+    size: str | None = None
+    test_share: float | None = None
+    split_seed: int | None = None
+    skip_damaged: bool | None = None
+    class_weights: str | None = None
+    target: str | None = None
+    task: str | None = None
+    drop: str | None = None
     device: str = "auto"
+    limit_batches: float | None = None
 
     def comparison_settings(self) -> "Settings":
         """The settings that a comparison has too, checked."""
@@ -69,25 +79,44 @@ class TrainSettings:
         return Settings(precisions=(self.precision,), seeds=(self.seed,), **shared)
 
 
-def build_run(train_settings: TrainSettings, *, training: bool = False) -> RunParts:
+def build_run(
+    train_settings: TrainSettings,
+    *,
+    training: bool = False,
+    split: bool = True,
+    facts: dict[str, Any] | None = None,
+) -> RunParts:
     """Builds the run: a new model, its training data and the other arguments of `fit`.
 
-    `training`: also give the notices that concern training.
+    `training`: also give the notices that concern training, and decode its images now. Without
+    `split`, data that nobody has split is evaluated as a whole. `facts`: what its run.json says of
+    the data.
     """
-    from halfstep.experiment.build import seed_everything
+    from halfstep.utils.rng import seed_everything
 
     seed_everything(train_settings.seed)
     if train_settings.build is not None:
-        return call_builder(import_builder(train_settings.build))
-    return _build_from_settings(train_settings, training=training)
+        parts = call_builder(import_builder(train_settings.build))
+    else:
+        parts = _build_from_settings(
+            train_settings, training=training, split=split, facts=facts or {}
+        )
+    if train_settings.limit_batches is not None:
+        parts.fit_arguments["limit_batches"] = train_settings.limit_batches
+    return parts
 
 
-def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> RunParts:
+def _build_from_settings(
+    train_settings: TrainSettings, *, training: bool, split: bool, facts: dict[str, Any]
+) -> RunParts:
+    from halfstep.engine.limits import BatchLimit
     from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
     from halfstep.experiment.datasets import load_train_test_data
 
     settings = train_settings.comparison_settings()
-    data = load_train_test_data(settings)
+    data = load_train_test_data(
+        settings, training=training, split=split, encoding=table_encoding(facts)
+    )
     check_one_batch(settings, data)
     if training:
         warn_about_large_batch(settings, data)
@@ -99,9 +128,26 @@ def _build_from_settings(train_settings: TrainSettings, *, training: bool) -> Ru
         accumulate=train_settings.accumulate,
         clip_norm=train_settings.clip_norm,
         ema=train_settings.ema,
+        limit=BatchLimit.of(train_settings.limit_batches),
     )
     train_batches = data.train_batches(train_settings.seed, train_settings.batch)
-    return RunParts(model, train_batches, {"valid": data.test_batches(train_settings.batch)})
+    return RunParts(
+        model,
+        train_batches,
+        {"valid": data.test_batches(train_settings.batch)},
+        chosen=data.chosen,
+        facts=data.facts,
+        encoding=data.encoding,
+    )
+
+
+def table_encoding(facts: dict[str, Any]) -> "TableEncoding | None":
+    """How the table of a run is encoded, by what its run.json says; None for other data."""
+    from halfstep.data import TableEncoding
+
+    if "table" not in facts:
+        return None
+    return TableEncoding.from_json(facts["table"], RUN_FILE)
 
 
 def run_builder(run: Path, build: str | None, what: str, *, trust: bool) -> Callable[[], Any]:
@@ -116,7 +162,7 @@ def run_builder(run: Path, build: str | None, what: str, *, trust: bool) -> Call
         raise ValueError(f"{what}: say how the run was built: --build package.module:function")
 
     def build_again() -> dict[str, Any]:
-        parts = build_run(train_settings)
+        parts = build_run(train_settings, facts=read_data_facts(run))
         arguments = dict(parts.fit_arguments)
         arguments.pop("valid", None)
         arguments.pop("resume", None)
@@ -140,8 +186,10 @@ def with_overrides(train_settings: TrainSettings, **overrides: Any) -> TrainSett
 # The folder
 
 
-def write_run_file(folder: Path, train_settings: TrainSettings, command: str) -> None:
-    """Writes run.json."""
+def write_run_file(
+    folder: Path, train_settings: TrainSettings, command: str, facts: dict[str, Any] | None = None
+) -> None:
+    """Writes run.json. `facts`: what is noted of the data."""
     from halfstep.experiment.machine import describe_environment
     from halfstep.experiment.settings import resolve_device
 
@@ -153,6 +201,8 @@ def write_run_file(folder: Path, train_settings: TrainSettings, command: str) ->
         "asked": asdict(train_settings),
         "seal": make_seal(asdict(train_settings)),
     }
+    if facts:
+        content["data"] = facts
     write_json(folder / RUN_FILE, content)
 
 
@@ -163,6 +213,13 @@ def read_run_file(run: Path) -> TrainSettings | None:
     """
     path = _run_file(run)
     return None if path is None else TrainSettings(**_read_run_content(path)["asked"])
+
+
+def read_data_facts(run: Path) -> dict[str, Any]:
+    """What the run.json of a run notes of its data; empty where it notes nothing."""
+    path = _run_file(run)
+    facts = None if path is None else _read_run_content(path).get("data")
+    return facts if isinstance(facts, dict) else {}
 
 
 def read_own_run_file(
@@ -206,7 +263,21 @@ def _read_run_content(path: Path) -> dict[str, Any]:
 
 def _are_plain(settings: dict[str, Any]) -> bool:
     """Whether every setting has a type that a command line can give it."""
-    texts = ("build", "net", "data", "path", "precision", "optimizer", "schedule", "device")
+    texts = (
+        "build",
+        "net",
+        "data",
+        "path",
+        "precision",
+        "optimizer",
+        "schedule",
+        "size",
+        "class_weights",
+        "target",
+        "task",
+        "drop",
+        "device",
+    )
     defaults = asdict(TrainSettings())
     for name, value in settings.items():
         expected: Any = str if name in texts else int | float
@@ -244,6 +315,25 @@ def check_same_run(folder: Path, train_settings: TrainSettings) -> None:
     )
 
 
+def check_same_data(folder: Path, facts: dict[str, Any]) -> None:
+    """Refuses to go on with data that is not what it was; names the difference."""
+    before = read_data_facts(folder)
+    words = {
+        "classes": "its classes",
+        "train": "the number of training samples",
+        "test": "the number of test samples",
+        "test_files": "which files are test data",
+        "table": "the training rows",
+    }
+    changed = [words.get(name, name) for name in before if before[name] != facts.get(name)]
+    if changed:
+        raise ValueError(
+            f"--resume: the data has changed since the run in {folder} began: "
+            f"{', '.join(changed)}. Put it back as it was, name another folder (--out), "
+            "or start over (--fresh)."
+        )
+
+
 def remove_run(folder: Path) -> None:
     """Removes the files of a run, and nothing else."""
     from halfstep import checkpoint
@@ -275,7 +365,7 @@ def load_weights(model: Any, run: Path) -> str:
 
     if not run.exists():
         raise FileNotFoundError(
-            f"expected a run, a checkpoint or a safetensors file, found nothing at {run}"
+            f"expected a run, a checkpoint or a file of weights, found nothing at {run}"
         )
     if run.is_file():
         model.load(run)

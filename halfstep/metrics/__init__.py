@@ -3,5 +3,15 @@
 from halfstep.metrics.adapt import Metric, as_metric
 from halfstep.metrics.counters import Accuracy, Average, Loss
 from halfstep.metrics.metric_group import Metrics
+from halfstep.metrics.regression import MeanAbsoluteError, R2Score
 
-__all__ = ["Accuracy", "Average", "Loss", "Metric", "Metrics", "as_metric"]
+__all__ = [
+    "Accuracy",
+    "Average",
+    "Loss",
+    "MeanAbsoluteError",
+    "Metric",
+    "Metrics",
+    "R2Score",
+    "as_metric",
+]

@@ -34,6 +34,10 @@ class Ratio:
         self.total = torch.zeros((), dtype=dtype)
         self.count = torch.zeros((), dtype=dtype)
 
+    def terms(self, first: Any, second: Any, /) -> tuple[Tensor, int | Tensor]:
+        """What `update` with these arguments adds to total and count. Changes nothing."""
+        raise NotImplementedError
+
     def compute(self) -> Tensor:
         """The ratio so far, a float64 tensor on the device; float() of it waits."""
         return self.total.double() / self.count.double()
@@ -122,10 +126,15 @@ class Accuracy(Ratio):
         self.top = whole_number("Accuracy: top", top, minimum=1, of_what="classes")
         self.ignore_index = ignore_index
         self.threshold = threshold
+        self._checks_values = True
         self._has_warned = False
 
     def update(self, outputs: Any, labels: Tensor) -> None:
         """Counts one batch."""
+        self._add(*self.terms(outputs, labels))
+
+    def terms(self, outputs: Any, labels: Tensor) -> tuple[Tensor, int | Tensor]:
+        """The right answers of a batch, and its answers."""
         scores = logits_of(outputs)
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             received = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
@@ -150,9 +159,8 @@ class Accuracy(Ratio):
             correct = self._top_k_correct(scores, classes)
 
         if counts is None:
-            self._add(correct.sum(), correct.numel())
-        else:
-            self._add((correct & counts).sum(), counts.sum())
+            return correct.sum(), correct.numel()
+        return (correct & counts).sum(), counts.sum()
 
     def _true_classes(
         self, scores: Tensor, labels: Tensor, *, is_binary: bool
@@ -179,26 +187,30 @@ class Accuracy(Ratio):
             )
 
         if is_soft:
-            if labels.device.type == "cpu":
+            if self._may_look_at(labels):
                 _check_one_class_each(labels)
             return labels.argmax(1), None
 
         counts = None
         if not labels.is_floating_point():
             counts = labels.long() != self.ignore_index  # in uint8, -100 would be class 156
-        if is_binary and labels.device.type == "cpu":  # on a GPU, looking at them would wait
+        if is_binary and self._may_look_at(labels):
             counted_labels = labels if counts is None else labels[counts]
             _check_binary_labels(scores, counted_labels)
             if self.threshold == 0.0 and not self._has_warned:
                 self._has_warned = _warn_of_probabilities(scores, counted_labels)
 
-        if not is_binary and labels.device.type == "cpu":
+        if not is_binary and self._may_look_at(labels):
             _check_class_numbers(labels if counts is None else labels[counts], scores.shape[1])
 
         classes = labels > 0.5 if is_binary else labels
         if counts is not None:
             classes = torch.where(counts, classes, 0)
         return classes.long(), counts
+
+    def _may_look_at(self, labels: Tensor) -> bool:
+        """Whether values are checked: on a GPU that would wait, and no graph can repeat it."""
+        return self._checks_values and labels.device.type == "cpu"
 
     def _binary_correct(self, scores: Tensor, classes: Tensor) -> Tensor:
         """Whether each score is on the right side of the threshold."""
@@ -232,6 +244,10 @@ class Loss(Ratio):
 
     def update(self, loss: Tensor, count: float | Tensor = 1) -> None:
         """Adds a batch's mean loss. One over no terms (count 0, loss NaN) adds nothing."""
+        self._add(*self.terms(loss, count))
+
+    def terms(self, loss: Tensor, count: float | Tensor = 1) -> tuple[Tensor, Tensor]:
+        """Loss · count, and the count."""
         if loss.numel() != 1:
             raise ValueError(
                 f"Loss: expected one number, received shape {tuple(loss.shape)}; "
@@ -242,7 +258,7 @@ class Loss(Ratio):
             weight = count.detach().to(value.device, torch.float64).reshape(())
         else:
             weight = torch.full_like(value, count)
-        self._add(torch.where(weight > 0, value * weight, 0), weight)
+        return torch.where(weight > 0, value * weight, 0), weight
 
 
 class Average(Ratio):
@@ -261,9 +277,13 @@ class Average(Ratio):
         self._check_broadcasts = BroadcastCheck()
         self._has_warned = False
 
-    @torch.no_grad()
     def update(self, outputs: Any, labels: Any) -> None:
         """Adds one batch."""
+        self._add(*self.terms(outputs, labels))
+
+    @torch.no_grad()
+    def terms(self, outputs: Any, labels: Any) -> tuple[Tensor, int]:
+        """The sum of the function's values, and their number."""
         value = self._check_broadcasts(self.fn, outputs, labels)
         if not isinstance(value, Tensor):
             value = torch.full((), value, dtype=torch.float64, device=self.total.device)
@@ -281,7 +301,7 @@ class Average(Ratio):
         total = value.detach().double().sum() * weight
         if count == 0:
             total = torch.zeros_like(total)  # a mean over no rows is NaN
-        self._add(total, count)
+        return total, count
 
 
 def _check_binary_labels(scores: Tensor, labels: Tensor) -> None:
@@ -335,7 +355,7 @@ def _warn_of_probabilities(scores: Tensor, labels: Tensor) -> bool:
         "Accuracy: all scores of a batch are between 0 and 1, as probabilities are, and a score "
         "above 0 means class 1. If the network ends with a sigmoid, write Accuracy(threshold=0.5)",
         Notice,
-        stacklevel=4,
+        stacklevel=5,
     )
     return True
 
@@ -352,7 +372,7 @@ def _warn_of_one_term(value: Tensor, rows: int | None) -> bool:
         f"{rows} rows, and it counts once. If it is the mean of the batch, return it without "
         "dimensions (.squeeze()), so that a short batch counts less",
         Notice,
-        stacklevel=4,
+        stacklevel=5,
     )
     return True
 

@@ -136,8 +136,13 @@ class Metrics:
             raise ValueError(f"metrics: {method}: expected {expected}, received {received}")
 
 
+def is_valid_name(name: Any) -> bool:
+    """Whether a name can be that of a column or a file."""
+    return isinstance(name, str) and _VALID_NAME.fullmatch(name) is not None
+
+
 def _check_name(name: Any, candidate: Any) -> None:
-    if not isinstance(name, str) or not _VALID_NAME.fullmatch(name):
+    if not is_valid_name(name):
         raise ValueError(
             "metrics: expected a name of letters, digits and _ . @ - (no spaces or slashes: it "
             f"names columns and files), received {name!r}. A metric is {ACCEPTED}"

@@ -4,8 +4,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from halfstep.engine import Callback, Timing
+from halfstep.engine import Callback, Feed, Timing
 from halfstep.engine.events import EVENTS
+from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
 from halfstep.utils.keywords import user_stacklevel
 
@@ -37,6 +38,18 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def limit_epoch(feed: Feed, steps_per_epoch: int | None, limit: BatchLimit) -> int | None:
+    """Limits the batches of an epoch. Returns the steps in an epoch where `fit` was given some.
+
+    Passes over the data end at the limit, unless an epoch has a number of steps of its own.
+    """
+    if steps_per_epoch is None:
+        feed.limit = limit
+        return None
+    _check_count("steps_per_epoch", steps_per_epoch)
+    return limit.apply(steps_per_epoch)
+
+
 def make_timing(
     epochs: int,
     pass_size: int | None,
@@ -47,8 +60,6 @@ def make_timing(
     valid_every_steps: int,
 ) -> Timing:
     """When the loop evaluates and the host reads results; every number is checked here."""
-    if steps_per_epoch is not None:
-        _check_count("steps_per_epoch", steps_per_epoch)
     if sink is not None:
         _check_count("sink", sink)
     if not isinstance(valid_every_steps, int) or valid_every_steps < 0:

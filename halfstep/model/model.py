@@ -3,9 +3,10 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack, overload
 
 import numpy as np
 import torch
@@ -16,11 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
+from halfstep.callbacks.progress_bar import add_progress
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
+from halfstep.engine.limits import BatchLimit, TimeLimit
 from halfstep.engine.loop import Evaluate
+from halfstep.engine.train_metrics import TrainMetrics, train_metric_columns
 from halfstep.metrics import Metrics
 from halfstep.metrics.counters import logits_of
 from halfstep.model import fit_arguments, validate
@@ -36,11 +40,18 @@ from halfstep.model.custom_step import CustomStep
 from halfstep.model.device import place_parts
 from halfstep.model.foreign_methods import NOT_CALLABLE, missing_attribute_message
 from halfstep.model.foreign_parts import answer_foreign_parts
-from halfstep.model.learning_rates import ScheduleTables
+from halfstep.model.learning_rates import EpochRates, ScheduleTables
 from halfstep.model.no_captures import NoCaptures
 from halfstep.model.resume import describe_run, restore_snapshot, take_snapshot
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.model.resume_check import check_snapshot, named_part
+from halfstep.model.schedule_unit import Unit, check_unit
+from halfstep.model.valid_sets import (
+    check_not_empty,
+    evaluate_sets,
+    named_sets,
+    score_names,
+)
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision, PrecisionName
 from halfstep.step import EvalStep, TrainStep
@@ -65,7 +76,14 @@ class FitInProgress(NamedTuple):
     loop: Loop
     feed: Feed
     callbacks: dict[str, Callback]  # by names that stay over a resume
-    valid_feed: Feed | None = None
+    valid_feeds: dict[str, Feed] | None = None  # by the names of the data sets
+
+
+def _total_size(feeds: Iterable[Feed]) -> int | None:
+    """The batches of all of them; None where there are none, or one does not know."""
+    sizes = [feed.size for feed in feeds]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if sizes and len(known) == len(sizes) else None
 
 
 def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> Any:
@@ -82,7 +100,10 @@ def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> An
 class Model:
     """Training, evaluation and prediction around one step.
 
-    `metrics` by name; `schedule` is anything halfstep.schedules takes, by real updates; `labels`
+    `metrics` by name; `train_metrics` says which of them training batches count for: True (all
+    whose memory does not grow with the batches), False, or names. `schedule` is anything
+    halfstep.schedules takes. It moves once per real update, a scheduler of torch's once per epoch;
+    `schedule_every` says it otherwise. `labels`
     says where a batch keeps the labels for metrics, when they are neither the target of the loss
     nor the last item; `step` and `eval_step` replace the built-in steps. `capture`: on CUDA the
     step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
@@ -99,7 +120,9 @@ class Model:
         precision: PrecisionName | Precision = "fp32",
         *,
         metrics: Mapping[str, Any] | None = None,
+        train_metrics: bool | Iterable[str] = True,
         schedule: Any = None,
+        schedule_every: Unit | None = None,
         labels: Callable[[Any], Any] | None = None,
         step: Any = None,
         eval_step: Any = None,
@@ -128,6 +151,7 @@ class Model:
         if schedule is not None:
             option_names.append("schedule")
         answer_foreign_parts(loss, optimizer, metrics)
+        check_unit(schedule, schedule_every)
         validate.check_parts(net, loss, optimizer, step, option_names)
         validate.check_precision(step, precision)
         place_parts(device, net, loss, optimizer, step)
@@ -135,8 +159,10 @@ class Model:
         self.loss = loss
         self.optimizer = optimizer
         self.schedule = schedule
+        self.schedule_every = schedule_every
         self.metrics = Metrics(metrics)
         self.labels = labels
+        self._train_metrics = TrainMetrics(self.metrics, labels, train_metrics)
         validate.warn_ignored_labels(loss, self.metrics)
 
         # The training step: the user's own, or ours.
@@ -171,19 +197,7 @@ class Model:
     # Training. Data first, or whole tensors with a batch size, are other forms of the same call.
 
     @overload
-    def fit(
-        self,
-        epochs: int,
-        data: Any,
-        *,
-        valid: Any = None,
-        valid_every: int | Iterable[int] = 1,
-        valid_every_steps: int = 0,
-        callbacks: Callback | Iterable[Callback] | None = (),
-        sink: int | None = None,
-        steps_per_epoch: int | None = None,
-        resume: str | Path | None = None,
-    ) -> Run: ...
+    def fit(self, epochs: int, data: Any, **options: Unpack[FitOptions]) -> Run: ...
     @overload
     def fit(self, data: Any, epochs: int, **options: Unpack[FitOptions]) -> Run: ...
     @overload
@@ -210,16 +224,23 @@ class Model:
         valid_every: int | Iterable[int] = 1,
         valid_every_steps: int = 0,
         callbacks: Callback | Iterable[Callback] | None = (),
+        progress: bool | Literal["lines"] = True,
         sink: int | None = None,
         steps_per_epoch: int | None = None,
+        max_time: float | str | timedelta | None = None,
+        limit_batches: float | None = None,
         resume: str | Path | None = None,
     ) -> Iterator[Loop]:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
         results. `steps_per_epoch` makes an epoch that many steps, the data going on where it
-        stopped. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback, a
-        path from that one.
+        stopped. `max_time`: this call ends after so many seconds, or "1h30m", at the next read of
+        results. `limit_batches`: only so many batches, or such a fraction, of an epoch and of an
+        evaluation. `resume="auto"` continues from the newest checkpoint of the Checkpoint callback,
+        a path from that one. `progress`: a bar in a terminal, a table in a notebook, elsewhere a
+        line for each epoch; "lines" everywhere, or False. Where a callback shows it, only that one
+        does.
 
         Also `fit(data, epochs)`, and `fit(x, y, epochs=…, batch_size=…, validation_data=(xv, yv))`
         for whole tensors or arrays, shuffled in each epoch by `seed`.
@@ -228,6 +249,7 @@ class Model:
             raise RuntimeError(
                 "fit: this model is being fitted already; a callback may not call fit again"
             )
+        time_limit = TimeLimit.of(max_time)
         backup = ResumeBackup()
         if resume is not None:
             backup.add_model(self)
@@ -239,9 +261,12 @@ class Model:
                 valid_every=valid_every,
                 valid_every_steps=valid_every_steps,
                 callbacks=callbacks,
+                progress=progress,
                 sink=sink,
                 steps_per_epoch=steps_per_epoch,
+                limit=BatchLimit.of(limit_batches),
             )
+            loop.time_limit = time_limit
             loop.on_begun = backup.forget
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
@@ -252,6 +277,7 @@ class Model:
             raise
         finally:
             self._fit = None
+            self._observe(None)
 
     def _build_loop(
         self,
@@ -262,8 +288,10 @@ class Model:
         valid_every: int | Iterable[int],
         valid_every_steps: int,
         callbacks: Any,
+        progress: bool | str,
         sink: int | None,
         steps_per_epoch: int | None,
+        limit: BatchLimit,
     ) -> Loop:
         if self.step is None:
             raise ValueError(
@@ -273,6 +301,7 @@ class Model:
         fit_arguments.check_epochs_and_data(epochs, data)
         validate.set_train_mode(self.net, self.step)
         feed = self._make_feed(data)
+        steps_per_epoch = fit_arguments.limit_epoch(feed, steps_per_epoch, limit)
         epoch_steps = steps_per_epoch or feed.size
         total_steps = None if epoch_steps is None else epochs * epoch_steps
 
@@ -284,7 +313,13 @@ class Model:
             whole_step=bool(self.captures.mode),
             has_checkpoint=any(isinstance(c, Checkpoint) for c in user_callbacks),
         )
-        named_callbacks = fit_arguments.name_callbacks([*user_callbacks, *compile_callbacks])
+        schedule_callbacks: list[Callback] = []
+        if self.schedule is not None:
+            schedule_callbacks.append(EpochRates(self._schedule_tables, self.step))
+        shown_callbacks = add_progress(user_callbacks, progress)
+        named_callbacks = fit_arguments.name_callbacks(
+            [*schedule_callbacks, *shown_callbacks, *compile_callbacks]
+        )
 
         # Times and learning rates.
         timing = fit_arguments.make_timing(
@@ -300,30 +335,52 @@ class Model:
                 "valid_every_steps: expected validation data too, got none; give valid=…"
             )
         self._set_learning_rates(timing, feed)
-        valid_feed = None if valid is None else self._make_feed(valid)
+        valid_sets = {} if valid is None else named_sets("valid", valid)
+        scores = score_names("valid", list(valid_sets), list(self.metrics))
+        valid_feeds = {name: self._make_feed(data) for name, data in valid_sets.items()}
+        for valid_feed in valid_feeds.values():
+            valid_feed.limit = limit
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
             feed.announce_resume_limits("data")
-            if valid_feed is not None:
-                valid_feed.announce_resume_limits("valid")
+            for name, valid_feed in valid_feeds.items():
+                valid_feed.announce_resume_limits(f"valid: {name}" if name else "valid")
 
         run = Run(
             model=self,
             epochs=epochs,
             epoch_steps=epoch_steps,
             epoch_samples=None if steps_per_epoch else feed.samples,
+            valid_steps=_total_size(valid_feeds.values()),
+            score_names=scores,
+            valid_sets=tuple(valid_sets),
+            may_have_parts=validate.may_have_parts(self.step),
         )
+        self._observe(self._train_metrics)
         loop = Loop(
             run,
             self.step,
             feed,
             list(named_callbacks.values()),
             timing,
-            evaluate=None if valid_feed is None else self._make_validation(valid_feed),
+            evaluate=self._make_validation(valid_feeds) if valid_feeds else None,
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
-        self._fit = FitInProgress(loop, feed, named_callbacks, valid_feed)
+        loop.config |= self._schedule_tables.describe(self.schedule)
+        if limit.value is not None:
+            loop.config["limit_batches"] = limit.value
+        if loop.train_metrics is not None:
+            loop.train_metrics.begin()
+            loop.train_metrics.use_captured(loop.captured_runner is not None)
+            run.train_metrics = train_metric_columns(loop.train_metrics)
+        self._fit = FitInProgress(loop, feed, named_callbacks, valid_feeds)
         return loop
+
+    def _observe(self, train_metrics: TrainMetrics | None) -> None:
+        """Lets metrics look at the training batches; None: nobody looks."""
+        if isinstance(self.step, TrainStep):
+            has_metrics = train_metrics is not None and len(train_metrics) > 0
+            self.step.objective.observer = train_metrics if has_metrics else None
 
     def _updates_made(self) -> int:
         """Updates of earlier fits."""
@@ -335,26 +392,30 @@ class Model:
         """The schedule's rates for a new fit, or for the one that a checkpoint was made in."""
         tables = self._schedule_tables
         if saved is None:
-            table = tables.for_new_fit(self.schedule, self.step, timing, feed, self._updates_made())
+            table = tables.for_new_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, self._updates_made()
+            )
         else:
-            table = tables.for_resumed_fit(self.schedule, self.step, timing, feed, saved)
+            table = tables.for_resumed_fit(
+                self.schedule, self.schedule_every, self.step, timing, feed, saved
+            )
         if table is not None:
             self.step.set_learning_rates(table)
 
-    def _make_validation(self, feed: Feed) -> Evaluate:
+    def _make_validation(self, feeds: dict[str, Feed]) -> Evaluate:
         uses_built_in = self._eval_step is self._built_in_eval
         validate.check_can_evaluate(self.net, uses_built_in, self.step)
-        if feed.size == 0:
-            raise ValueError(f"valid: expected at least one batch, got none; {EMPTY_DATA_ADVICE}")
+        check_not_empty(feeds)
 
         def evaluate_or_rewind(stop: Callable[[], bool]) -> dict[str, float] | None:
-            generators = feed.save_generators()
+            generators = {name: feed.save_generators() for name, feed in feeds.items()}
             scores = None
             try:
-                scores = self._evaluate_feed(feed, stop)
+                scores = evaluate_sets(feeds, self._evaluate_feed, stop)
             finally:
                 if scores is None:  # cut short: the run that goes on evaluates from the start
-                    feed.load_generators(generators)
+                    for name, feed in feeds.items():
+                        feed.load_generators(generators[name])
             return scores
 
         return evaluate_or_rewind
@@ -386,17 +447,18 @@ class Model:
             return
         saved = checkpoint.load(path).tree
         fit = self._fit
-        check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feed)
+        check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feeds)
         _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
 
         backup.add_callbacks(fit.callbacks.values())
         backup.add(fit.feed.undo_function())
-        if fit.valid_feed is not None:
-            backup.add(fit.valid_feed.undo_function())
+        for valid_feed in (fit.valid_feeds or {}).values():
+            backup.add(valid_feed.undo_function())
         with named_part(SavedValue(saved, f"resume: {path}"), "the run"):
             self._set_learning_rates(loop.timing, fit.feed, saved)
             loop.config["began"] = saved["config"].get("began", 0)
-            restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feed)
+            loop.config |= self._schedule_tables.describe(self.schedule)
+            restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feeds)
         loop.run.resumed = str(path)
 
     def snapshot(self) -> dict[str, Any]:
@@ -406,29 +468,45 @@ class Model:
                 "snapshot: expected to be called inside fit, by a callback; outside use save()"
             )
         fit = self._fit
-        return take_snapshot(self.step, fit.loop, fit.feed, fit.callbacks, fit.valid_feed)
+        return take_snapshot(self.step, fit.loop, fit.feed, fit.callbacks, fit.valid_feeds)
 
     # Evaluation and prediction.
 
     @overload
-    def evaluate(self, data: Any) -> dict[str, float]: ...
+    def evaluate(self, data: Any, *, limit_batches: float | None = None) -> dict[str, float]: ...
     @overload
     def evaluate(
-        self, x: Columns, y: Columns, *, batch_size: int = EVAL_BATCH_SIZE
+        self,
+        x: Columns,
+        y: Columns,
+        *,
+        batch_size: int = EVAL_BATCH_SIZE,
+        limit_batches: float | None = None,
     ) -> dict[str, float]: ...
     @accept_evaluate_forms
-    def evaluate(self, data: Any) -> dict[str, float]:
+    def evaluate(self, data: Any, *, limit_batches: float | None = None) -> dict[str, float]:
         """Mean loss and metrics over one pass, every sample counted once.
 
-        With ema=, by the averaged weights.
+        With ema=, by the averaged weights. `limit_batches`: only so many batches, or such a
+        fraction of them. Of a dict of data sets by name, each score of each: `clean_loss`,
+        `noisy_acc`.
         """
-        scores = self._evaluate_feed(self._make_feed(data), lambda: False)
+        sets = named_sets("evaluate", data)
+        score_names("evaluate", list(sets), list(self.metrics))
+        feeds = {name: self._make_feed(one_set) for name, one_set in sets.items()}
+        for feed in feeds.values():
+            feed.limit = BatchLimit.of(limit_batches)
+        scores = evaluate_sets(feeds, self._evaluate_feed, lambda: False)
         assert scores is not None
         return scores
 
-    def _evaluate_feed(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, float] | None:
+    def _evaluate_feed(
+        self, set_name: str, feed: Feed, stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         with self._averaged_weights():
-            runner = self.captures.eval_runner(self._eval_step, self.metrics, self.labels)
+            runner = self.captures.eval_runner(
+                self._eval_step, self.metrics, self.labels, set_name=set_name
+            )
             if runner is not None:
                 scores: dict[str, float] | None = runner(feed, stop)
                 return scores
@@ -528,6 +606,9 @@ class Model:
         copied.optimizer = copied.step.optimizer
         for name in ("schedule", "metrics", "labels", "_schedule_tables"):
             setattr(copied, name, copy.deepcopy(getattr(self, name), memo))
+        copied._train_metrics = TrainMetrics(
+            copied.metrics, copied.labels, list(self._train_metrics)
+        )
         copied._built_in_eval = copied.step.evaluator()
         copied._eval_step = copied._built_in_eval
         captures = self.captures
@@ -570,12 +651,15 @@ class Model:
         return self.step.report().adding(engine=self.captures.describe(self.step), **choices)
 
     def save(self, path: str | Path) -> None:
-        """Writes the weights as one safetensors file; with ema=, the averaged ones."""
+        """Writes the weights in the format of the suffix; with ema=, the averaged ones.
+
+        .safetensors; or .pt and .pth, a state_dict that torch.load reads.
+        """
         with self._averaged_weights():
             save_weights(self.net, path)
 
     def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> Account:
-        """Starts from weights: a safetensors file, a checkpoint, a run's folder or a state_dict.
+        """Starts from weights: a file of `save` or torch.save, a checkpoint, a run or a state_dict.
 
         Of a run's folder the newest checkpoint. `strict=False` takes what fits, and says what.
         """

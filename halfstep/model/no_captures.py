@@ -18,7 +18,7 @@ class NoCaptures:
     def training_runner(self, step: Any, feed: Feed, steps: int | None) -> None:
         """None: the step runs eagerly."""
 
-    def eval_runner(self, eval_step: Any, metrics: Any, labels: Any) -> None:
+    def eval_runner(self, eval_step: Any, metrics: Any, labels: Any, *, set_name: str = "") -> None:
         """None: evaluations run eagerly."""
 
     def predict_runner(self) -> None:

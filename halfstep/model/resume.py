@@ -13,7 +13,8 @@ from torch import Tensor
 from halfstep.checkpoint import CheckpointError
 from halfstep.engine import Callback, Feed, Loop
 from halfstep.errors import Notice
-from halfstep.model.resume_check import VERSION
+from halfstep.model.resume_check import SETS_KEY, VERSION, generators_of_set
+from halfstep.model.valid_sets import ONE_SET
 from halfstep.step import TrainStep
 from halfstep.step.state_dict import apply_saved_step
 from halfstep.utils import rng
@@ -29,7 +30,7 @@ def take_snapshot(
     loop: Loop,
     feed: Feed,
     callbacks: Mapping[str, Callback],
-    valid_feed: Feed | None = None,
+    valid_feeds: Mapping[str, Feed] | None = None,
 ) -> dict[str, Any]:
     """Everything that decides the next step, between two steps."""
     if _is_inside_update(step, loop):
@@ -40,7 +41,7 @@ def take_snapshot(
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
     # Each evaluation draws from them: its order, augmentations of the validation data.
-    valid_generators = {} if valid_feed is None else valid_feed.save_generators()
+    valid_generators = _save_valid_generators(valid_feeds or {})
     return {
         "halfstep_run": VERSION,
         "config": {**loop.config, "rates": _next_rates(step)},
@@ -53,6 +54,15 @@ def take_snapshot(
         **({"valid_generators": valid_generators} if valid_generators else {}),
         **({"compiled": step.compiled.compiled_shapes()} if _is_compiled(step) else {}),
     }
+
+
+def _save_valid_generators(valid_feeds: Mapping[str, Feed]) -> dict[str, Any]:
+    """The generators of the validation data: of one data set as they are, of several by name."""
+    generators = {name: feed.save_generators() for name, feed in valid_feeds.items()}
+    if list(generators) == [ONE_SET]:
+        return generators[ONE_SET]
+    saved = {name: states for name, states in generators.items() if states}
+    return {SETS_KEY: saved} if saved else {}
 
 
 def _is_compiled(step: Any) -> bool:
@@ -89,7 +99,7 @@ def restore_snapshot(
     loop: Loop,
     feed: Feed,
     callbacks: Mapping[str, Callback],
-    valid_feed: Feed | None = None,
+    valid_feeds: Mapping[str, Feed] | None = None,
 ) -> None:
     """Continues from a snapshot that was checked (resume_check.py).
 
@@ -110,8 +120,8 @@ def restore_snapshot(
         feed.load_state_dict(saved["feed"])
     else:
         _start_new_pass(saved, now["data"], feed)
-    if valid_feed is not None:
-        valid_feed.load_generators(saved.get("valid_generators", {}))
+    for name, valid_feed in (valid_feeds or {}).items():
+        valid_feed.load_generators(generators_of_set(saved.get("valid_generators", {}), name))
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}
@@ -210,6 +220,17 @@ def _describe_changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[s
     if before.get("loss", now["loss"]) != now["loss"]:
         yield (
             f"the loss was {before['loss']} and is {now['loss']}: the new one holds from here on"
+        )
+    kind_before = before.get("schedule", {}).get("kind")
+    kind = now.get("schedule", {}).get("kind")
+    if kind_before is not None and kind not in (None, kind_before):
+        yield f"the schedule was {kind_before} and is {kind}: the new one holds from here on"
+    limit_before = before.get("limit_batches")
+    limit = now.get("limit_batches")
+    if repr(limit_before) != repr(limit):
+        yield (
+            f"limit_batches was {limit_before} and is {limit}: passes that begin from here on "
+            "have as many batches as the new one says"
         )
     if before["rates"] != now["rates"]:
         effect = "the new one holds"

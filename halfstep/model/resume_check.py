@@ -12,6 +12,8 @@ from typing import Any
 
 from halfstep.engine import Callback, Feed, Loop
 from halfstep.model.custom_step import CustomStep
+from halfstep.model.schedule_unit import UNITS
+from halfstep.model.valid_sets import ONE_SET
 from halfstep.model.weights import Account, compare_tensors, only_tensors
 from halfstep.step import TrainStep
 from halfstep.step.state_dict import check_saved_step
@@ -19,6 +21,11 @@ from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
 
 VERSION = 1
+
+MAX_EPOCHS_BEFORE = 10**7  # a scheduler of torch's is run ahead over them
+
+# In place of a generator's name: the generators of several validation sets, by the sets' names.
+SETS_KEY = "sets"
 
 
 def check_snapshot(
@@ -28,7 +35,7 @@ def check_snapshot(
     feed: Feed,
     callbacks: Mapping[str, Callback],
     path: Path,
-    valid_feed: Feed | None = None,
+    valid_feeds: Mapping[str, Feed] | None = None,
 ) -> None:
     """Raises an error that names what this run could not go on from. Changes nothing."""
     received: Any = type(tree).__name__
@@ -55,9 +62,11 @@ def check_snapshot(
     with named_part(saved, "rng"):
         rng.check(saved.field("rng"))
     generators = saved.optional_field("valid_generators")
-    if generators is not None and valid_feed is not None:
-        with named_part(saved, "valid_generators"):
-            valid_feed.check_generators(generators)
+    for name, valid_feed in (valid_feeds or {}).items():
+        if generators is not None:
+            with named_part(saved, "valid_generators"):
+                states = generators_of_set(generators.value, name)
+                valid_feed.check_generators(replace(generators, value=states))
     compiled_shapes = saved.optional_field("compiled")
     if compiled_shapes is not None:
         for is_compiled in compiled_shapes.entries().values():
@@ -69,6 +78,14 @@ def check_snapshot(
         if name in callbacks:
             with named_part(saved, f"{state.path[0]}.{name}"):
                 callbacks[name].check_state(loop.run, state)
+
+
+def generators_of_set(saved: Any, set_name: str) -> Any:
+    """The saved generators of one validation set; none where the run that saved had no such set."""
+    has_sets = isinstance(saved, dict) and SETS_KEY in saved
+    if set_name == ONE_SET:
+        return {} if has_sets else saved
+    return saved[SETS_KEY].get(set_name, {}) if has_sets else {}
 
 
 @contextmanager
@@ -112,6 +129,17 @@ def _check_config(saved: SavedValue) -> None:
     updates_before = saved.optional_field("began")
     if updates_before is not None:
         updates_before.whole_number()
+    limit = saved.optional_field("limit_batches")
+    if limit is not None:
+        limit.number(minimum=0)
+    schedule = saved.optional_field("schedule")
+    if schedule is not None:
+        if schedule.field("every").text() not in UNITS:
+            schedule.field("every").refuse("'epoch' or 'update'")
+        schedule.field("kind").text()
+        epochs_before = schedule.optional_field("epochs_before")
+        if epochs_before is not None:
+            epochs_before.whole_number(maximum=MAX_EPOCHS_BEFORE)
 
 
 def _check_step(saved: SavedValue, step: Any, loop: Loop, path: Path) -> None:

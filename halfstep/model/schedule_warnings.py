@@ -5,22 +5,24 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from halfstep.model.schedule_unit import LENGTH_SETTINGS, Unit
 from halfstep.schedules import resolve
 from halfstep.schedules.group_schedules import is_one_per_group
 from halfstep.step import TrainStep
 
-# The settings by which torch's schedulers call their own length.
-LENGTH_SETTINGS = ("T_max", "total_iters", "step_size", "T_0", "milestones")
 
-
-def suspicious_schedule(schedule: Any, step: TrainStep, epochs: int, updates: int) -> str:
+def suspicious_schedule(
+    schedule: Any, unit: Unit, step: TrainStep, epochs: int, updates: int | None
+) -> str:
     """A warning for a scheduler that counts epochs, or one schedule for groups of several rates.
 
     An empty text where nothing is suspicious.
     """
-    if isinstance(schedule, LRScheduler):
+    if not isinstance(schedule, LRScheduler):
+        return _one_for_all_groups(schedule, step)
+    if unit == "update" and updates is not None:
         return _counts_epochs(schedule, epochs, updates)
-    return _one_for_all_groups(schedule, step)
+    return ""
 
 
 def _counts_epochs(scheduler: LRScheduler, epochs: int, updates: int) -> str:
@@ -32,8 +34,7 @@ def _counts_epochs(scheduler: LRScheduler, epochs: int, updates: int) -> str:
         f"{type(scheduler).__name__} is moved once per update, and what it was built for is over "
         f"after {length} of the {updates} updates of this fit, as if it counted epochs. "
         f"By updates: {_stretched(scheduler, updates_per_epoch)}. "
-        "To hold each rate for an epoch: "
-        f"schedule=hs.schedules.from_torch(scheduler, {updates}, every={updates_per_epoch})"
+        "To move it once per epoch: Model(schedule_every='epoch')"
     )
 
 

@@ -139,6 +139,11 @@ def _differs_in_train_mode(module: nn.Module) -> bool:
     return False
 
 
+def may_have_parts(step: Any) -> bool:
+    """Whether the step's loss may return more than itself."""
+    return isinstance(step, TrainStep) and step.objective.may_have_parts
+
+
 def check_can_evaluate(net: nn.Module, uses_built_in: bool, step: Any) -> None:
     """Refuses to evaluate modules without a forward, as a step of the user's own may have."""
     has_forward = getattr(net.forward, "__name__", "") != "_forward_unimplemented"

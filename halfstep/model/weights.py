@@ -1,4 +1,7 @@
-"""Weights in a safetensors file, and an account of what a file had and the network wanted."""
+"""Weights in a file, and an account of what a file had and the network wanted.
+
+The suffix of a file says how it is written: .safetensors, or .pt and .pth as torch.save does.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,11 +13,21 @@ from torch import Tensor, nn
 
 from halfstep import checkpoint
 from halfstep.checkpoint.safetensors_file import write_safetensors
+from halfstep.model.torch_file import is_torch_file, read_torch_file, write_torch_file
 from halfstep.utils.saved_state import SavedValue, describe_value, dtype_kind
 from halfstep.utils.text import list_some
 
 MAX_NAMES = 4  # tensors of each kind that a message names
 EXTRA_STATE = "_extra_state"  # what torch calls values that a module adds to its state_dict
+
+SAFETENSORS_SUFFIXES = (".safetensors",)
+TORCH_SUFFIXES = (".pt", ".pth")
+
+# Files of programs, which weights alone do not make, and how one writes them.
+EXPORT_ADVICE = {
+    ".onnx": "torch.onnx.export(model.net.eval(), (example,), {name!r})",
+    ".pt2": "torch.export.save(torch.export.export(model.net.eval(), (example,)), {name!r})",
+}
 
 
 @dataclass(frozen=True)
@@ -80,8 +93,34 @@ def only_tensors(tree: Mapping[str, object]) -> dict[str, Tensor]:
 
 
 def save_weights(net: nn.Module, path: str | Path) -> None:
-    """Writes every tensor of the state_dict, whole or not at all; tied ones once for each name."""
-    write_safetensors(path, only_tensors(net.state_dict()), {"format": "pt"})
+    """Writes the state_dict in the format of the file's suffix, whole or not at all.
+
+    A .safetensors file has every tensor, tied ones once for each name.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix in SAFETENSORS_SUFFIXES:
+        write_safetensors(path, only_tensors(net.state_dict()), {"format": "pt"})
+    elif suffix in TORCH_SUFFIXES:
+        write_torch_file(path, net)
+    else:
+        raise ValueError(f"save: {_unknown_suffix(Path(path), suffix)}")
+
+
+def _unknown_suffix(path: Path, suffix: str) -> str:
+    """What a file of this suffix would need, in words."""
+    known = "a file that ends in .safetensors, or in .pt or .pth (a state_dict, as torch.save)"
+    if suffix in EXPORT_ADVICE:
+        advice = EXPORT_ADVICE[suffix].format(name=path.name)
+        return (
+            f"expected {known}, got {str(path)!r}: {suffix} holds a program, not weights alone. "
+            f"Export it, with a batch of inputs as example: {advice}"
+        )
+    if suffix == ".ckpt":
+        return (
+            f"expected {known}, got {str(path)!r}. Everything that a run needs to go on is written "
+            "by fit(callbacks=hs.Checkpoint(folder)), as a folder"
+        )
+    return f"expected {known}, got {str(path)!r}"
 
 
 def load_weights(
@@ -93,7 +132,7 @@ def load_weights(
     """
     averages: dict[str, Tensor] = {}
     if isinstance(source, Mapping):
-        in_file = _given_tensors(source)
+        in_file = _tensors_of(source, "load")
     else:
         in_file, averages = _read_weights(Path(source))
     in_net = only_tensors(net.state_dict(keep_vars=True))
@@ -123,7 +162,7 @@ def load_weights(
     return replace(account, averaged=averaged)
 
 
-def _given_tensors(source: Mapping[Any, Any]) -> dict[str, Tensor]:
+def _tensors_of(source: Mapping[Any, Any], where: str) -> dict[str, Tensor]:
     """The tensors of a state_dict. What a module adds to them beside tensors is left out."""
     tensors = {}
     for name, value in source.items():
@@ -134,8 +173,8 @@ def _given_tensors(source: Mapping[Any, Any]) -> dict[str, Tensor]:
             if isinstance(value, Mapping):
                 advice = f". If these are the weights, load them: load(state[{name!r}])"
             raise ValueError(
-                f"load: expected a state_dict, tensors by name, received {describe_value(value)} "
-                f"as {name!r}{advice}. Nothing was loaded"
+                f"{where}: expected a state_dict, tensors by name, "
+                f"received {describe_value(value)} as {name!r}{advice}. Nothing was loaded"
             )
     return tensors
 
@@ -161,15 +200,17 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         return _read_checkpoint(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"expected a safetensors file or a checkpoint, found nothing at {path}"
+            "expected a file of weights (.safetensors, .pt, .pth) or a checkpoint, "
+            f"found nothing at {path}"
         )
+    if is_torch_file(path):
+        return _tensors_of(read_torch_file(path), str(path)), {}
     try:
         return load_file(str(path)), {}
     except SafetensorError as error:
         raise ValueError(
-            f"{path}: expected a safetensors file, found something else ({error}). "
-            "A torch.save file is a pickle, which is not loaded here: "
-            "read it where you trust it and hand over its state_dict."
+            f"{path}: expected a safetensors file or one of torch.save, "
+            f"found something else ({error})."
         ) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from halfstep.precision.advice import begin_with, find_half_units
 from halfstep.precision.policy import BF16, F64, Precision
 
 # torch.backends.….fp32_precision and cudnn.benchmark, without looking up modules at every step.
@@ -33,7 +34,7 @@ def check_supported(precision: Precision, device: torch.device) -> None:
     if precision.name == "tf32" and major < 8:
         raise ValueError(
             "precision 'tf32' needs a CUDA device of compute capability 8.0 or more, "
-            f"this is {device}; use 'fp32', or 'O1' for speed"
+            f"this is {device}; use {_instead_of_tf32(device)}"
         )
     if precision.compute == BF16 and is_cuda and major < 8:
         raise ValueError(
@@ -41,6 +42,12 @@ def check_supported(precision: Precision, device: torch.device) -> None:
         )
     if precision.compute == F64 and device.type == "mps":
         raise ValueError("mps has no float64; use precision 'fp32', or move the network to 'cpu'")
+
+
+def _instead_of_tf32(device: torch.device) -> str:
+    """As in "'fp32', or 'O1' for speed": the second only where the device has units for it."""
+    fast = begin_with(find_half_units(device))
+    return "'fp32'" if fast == "fp32" else f"'fp32', or {fast!r} for speed"
 
 
 def check_deterministic(device: torch.device) -> None:

@@ -66,7 +66,7 @@ def _accuracy_chart(curves: Curves) -> LineChart:
     return LineChart(
         id="chart-accuracy",
         title="Accuracy",
-        note=_join(AFTER_EACH_EPOCH, _band_note(curves)),
+        note=_join(AFTER_EACH_EPOCH, _band_note(curves), _marks_note(curves)),
         curves=curves,
         x_name="epoch",
         y_axis=_share_axis(curves.known_values()),
@@ -94,7 +94,7 @@ def _loss_chart(id: str, title: str, curves: Curves, x_name: str, about: str) ->
     return LineChart(
         id=id,
         title=title,
-        note=_join(about, _band_note(curves), _cut_off_note(curves, limit)),
+        note=_join(about, _band_note(curves), _marks_note(curves), _cut_off_note(curves, limit)),
         curves=curves,
         x_name=x_name,
         y_axis=axis,
@@ -121,6 +121,12 @@ def _band_note(curves: Curves) -> str:
     if curves.max_seeds() <= 1:
         return ""
     return f"The band spans {plural(curves.max_seeds(), 'seed')}, lowest to highest."
+
+
+def _marks_note(curves: Curves) -> str:
+    if len(curves.lines) <= 1:
+        return ""
+    return "The shapes on the lines only tell them apart."
 
 
 def _cut_off_note(curves: Curves, limit: float) -> str:

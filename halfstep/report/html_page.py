@@ -59,6 +59,7 @@ def page(summary: Mapping[str, Any]) -> str:
         view_box=f"0 0 {DRAWING_SIZE} {DRAWING_SIZE}",
         training_charts=charts,
         cost_charts=sections.cost_charts(report),
+        memory_note=sentences.memory_note(report),
         scale_curves=scale_curves,
         scale_chart=scale_chart,
         scale_note=scale_note,

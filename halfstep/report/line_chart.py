@@ -4,6 +4,7 @@ The drawing is an SVG that is stretched to the width of the page; the words stan
 HTML, so that they keep their size.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,8 +16,24 @@ from halfstep.report.series import Curves, Series, Values
 # Width and height of a drawing in its own units. The page stretches it; strokes keep their width.
 DRAWING_SIZE = 1000
 
-# With fewer points than this, each is marked by a dot.
+# With fewer points than this, each is a dot.
 MAX_DOTS = 16
+
+# Marks of all lines together, as far as each has two: on a phone they are 10 pixels apart.
+MAX_MARKS = 20
+
+# More lines than this have no names at their ends: they would not fit beside the drawing.
+MAX_END_NAMES = 8
+
+MAX_END_CHARACTERS = 12
+
+# The least distance between two names at the ends, in percent of the drawing's height.
+END_NAME_DISTANCE = 9.0
+
+# Widths of lines in pixels. The first is the widest and lies at the bottom, so that it can be seen
+# under lines that coincide with it.
+FIRST_WIDTH = 3.5
+OTHER_WIDTH = 2
 
 # Rows of the table that shows the same values.
 MAX_TABLE_ROWS = 8
@@ -38,7 +55,27 @@ class DrawnLine(NamedTuple):
     band_paths: list[str]
     line_path: str
     dots_path: str
-    stroke_width: int | None  # None: as the style sheet says
+    stroke_width: float  # pixels
+    marks: list["Place"]
+
+
+class Place(NamedTuple):
+    """A place of the drawing, in percent from the left and from the bottom."""
+
+    left: str
+    bottom: str
+
+
+class EndName(NamedTuple):
+    """The name of a line beside its end; both places in percent from the top.
+
+    The name is as near to the line as the other names allow.
+    """
+
+    row_index: int
+    name: str
+    line_top: str
+    name_top: str
 
 
 class TableRow(NamedTuple):
@@ -89,17 +126,12 @@ class LineChart:
         return "".join(f"M0 {DRAWING_SIZE - y}H{DRAWING_SIZE}" for _, y in self._y_ticks())
 
     def drawn_lines(self) -> list[DrawnLine]:
-        """The paths of all precisions, the first at the bottom."""
+        """All precisions, the first at the bottom. Each has marks where no other has them."""
         line_count = len(self.curves.lines)
         has_dots = len(self.curves.x) < MAX_DOTS and not self.stairs
         lines = []
         for position, series in enumerate(self.curves.lines):
             parts = self._connected_points(series.mid)
-            stroke_width = None
-            lines_on_top = line_count - position - 1
-            if self.stairs and lines_on_top:
-                # Equal stairs would hide one another, so the lower ones are drawn wider.
-                stroke_width = min(9, 2 + 3 * lines_on_top)
             dots_path = ""
             if has_dots:
                 dots_path = "".join(f"M{x} {y}h0" for part in parts for x, y in part)
@@ -109,10 +141,30 @@ class LineChart:
                     band_paths=self._band_paths(series),
                     line_path="".join(_path(part, stairs=self.stairs) for part in parts),
                     dots_path=dots_path,
-                    stroke_width=stroke_width,
+                    stroke_width=self._stroke_width(position),
+                    marks=self._marks(series, position) if line_count > 1 else [],
                 )
             )
         return lines
+
+    def end_names(self) -> list[EndName]:
+        """The names at the ends of the lines, in their order from the bottom, none on another.
+
+        None for a single line, and for more than fit.
+        """
+        if not 1 < len(self.curves.lines) <= MAX_END_NAMES:
+            return []
+        ends = []
+        for series in self.curves.lines:
+            last = [value for value in series.mid if value is not None][-1]
+            height = 100 * min(1.0, max(0.0, self.y_axis.fraction(last)))
+            ends.append((height, series))
+        ends.sort(key=lambda end: (end[0], -end[1].index))
+        heights = spread([height for height, _ in ends], END_NAME_DISTANCE)
+        return [
+            EndName(series.index, series.name, f"{100 - height:.4g}", f"{100 - name_height:.4g}")
+            for (height, series), name_height in zip(ends, heights, strict=True)
+        ]
 
     def description(self) -> str:
         """The chart in words, for those who cannot see it."""
@@ -163,6 +215,48 @@ class LineChart:
         ticks = self.y_axis.ticks()
         return [(tick, round(self.y_axis.fraction(tick) * DRAWING_SIZE)) for tick in ticks]
 
+    def end_name_length(self) -> int:
+        """Characters of the longest name at the ends; what is longer is cut."""
+        longest = max(len(series.name) for series in self.curves.lines)
+        return min(longest + 1, MAX_END_CHARACTERS)
+
+    def _stroke_width(self, position: int) -> float:
+        if self.stairs:
+            # Equal stairs would hide one another entirely, so that all the lower ones are wider.
+            lines_on_top = len(self.curves.lines) - position - 1
+            return min(9, OTHER_WIDTH + 3 * lines_on_top)
+        return FIRST_WIDTH if position == 0 else OTHER_WIDTH
+
+    def _marks(self, series: Series, position: int) -> list[Place]:
+        """Places on a line, at even distances along the x axis and between those of other lines.
+
+        Stairs have none: they differ by their widths.
+        """
+        if self.stairs:
+            return []
+        line_count = len(self.curves.lines)
+        mark_count = max(2, MAX_MARKS // line_count)
+        fractions = [self.x_axis.fraction(x) for x in self.curves.x]
+        places = []
+        for i in range(mark_count):
+            left = (i + (position + 0.5) / line_count) / mark_count
+            height = self._height_at(series, fractions, left)
+            if height is not None and 0 <= height <= 1:
+                places.append(Place(f"{100 * left:.4g}", f"{100 * height:.4g}"))
+        return places
+
+    def _height_at(self, series: Series, fractions: Sequence[float], left: float) -> float | None:
+        """The height of a line as it is drawn, from 0 to 1; None where it is not."""
+        after = bisect_left(fractions, left)
+        if not 0 < after < len(fractions):
+            return None
+        low = series.mid[after - 1]
+        high = series.mid[after]
+        if low is None or high is None:
+            return None
+        share = (left - fractions[after - 1]) / (fractions[after] - fractions[after - 1])
+        return (1 - share) * self.y_axis.fraction(low) + share * self.y_axis.fraction(high)
+
     def _connected_points(self, values: Values) -> list[list[Point]]:
         """The points of a line in the drawing, in several parts where values are missing."""
         parts: list[list[Point]] = [[]]
@@ -195,6 +289,37 @@ class LineChart:
             high = self.format_value(series.high[i])
             text = f"{text} ({low} to {high})"
         return text
+
+
+def spread(heights: Sequence[float], distance: float) -> list[float]:
+    """Rising heights moved apart to at least this distance, each as little as possible.
+
+    They stay within 0 to 100 where there is room. Heights that touch become a group around their
+    mean; groups that touch are joined.
+    """
+    groups: list[list[float]] = []  # each: its middle, and the number of its names
+    for height in heights:
+        groups.append([height, 1])
+        while len(groups) > 1:
+            (low, low_count), (high, high_count) = groups[-2:]
+            if high - low >= distance * (low_count + high_count) / 2:
+                break
+            count = low_count + high_count
+            groups[-2:] = [[(low * low_count + high * high_count) / count, count]]
+    # The lowest group may not begin below 0; what it pushes up is pushed again.
+    result: list[float] = []
+    for middle, count in groups:
+        first = middle - distance * (count - 1) / 2
+        result += [first + distance * i for i in range(int(count))]
+    floor = 0.0
+    for i, height in enumerate(result):
+        result[i] = max(height, floor)
+        floor = result[i] + distance
+    ceiling = 100.0
+    for i in reversed(range(len(result))):
+        result[i] = min(result[i], ceiling)
+        ceiling = result[i] - distance
+    return result
 
 
 def _path(points: Sequence[Point], *, stairs: bool) -> str:

@@ -59,6 +59,7 @@ class Report:
     rows: tuple[Row, ...]
     recommended: str | None
     reason: str
+    requested_runs: int | None  # None: every precision with every seed
     alone: bool  # the report of a single run: there is nothing to compare it with
 
     def runs_of(self, precision: str) -> list[Run]:
@@ -94,6 +95,8 @@ class Report:
     @property
     def planned_runs(self) -> int:
         """How many runs the command asked for; 0 where the file does not say."""
+        if self.requested_runs is not None:
+            return self.requested_runs
         precisions = as_sequence(self.spec.get("precisions"))
         seeds = as_sequence(self.spec.get("seeds"))
         return len(precisions) * len(seeds)
@@ -119,6 +122,7 @@ def parse_summary(summary: Mapping[str, Any]) -> Report:
         rows=_parse_rows(summary.get("rows"), runs),
         recommended=as_text(recommendation.get("precision")) or None,
         reason=as_text(recommendation.get("reason")),
+        requested_runs=_whole_number(summary.get("planned_runs")),
         alone=bool(summary.get("alone")),
     )
 
@@ -132,6 +136,11 @@ def finite_or_none(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def _whole_number(value: Any) -> int | None:
+    number = finite_or_none(value)
+    return None if number is None else int(number)
 
 
 def as_text(value: Any, *, lines: bool = False) -> str:

@@ -140,6 +140,32 @@ def how_to_read(report: Report) -> str:
     return f"{means} {comparison} Times leave out warm-up and evaluation."
 
 
+def memory_note(report: Report) -> str:
+    """What peak memory counts, and why low precision may take more of it; "" without figures."""
+    rows = [row for row in report.rows if row["peak_memory"] is not None]
+    if not rows:
+        return ""
+    counts = "Peak memory counts weights, gradients, optimizer state and activations together"
+    if report.measures_process_memory:
+        counts += ", and the memory that kernels and the allocator take in the process"
+    larger = []
+    for row in rows[1:]:
+        ratio = report.ratio_to_first("peak_memory", row, rows[0])
+        if ratio is not None and ratio > 1:
+            larger.append(row.precision)
+    why = (
+        "O1, O2 and O3 keep the float32 weights and hold low copies beside them, and only the "
+        "activations become smaller: in a small network or with small batches they may take more "
+        "than fp32, with large activations less."
+    )
+    if report.measures_process_memory:
+        why += " On a CPU without units for a half dtype, its products go through float32 copies."
+    if larger:
+        verb = "takes" if len(larger) == 1 else "take"
+        return f"{counts}. {', '.join(larger)} {verb} more than {rows[0].precision} here. {why}"
+    return f"{counts}. {why}" if len(rows) > 1 else f"{counts}."
+
+
 def recommendation_reason(report: Report) -> str:
     """The reason as a sentence: with a full stop, and a capital unless a precision begins it."""
     reason = report.reason.strip()

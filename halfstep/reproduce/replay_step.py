@@ -89,6 +89,7 @@ def train_until(
     """
     arguments = dict(parts.fit_arguments)
     arguments["callbacks"] = [*parts.callbacks, recorder]
+    arguments["progress"] = False
     arguments["resume"] = start
     if "epochs" not in arguments:  # a schedule may depend on them, or have no rates for more
         arguments["epochs"] = _epochs_of_fit(folder, step)

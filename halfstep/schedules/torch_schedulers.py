@@ -59,6 +59,8 @@ def check_is_table(scheduler: Any) -> None:
             "schedule: ReduceLROnPlateau follows a measured value, so it is no table of rates by "
             f"update; give the callback to fit() instead: fit(…, callbacks=[{code}])"
         )
+    for part in getattr(scheduler, "_schedulers", ()):
+        check_is_table(part)
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(
             "from_torch: expected a scheduler of torch.optim.lr_scheduler, "

@@ -9,7 +9,8 @@ terms, a micro-batch adds its gradients G and its weight N:
 update.py, G / N / scale is the gradient of the mean over all terms: what one large batch gives.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,19 @@ from halfstep.precision.low_params import widen
 from halfstep.step.batch_context import attach_batch
 from halfstep.step.gradients import add_gradients_
 from halfstep.step.loss_terms import Count
-from halfstep.step.objective import Batch, Objective, batch_size
+from halfstep.step.objective import Batch, BatchLoss, Objective, batch_size
 from halfstep.step.options import StepOptions
 from halfstep.step.plain_paths import ForwardPath
 from halfstep.step.rollback import Buffers
-from halfstep.step.state import Cycle, StepState
+from halfstep.step.state import NOTHING, Cycle, StepState
+
+
+class MicroBatch(NamedTuple):
+    """What one micro-batch reports of itself."""
+
+    loss: Tensor  # its own, 0 if it has no terms
+    parts: Mapping[str, Tensor] = NOTHING  # of its loss, by name
+    counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING  # of the metrics: totals and counts
 
 
 class Accumulate:
@@ -55,20 +64,27 @@ class Accumulate:
 
         loss_dtype = applied.precision.output
         self.zero_loss = torch.zeros((), dtype=loss_dtype, device=applied.device)
+        self.no_batch = MicroBatch(self.zero_loss)  # of a flush
         self.unit_seed = torch.ones((), dtype=loss_dtype, device=applied.device)
 
-    def __call__(self, state: StepState, batch: Batch) -> Tensor:
-        """Adds one micro-batch to the open cycle. Returns its own loss, 0 if it has no terms."""
+    def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
+        """Adds one micro-batch to the open cycle. Returns what it reports."""
         cycle = state.cycle
+        parts: Mapping[str, Tensor] = NOTHING
+        counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING
         if cycle.micro == 0:
             self._open_cycle(cycle)
         try:
             if batch_size(batch) == 0:
                 loss_value = self._add_empty_batch(cycle)
+                parts, counts = self._parts_of_empty_batch()
             else:
                 # Forward. The loss comes in float32 or wider; `count` is n, or None if not needed.
                 forward_and_loss = self.forward_path.forward_and_loss
-                loss, count = forward_and_loss(self.applied, batch, weighted=self.accumulates)
+                result = forward_and_loss(self.applied, batch, weighted=self.accumulates)
+                loss = result.loss
+                count = result.term_count
+                parts, counts = self._look_at(batch, result)
                 # Backward, and into the sums of the cycle.
                 if not self.accumulates:
                     loss_value = self._add_only_batch(state, loss, count)
@@ -80,7 +96,31 @@ class Accumulate:
             attach_batch(error, batch)  # for a message about the batch: engine/batch_errors.py
             raise
         cycle.micro += 1
-        return loss_value
+        return MicroBatch(loss_value, parts, counts)
+
+    def _look_at(
+        self, batch: Batch, result: BatchLoss
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, tuple[Tensor, Tensor]]]:
+        """The parts of the loss, and what metrics count in this batch."""
+        objective = self.objective
+        if result.parts or objective.part_names != ():
+            objective.check_parts(result.parts)
+        counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING
+        if objective.observer is not None:
+            counts = objective.observer(batch, result)
+        return result.parts, counts
+
+    def _parts_of_empty_batch(
+        self,
+    ) -> tuple[Mapping[str, Tensor], Mapping[str, tuple[Tensor, Tensor]]]:
+        """Zeros: a batch without rows adds nothing to any mean."""
+        objective = self.objective
+        zero = self._float64_zero()
+        parts = dict.fromkeys(objective.part_names or (), zero)
+        counts = {}
+        if objective.observer is not None:
+            counts = dict.fromkeys(objective.observer.names, (zero, zero))
+        return parts, counts
 
     def _open_cycle(self, cycle: Cycle) -> None:
         """Starts from nothing, with a copy of the buffers to roll back to."""

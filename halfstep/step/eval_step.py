@@ -1,9 +1,8 @@
 """The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,22 +14,16 @@ from halfstep.precision.module_support import check_has_values
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_terms import Count
 from halfstep.step.objective import (
+    AMBIGUOUS_TARGET,
     Batch,
     Objective,
     at_least_fp32,
     batch_size,
-    check_loss,
-    find_loss,
     loss_arguments,
-    outputs_beside_loss,
     to_device,
 )
 
-# Names of the parameter of a loss that is its target.
-TARGET_PARAMETERS = ("target", "targets", "label", "labels", "y", "y_true")
-
-# In an EvalRecord: the loss has three or more arguments, and none is called a target.
-AMBIGUOUS_TARGET = object()
+__all__ = ["AMBIGUOUS_TARGET", "EvalRecord", "EvalStep", "eval_mode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +34,15 @@ class EvalRecord:
     mean over a whole data set, a last short batch included. `outputs` are in float32 or wider, and
     None where only the loss was returned. `target` is the target that the loss was called with;
     None where the network or the forward computes the loss itself, AMBIGUOUS_TARGET where the loss
-    has several arguments and none of them is called one.
+    has several arguments and none of them is called one. `parts` are other numbers that were
+    returned with the loss, by name: their means are weighted as the loss.
     """
 
     loss: Tensor
     count: Tensor
     outputs: Any
     target: Any = None
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class EvalStep:
@@ -77,7 +72,6 @@ class EvalStep:
         # A function, because the training step that shares its precision may switch to another.
         self._get_applied = _applied or self._apply_precision(Precision.parse(precision))
         self.objective = Objective(net, loss, forward, count)
-        self._target_position = _find_target_parameter(loss)
 
     @property
     def applied(self) -> Applied:
@@ -130,52 +124,31 @@ class EvalStep:
         with applied:
             out = applied.unrounded_outputs(objective.forward(self.net, *batch))
 
-        target = None
-        if objective.loss is None:
-            wide_out = at_least_fp32(out, min_dtype)
-            loss = check_loss(find_loss(wide_out))
-            outputs = outputs_beside_loss(wide_out)
-            count = objective.count_terms(batch, ())
-        else:
-            try:
+        try:
+            arguments: tuple[Any, ...] = ()
+            if objective.loss is not None:
                 arguments = loss_arguments(out, min_dtype)
-                loss = at_least_fp32(check_loss(objective.loss(*arguments)), min_dtype)
-            except Exception as error:
+            returned = out if objective.loss is None else objective.loss(*arguments)
+            result = objective.split(returned, arguments, min_dtype, with_outputs=True)
+        except Exception as error:
+            if objective.loss is not None:
                 attach_loss_arguments(error, objective.loss, out)
-                raise
-            count = objective.count_terms(batch, arguments)
-            outputs = arguments[0]
-            target = self._find_target(arguments)
+            raise
+        count = objective.count_terms(batch, arguments)
 
         # A sum counts once. A loss that is not known is taken to average over the batch.
         if count is None:
             count = 1 if objective.is_sum else batch_size(batch)
         if not isinstance(count, Tensor):
-            count = torch.full((), count, device=loss.device)
-        mean_loss = torch.where(count > 0, loss.sum(), 0)
-        return EvalRecord(loss=mean_loss, count=count, outputs=outputs, target=target)
-
-    def _find_target(self, arguments: tuple[Any, ...]) -> Any:
-        """The target among the arguments of the loss: the second of two, or the one of that name.
-
-        None where there is only one.
-        """
-        if len(arguments) <= 2:
-            return arguments[1] if len(arguments) == 2 else None
-        if self._target_position is None or self._target_position >= len(arguments):
-            return AMBIGUOUS_TARGET
-        return arguments[self._target_position]
-
-
-def _find_target_parameter(loss: Any) -> int | None:
-    """The position of the parameter of a loss that is called a target; None where none is."""
-    function = loss.forward if isinstance(loss, nn.Module) else loss
-    try:
-        names = list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):  # no loss, or a function of C
-        return None
-    positions = [i for i, name in enumerate(names) if name in TARGET_PARAMETERS]
-    return positions[0] if len(positions) == 1 else None
+            count = torch.full((), count, device=result.loss.device)
+        mean_loss = torch.where(count > 0, result.loss.sum(), 0)
+        return EvalRecord(
+            loss=mean_loss,
+            count=count,
+            outputs=result.outputs,
+            target=result.target,
+            parts=result.parts,
+        )
 
 
 @contextmanager

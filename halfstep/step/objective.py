@@ -1,7 +1,8 @@
 """From a batch to its loss, in float32 or wider, and the number of terms that the loss averages."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
+from halfstep.step.loss_parts import beside_loss, check_part_names, split_loss
 from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
 from halfstep.utils.text import dtype_name
 
 Batch = tuple[Any, ...]
+
+# Names of the parameter of a loss that is its target.
+TARGET_PARAMETERS = ("target", "targets", "label", "labels", "y", "y_true")
+
+# In place of a target: the loss has three or more arguments, and none is called a target.
+AMBIGUOUS_TARGET = object()
+
+
+class BatchLoss(NamedTuple):
+    """The loss of a batch, in float32 or wider, and what came with it."""
+
+    loss: Tensor
+    term_count: Count | None  # how many terms the loss averages; None where that need not be known
+    parts: dict[str, Tensor]  # other numbers that were returned with the loss, by name
+    # For an observer, without history; both None where there is none.
+    outputs: Any = None
+    target: Any = None
+
+
+class Observer(Protocol):
+    """Looks at every training batch: metrics on training data."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def __call__(self, batch: Batch, result: BatchLoss) -> dict[str, tuple[Tensor, Tensor]]: ...
 
 
 class Objective:
@@ -58,14 +86,31 @@ class Objective:
         # The loss is torch's or the network's own: it cannot read weights outside their forward.
         self.is_known_loss = loss is None or self.terms.is_known
 
+        # Whether something may be returned beside the loss.
+        self.may_have_parts = not self.terms.is_known
+        # The names of the parts, from the first batch on: a table of records has a column for each.
+        self.part_names: tuple[str, ...] | None = None
+
+        self._target_position = _find_target_parameter(loss)
+        self._observer: Observer | None = None
+        self.keeps_outputs = False  # a plain attribute: compiled code reads it
+
     @property
     def parts(self) -> tuple[Any, ...]:
         """The modules and functions that a step calls."""
         return self.net, self.loss, self.forward, self.count_fn
 
-    def __call__(
-        self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Count | None]:
+    @property
+    def observer(self) -> Observer | None:
+        """What looks at the outputs of every training batch."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        self.keeps_outputs = observer is not None
+
+    def __call__(self, applied: Applied, batch: Batch, *, weighted: bool) -> BatchLoss:
         """The loss in float32 or wider, and its count n; None where n need not be known.
 
         `weighted` asks for n always, and for a loss that is 0 instead of 0/0 when n is 0 and torch
@@ -74,15 +119,13 @@ class Objective:
         with applied:
             out = applied.unrounded_outputs(self.forward(self.net, *batch))
         try:
-            loss, count = self.loss_and_count(out, applied.precision.output, weighted=weighted)
+            result = self.batch_loss(out, applied.precision.output, weighted=weighted)
         except Exception as error:
             attach_loss_arguments(error, self.loss, out)
             raise
-        return loss, self.count_from_batch(batch, count, weighted=weighted)
+        return self.add_count(result, batch, weighted=weighted)
 
-    def loss_and_count(
-        self, out: Any, min_dtype: torch.dtype, *, weighted: bool
-    ) -> tuple[Tensor, Count | None]:
+    def batch_loss(self, out: Any, min_dtype: torch.dtype, *, weighted: bool) -> BatchLoss:
         """The loss of what forward returned, and n where the loss's own arguments give it."""
         arguments: tuple[Any, ...] = ()
         if self.loss is not None:
@@ -95,20 +138,78 @@ class Objective:
 
         if weighted and self.ignores_targets:
             assert self.terms.sum_loss is not None
+            assert count is not None
             divisor = count
             if isinstance(count, Tensor):
                 divisor = torch.where(count > 0, count, 1)
-            return at_least_fp32(self.terms.sum_loss(*arguments), min_dtype) / divisor, count
-        loss = find_loss(out) if self.loss is None else self.loss(*arguments)
-        return at_least_fp32(check_loss(loss), min_dtype), count
+            loss = self.terms.sum_loss(*arguments)
+            result = self.split(loss, arguments, min_dtype, with_outputs=self.keeps_outputs)
+            return result._replace(loss=result.loss / divisor, term_count=count)
 
-    def count_from_batch(
-        self, batch: Batch, count: Count | None, *, weighted: bool
-    ) -> Count | None:
-        """The count that a function of the batch gives; else `count` as it is."""
+        loss = out if self.loss is None else self.loss(*arguments)
+        result = self.split(loss, arguments, min_dtype, with_outputs=self.keeps_outputs)
+        return result._replace(term_count=count)
+
+    def split(
+        self,
+        returned: Any,
+        arguments: tuple[Any, ...],
+        min_dtype: torch.dtype,
+        *,
+        with_outputs: bool,
+    ) -> BatchLoss:
+        """What the loss (or a network with its own) returned, in `min_dtype` or wider.
+
+        All but the loss itself is without history.
+        """
+        if self.loss is None:
+            loss: Any = find_loss(returned)
+            parts, outputs = beside_loss(returned)
+        else:
+            loss, parts, outputs = split_loss(returned)
+            if outputs is None:
+                outputs = arguments[0]
+        loss = at_least_fp32(check_loss(loss), min_dtype)
+        parts = {name: at_least_fp32(part.detach(), min_dtype) for name, part in parts.items()}
+        if not with_outputs:
+            return BatchLoss(loss, None, parts)
+
+        # What metrics are computed from.
+        target = None
+        if self.loss is not None:
+            target = _detach(self.find_target(arguments))
+        outputs = at_least_fp32(_detach(outputs), min_dtype)
+        return BatchLoss(loss, None, parts, outputs, target)
+
+    def find_target(self, arguments: tuple[Any, ...]) -> Any:
+        """The target among the arguments of the loss: the second of two, or the one of that name.
+
+        None where there is only one.
+        """
+        if len(arguments) <= 2:
+            return arguments[1] if len(arguments) == 2 else None
+        if self._target_position is None or self._target_position >= len(arguments):
+            return AMBIGUOUS_TARGET
+        return arguments[self._target_position]
+
+    def check_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Refuses parts of other names than those of the first batch."""
+        names = tuple(parts)
+        if self.part_names is None:
+            check_part_names(names)
+            self.part_names = names
+        if names != self.part_names:
+            raise ValueError(
+                f"loss: expected the parts {_list_names(self.part_names)} with every batch, as the "
+                f"first one had, received {_list_names(names)}; return all of them every time, in "
+                "one order, with torch.zeros_like(loss) for a part that is switched off"
+            )
+
+    def add_count(self, result: BatchLoss, batch: Batch, *, weighted: bool) -> BatchLoss:
+        """The result, with the count that a function of the batch gives, where there is one."""
         if self.counts_batch and (weighted or self.count_may_be_zero):
-            return self.count_terms(batch, ())
-        return count
+            return result._replace(term_count=self.count_terms(batch, ()))
+        return result
 
     def count_terms(self, batch: Batch, arguments: tuple[Any, ...]) -> Count | None:
         """How many terms the loss of this batch averages; None when nobody knows."""
@@ -164,40 +265,25 @@ def find_loss(out: Any) -> Tensor:
         first_item = out[0] if isinstance(out, (tuple, list)) and out else None
         loss = getattr(out, "loss", first_item)
     if not isinstance(loss, Tensor):
+        advice = "give loss=, or put the labels in the batch"
+        received = f"{type(out).__name__} without one"
+        if isinstance(out, dict) and loss is None:
+            received = f"a dict of {', '.join(map(repr, out)) or 'nothing'} without 'loss'"
+            advice += "; where the network returns the parts of its loss, add them up in forward="
         raise TypeError(
             "loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), "
-            f"received {type(out).__name__} without one; "
-            "give loss=, or put the labels in the batch"
+            f"received {received}; {advice}"
         )
     return loss
-
-
-def outputs_beside_loss(out: Any) -> Any:
-    """What a network that returns its loss returned beside it; None where that is nothing.
-
-    Of a tuple (loss, outputs, …) the second item; of a dict its "outputs", or the dict as it is
-    where it has anything but the loss; an object as it is where it has `.logits`.
-    """
-    if isinstance(out, dict):
-        if out.get("outputs") is not None:
-            return out["outputs"]
-        has_outputs = any(name != "loss" and value is not None for name, value in out.items())
-        return out if has_outputs else None
-    if isinstance(getattr(out, "loss", None), Tensor):
-        return None if getattr(out, "logits", None) is None else out
-    if isinstance(out, (tuple, list)) and len(out) > 1:
-        return out[1]
-    return None
 
 
 def check_loss(loss: Any) -> Tensor:
     """The loss, if it is a tensor of real numbers."""
     if not isinstance(loss, Tensor):
-        detail = " with the loss first" if isinstance(loss, (tuple, list)) else ""
         raise TypeError(
-            "loss: expected it to return a tensor, the loss, "
-            f"received {type(loss).__name__}{detail}; return the tensor alone, not .item(): "
-            "what else is worth knowing goes into metrics="
+            "loss: expected it to return a tensor, the loss, received "
+            f"{type(loss).__name__}; return the tensor, not .item(), or a dict with it as 'loss' "
+            "and with other numbers to record"
         )
     if loss.is_complex():
         raise TypeError(
@@ -205,6 +291,26 @@ def check_loss(loss: Any) -> Tensor:
             "nothing can minimize; return a real number of it, for instance loss.abs() or loss.real"
         )
     return loss
+
+
+def _find_target_parameter(loss: Any) -> int | None:
+    """The position of the parameter of a loss that is called a target; None where none is."""
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # no loss, or a function of C
+        return None
+    positions = [i for i, name in enumerate(names) if name in TARGET_PARAMETERS]
+    return positions[0] if len(positions) == 1 else None
+
+
+def _detach(value: Any) -> Any:
+    """Every tensor in a tree without its history."""
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _list_names(names: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, names)) or "none"
 
 
 def at_least_fp32(value: Any, min_dtype: torch.dtype) -> Any:

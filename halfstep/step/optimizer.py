@@ -198,10 +198,11 @@ def prefer_fused(optimizer: Optimizer, *, on_cpu: bool = False) -> bool:
 
 def lr_tensor(value: float, device: torch.device) -> Tensor:
     """A learning rate on the device: float64 on the CPU (equal to the float), float32 elsewhere."""
-    return torch.full((), value, dtype=_lr_dtype(device), device=device)
+    return torch.full((), value, dtype=lr_dtype(device), device=device)
 
 
-def _lr_dtype(device: torch.device) -> torch.dtype:
+def lr_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of learning rates on a device: the optimizers' kernels take no more elsewhere."""
     return torch.float64 if device.type == "cpu" else torch.float32
 
 
@@ -359,4 +360,4 @@ def _lr_table(table: Any, group_count: int, device: torch.device) -> Tensor:
         raise ValueError(
             f"lr: expected finite rates of 0 or more, received {rows[is_wrong][0].item()}"
         )
-    return rows.to(device, _lr_dtype(device))
+    return rows.to(device, lr_dtype(device))

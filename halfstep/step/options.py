@@ -136,7 +136,7 @@ class StepOptions:
     def measures_algorithms(self) -> bool:
         """Whether cuDNN may choose its algorithms by measuring them."""
         if self.cudnn_benchmark == "auto":
-            return not self.deterministic
+            return not (self.deterministic or torch.are_deterministic_algorithms_enabled())
         return self.cudnn_benchmark
 
     @property

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from halfstep.precision import Applied, Precision
-from halfstep.step.loss_terms import Count
-from halfstep.step.objective import Batch, Objective
+from halfstep.step.objective import Batch, BatchLoss, Objective
 from halfstep.step.state import Cycle, RecordTarget, StepState, UpdateResult
 
 NOT_THERE = "the folder halfstep/step/fast is not there"
@@ -28,7 +27,7 @@ class ForwardPath(Protocol):
     inside_whole_step: bool  # forward and loss are part of a compiled program of the whole step
 
     @property
-    def forward_and_loss(self) -> Callable[..., tuple[Tensor, Count | None]]: ...
+    def forward_and_loss(self) -> Callable[..., BatchLoss]: ...
 
     def __call__(self, on: bool, why: str = "asked for") -> bool: ...
     def compiled_shapes(self) -> dict[str, bool]: ...
@@ -95,9 +94,7 @@ class PlainForward:
         self.reason = NOT_THERE
         self.inside_whole_step = False
 
-    def forward_and_loss(
-        self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Count | None]:
+    def forward_and_loss(self, applied: Applied, batch: Batch, *, weighted: bool) -> BatchLoss:
         return self.objective(applied, batch, weighted=weighted)
 
     def __call__(self, on: bool, why: str = "asked for") -> bool:

@@ -4,8 +4,9 @@ Saved checkpoints, graph guards and fingerprints take their fields from StepStat
 added there is saved, guarded and fingerprinted without another list.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,6 +121,9 @@ def _copy_to(value: Any, device: torch.device) -> Any:
     return value
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Record(NamedTuple):
     """What one step reports, as device tensors: reading one is up to the caller, and waits."""
 
@@ -131,6 +135,43 @@ class Record(NamedTuple):
     grad_norm: Tensor  # after unscaling, before clipping; 0 on steps that do not end a cycle
     updated: Tensor  # the weights moved
     fingerprint: Tensor  # of the whole state; 0 unless this step recorded one
+
+    @property
+    def parts(self) -> Mapping[str, Tensor]:
+        """What the loss returned beside itself, by name: one number each."""
+        parts: Mapping[str, Tensor] = getattr(self, "_parts", NOTHING)
+        return parts
+
+    @property
+    def counts(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """Of each metric on training data what this batch adds to its total and its count."""
+        counts: Mapping[str, tuple[Tensor, Tensor]] = getattr(self, "_counts", NOTHING)
+        return counts
+
+    def extra_numbers(self) -> list[Tensor]:
+        """Parts and counts, in the order in which tables of records have them."""
+        return [*self.parts.values(), *(n for pair in self.counts.values() for n in pair)]
+
+
+class RecordWithExtras(Record):
+    """A record with parts or counts. As a tuple it is a record like any other."""
+
+    def _replace(self, **fields: Any) -> Record:  # type: ignore[override]
+        return with_extras(Record(*self)._replace(**fields), self.parts, self.counts)
+
+
+def with_extras(
+    record: Record,
+    parts: Mapping[str, Tensor],
+    counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING,
+) -> Record:
+    """The record, with parts of the loss and counts of metrics where there are some."""
+    if not parts and not counts:
+        return record
+    extended = RecordWithExtras(*record)
+    extended._parts = parts  # type: ignore[attr-defined]
+    extended._counts = counts  # type: ignore[attr-defined]
+    return extended
 
 
 # A record as one row of float64 numbers: these fields in this order, then the learning rates, one

@@ -98,6 +98,8 @@ def _speed_choices(step: "TrainStep") -> dict[str, str]:
         reason = f"cudnn_benchmark={options.cudnn_benchmark}"
     elif options.deterministic:
         reason = "deterministic=True"
+    elif not options.measures_algorithms:
+        reason = "torch.use_deterministic_algorithms(True) is on"
     else:
         reason = "the fastest algorithm is measured for each shape"
     choices["cudnn benchmark"] = f"{_yes_or_no(options.measures_algorithms)}: {reason}"

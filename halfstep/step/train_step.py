@@ -19,7 +19,7 @@ from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
 from halfstep.precision.low_params import Fp32Update
 from halfstep.step import overflow
-from halfstep.step.accumulate import Accumulate
+from halfstep.step.accumulate import Accumulate, MicroBatch
 from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fingerprint import combine, fingerprints
@@ -49,7 +49,7 @@ from halfstep.step.options import (
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
 from halfstep.step.rollback import Buffers
-from halfstep.step.state import HostReads, Record, StepState, UpdateResult
+from halfstep.step.state import HostReads, Record, StepState, UpdateResult, with_extras
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
 from halfstep.step.step_copy import deep_copy_step, refuse_copy
 from halfstep.step.step_report import Report, report_step
@@ -170,16 +170,16 @@ class TrainStep:
         with set_backend_flags(self.precision, self.device, **self._backend_flags):
             batch = self.channels_last.convert_batch(to_device(batch, self.device))
             try:
-                loss = self.accumulator(self.state, batch)
+                micro_batch = self.accumulator(self.state, batch)
             except Exception as error:
                 self._explain_new_layers(error)
                 raise
             self._check_after_forward()
             self.state.steps += 1
             if self.state.cycle.micro < self.options.accumulate:
-                record = self.record_open_cycle(loss)
+                record = self.record_open_cycle(micro_batch)
             else:
-                record = self._end_cycle(loss)
+                record = self._end_cycle(micro_batch)
             return self._with_fingerprint(record)
 
     def flush(self) -> Record | None:
@@ -188,7 +188,7 @@ class TrainStep:
         if self.state.cycle.micro == 0:
             return None
         with set_backend_flags(self.precision, self.device, **self._backend_flags):
-            record = self._end_cycle(self.accumulator.zero_loss)
+            record = self._end_cycle(self.accumulator.no_batch)
             return self._with_fingerprint(record)
 
     def check(self) -> None:
@@ -417,14 +417,14 @@ class TrainStep:
 
     # The end of a batch and of a cycle. Captured steps use these too.
 
-    def record_open_cycle(self, loss: Tensor) -> Record:
+    def record_open_cycle(self, micro_batch: MicroBatch) -> Record:
         """The record of a batch that does not end its cycle."""
         cycle = self.state.cycle
         assert cycle.loss is not None
         assert cycle.weight is not None
         mean_loss = cycle.loss / torch.where(cycle.weight > 0, cycle.weight, 1)
-        return Record(
-            loss=loss,
+        record = Record(
+            loss=micro_batch.loss,
             cycle_loss=mean_loss.to(self.precision.output),
             lr=self.learning_rates.current(),
             scale=self.state.scale.clone(),
@@ -433,11 +433,14 @@ class TrainStep:
             updated=self._false,
             fingerprint=self._no_fingerprint,
         )
+        return with_extras(record, micro_batch.parts, micro_batch.counts)
 
-    def record_update(self, loss: Tensor, result: UpdateResult) -> Record:
+    def record_update(self, micro_batch: MicroBatch, result: UpdateResult) -> Record:
         """The record of a batch that ends its cycle, by what became of the update."""
-        batch_loss = loss if self.options.accumulate > 1 else result.cycle_loss
-        return Record(
+        batch_loss = result.cycle_loss
+        if self.options.accumulate > 1:
+            batch_loss = micro_batch.loss
+        record = Record(
             loss=batch_loss,
             cycle_loss=result.cycle_loss,
             lr=result.lr,
@@ -447,8 +450,9 @@ class TrainStep:
             updated=result.updated,
             fingerprint=self._no_fingerprint,
         )
+        return with_extras(record, micro_batch.parts, micro_batch.counts)
 
-    def _end_cycle(self, loss: Tensor) -> Record:
+    def _end_cycle(self, micro_batch: MicroBatch) -> Record:
         """The update that ends a cycle, decided by the device where it can, and its record."""
         state = self.state
         grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
@@ -463,7 +467,7 @@ class TrainStep:
                 self._params_with_state.update(grad_indices)
         self.count_cycle()
         state.cycle.close()
-        record = self.record_update(loss, result)
+        record = self.record_update(micro_batch, result)
         try:
             overflow.check_after_update(self, result)
         except NonFiniteError as error:

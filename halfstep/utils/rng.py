@@ -1,5 +1,6 @@
 """Random states of a process: Python's, numpy's, torch's on the host and on every CUDA device."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.utils.checks import SEED_LIMIT, whole_number
 from halfstep.utils.saved_state import SavedValue
+
+
+def seed_everything(seed: int, *, deterministic: bool = False) -> int:
+    """Seeds Python's, numpy's and torch's generators, on all devices; returns the seed.
+
+    That decides what is drawn from them: new weights, dropout, the order and the workers of a
+    DataLoader. `Dataset.shuffle` and augmentations of hs.data have the seed of their `Dataset`.
+    `deterministic=True` also restricts torch to kernels that repeat their results, for the rest of
+    the process; without it, torch's switches stay as they are.
+    """
+    number = whole_number("seed", seed, minimum=0)
+    if number >= SEED_LIMIT:
+        raise ValueError(f"seed: expected a whole number below 2**63, received {seed!r}")
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: expected True or False, received {deterministic!r}")
+    if deterministic:
+        _use_deterministic_kernels()
+    random.seed(number)
+    np.random.seed(number % (1 << 32))  # noqa: NPY002 - the global one, which takes 32 bits
+    torch.manual_seed(number)
+    return number
+
+
+def _use_deterministic_kernels() -> None:
+    """Sets torch's switches, and cuBLAS's workspace, which CUDA reads when it starts."""
+    if not os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
+        if torch.cuda.is_initialized():
+            raise RuntimeError(
+                "seed_everything: deterministic=True comes too late, as CUDA has started without "
+                "CUBLAS_WORKSPACE_CONFIG; call it before anything is put on the GPU, or start "
+                "Python with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+            )
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def save() -> dict[str, Any]:

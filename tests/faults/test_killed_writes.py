@@ -168,6 +168,7 @@ class Writer(NamedTuple):
 
 WRITERS = {
     "Model.save": Writer(save_model, "weights.safetensors"),
+    "Model.save x.pt": Writer(save_model, "weights.pt"),
     "replay --save": Writer(save_replayed, "step.safetensors"),
     "predict --out x.npy": Writer(save_array, "x.npy"),
     "predict --out x.csv": Writer(save_table, "x.csv"),

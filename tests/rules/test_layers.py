@@ -54,10 +54,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
         *("engine", "callbacks", "model"),
     },
+    "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},
     "compare": {
-        *("errors", "utils", "checkpoint", "metrics", "data", "engine", "callbacks", "model"),
-        "experiment",
+        *("errors", "utils", "checkpoint", "metrics", "data", "precision", "engine", "callbacks"),
+        *("model", "experiment"),
     },
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),

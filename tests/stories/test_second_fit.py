@@ -64,6 +64,7 @@ def make_model(
     kind: Any = torch.optim.SGD,
     precision: Any = "fp32",
     accumulate: int = 1,
+    schedule_every: Any = "update",
 ) -> Model:
     net, optimizer = make_net_and_optimizer(kind)
     return Model(
@@ -72,6 +73,7 @@ def make_model(
         optimizer,
         precision,
         schedule=make_schedule(optimizer),
+        schedule_every=schedule_every,
         accumulate=accumulate,
     )
 
@@ -452,8 +454,11 @@ def test_with_one_update_an_epoch_there_is_no_notice() -> None:
 
 
 def test_the_advice_for_a_scheduler_by_epoch_equals_the_loop_that_steps_it_per_epoch() -> None:
+    def make_schedule(optimizer: Optimizer) -> Any:
+        return lr_scheduler.CosineAnnealingLR(optimizer, 4)
+
     net, optimizer = make_net_and_optimizer()
-    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 4)
+    scheduler = make_schedule(optimizer)
     for _ in range(4):
         for x, y in BATCHES:
             optimizer.zero_grad()
@@ -461,11 +466,9 @@ def test_the_advice_for_a_scheduler_by_epoch_equals_the_loop_that_steps_it_per_e
             optimizer.step()
         scheduler.step()
 
-    def step_per_epoch(optimizer: Optimizer) -> Any:
-        scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 4)
-        return hs.schedules.from_torch(scheduler, 20, every=5)
-
-    model = make_model(step_per_epoch)
+    with pytest.warns(hs.Notice, match=r"once per epoch: Model\(schedule_every='epoch'\)"):
+        make_model(make_schedule).fit(4, DATA)
+    model = make_model(make_schedule, schedule_every="epoch")
     model.fit(4, DATA)
     assert torch.equal(flat_weights(model.net), flat_weights(net))
 

@@ -24,6 +24,7 @@ from halfstep.data.pipeline.residency import (
 )
 from halfstep.data.pipeline.source import as_source
 from halfstep.data.pipeline.stages import BufferShuffle, Repeat, Shard, Shuffle, Slice, Stage
+from halfstep.data.pipeline.torchvision_maps import TorchvisionMap, describe_cost
 from halfstep.errors import Notice
 from halfstep.utils.checks import whole_number
 
@@ -93,6 +94,9 @@ class Dataset:
         if len(set(outputs)) < len(outputs):
             raise ValueError(f"map: expected different names in output=, got {list(outputs)}")
         maps = build_maps(operations, inputs, outputs, per_sample=not self.plan.batch_size)
+        for operation in maps:
+            if isinstance(operation, TorchvisionMap):
+                warnings.warn(describe_cost(operation.function), Notice, stacklevel=2)
         return self._with_plan(self.plan.with_maps(maps))
 
     def select(self, *columns: str | Sequence[str]) -> "Dataset":

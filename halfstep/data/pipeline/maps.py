@@ -1,19 +1,16 @@
 """What a pipeline does to fetched samples: transforms on whole batches, functions of the user's."""
 
-import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from halfstep.data import hashing
-from halfstep.data.pipeline.collate import Batch, UnstackedColumn, stack_column, unstacked_column
-from halfstep.data.transforms import Transform, apply
-
-_PLAIN_TYPES = (int, float, complex, str, bytes, bool, type(None))
+from halfstep.data.pipeline.collate import Batch, UnstackedColumn, stack_column
+from halfstep.data.pipeline.function_map import FunctionMap, describe_callable
+from halfstep.data.pipeline.torchvision_maps import TorchvisionMap, is_torchvision, mixes_batches
+from halfstep.data.transforms import BatchMixer, Transform, apply, mix_batch
 
 
 @dataclass(frozen=True)
@@ -81,52 +78,32 @@ class AlreadyApplied:
 
 
 @dataclass(frozen=True)
-class FunctionMap:
-    """A function of the user's, which takes the columns in order.
+class MixMap:
+    """MixUp or CutMix, on the images and the labels of a whole batch."""
 
-    It sees single samples before `batch`, whole batches after it.
-    """
-
-    function: Callable[..., Any]
+    mixer: BatchMixer
     columns: tuple[str, ...]
-    output: tuple[str, ...]
-    per_sample: bool
+    seed: int = 0
 
     def __call__(self, batch: Batch, epochs: Tensor, samples: Tensor) -> Batch:
-        inputs = [batch[name] for name in self.columns]
-        results: Sequence[Any]
-        if self.per_sample:
-            rows = [self._result_parts(self.function(*row)) for row in zip(*inputs, strict=True)]
-            results = [unstacked_column(parts) for parts in zip(*rows, strict=True)]
-        else:
-            named_inputs = zip(self.columns, inputs, strict=True)
-            stacked_inputs = [stack_column(name, column) for name, column in named_inputs]
-            results = self._result_parts(self.function(*stacked_inputs))
-        columns = {**batch, **dict(zip(self.output, results, strict=True))}
-        return {name: columns[name] for name in self.output_names(tuple(batch))}
+        columns = [stack_column(name, batch[name]) for name in self.columns]
+        for name, column in zip(self.columns, columns, strict=True):
+            if not isinstance(column, Tensor):
+                raise ValueError(
+                    f"column {name!r}: expected samples of one shape for {self}. Make them equal "
+                    f"before it, for instance with .map(hs.data.Resize((224, 224)), {name!r})."
+                )
+        images, labels = columns
+        mixed = mix_batch(
+            self.mixer, images, labels, seed=self.seed, epochs=epochs, samples=samples
+        )
+        return {**batch, **dict(zip(self.columns, mixed, strict=True))}
 
     def output_names(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Columns that go in and do not come out are dropped; new ones come last."""
-        remaining = [name for name in names if name not in self.columns or name in self.output]
-        added = [name for name in self.output if name not in names]
-        return (*remaining, *added)
-
-    def _result_parts(self, result: Any) -> tuple[Any, ...]:
-        """What the function returned, one value for each output column."""
-        is_several = isinstance(result, tuple) and len(self.output) > 1
-        parts: tuple[Any, ...] = result if is_several else (result,)
-        if len(parts) != len(self.output):
-            raise ValueError(
-                f"map: expected {describe_callable(self.function)} to return {len(self.output)} "
-                f"values for {list(self.output)}, got {len(parts)}"
-            )
-        return parts
+        return names
 
     def __str__(self) -> str:
-        inputs = ", ".join(self.columns)
-        outputs = "" if self.output == self.columns else f" to {', '.join(self.output)}"
-        kind = "per sample" if self.per_sample else "per batch"
-        return f"map({describe_callable(self.function)} on {inputs}{outputs}, {kind})"
+        return f"map({describe_callable(self.mixer)} on {', '.join(self.columns)})"
 
 
 @dataclass(frozen=True)
@@ -145,7 +122,7 @@ class SelectMap:
         return f"select({', '.join(self.columns)})"
 
 
-Map = TransformMap | FunctionMap | SelectMap
+Map = TransformMap | FunctionMap | MixMap | SelectMap
 
 
 def build_maps(
@@ -159,7 +136,13 @@ def build_maps(
                 "map: expected a transform or a function, got "
                 f"{type(operation).__name__} {operation!r}"
             )
-        if not is_transform(operation):
+        if is_mixer(operation):
+            _check_mixing(operation, columns, output, per_sample)
+            maps.append(MixMap(operation, columns))
+        elif is_torchvision(operation):
+            maps.append(_torchvision_map(operation, columns, output, per_sample))
+            columns = output
+        elif not is_transform(operation):
             maps.append(FunctionMap(operation, columns, output, per_sample))
             columns = output
         elif columns == output or maps:
@@ -180,6 +163,34 @@ def is_transform(operation: Any) -> bool:
     return hasattr(operation, "draws")
 
 
+def is_mixer(operation: Any) -> bool:
+    return is_transform(operation) and getattr(operation, "mixes_samples", False) is True
+
+
+def _check_mixing(
+    mixer: Any, columns: tuple[str, ...], output: tuple[str, ...], per_sample: bool
+) -> None:
+    """Raises a ValueError unless the mixer gets the images and the labels of whole batches."""
+    name = type(mixer).__name__
+    if per_sample:
+        raise ValueError(f"map: {name} mixes the samples of a batch; call map after batch(n)")
+    if len(columns) != 2 or columns != output:
+        raise ValueError(
+            f"map: expected two columns for {name}, the images and the labels, got "
+            f'{list(columns)} to {list(output)}. For instance .map({name}(10), ["image", "label"])'
+        )
+
+
+def _torchvision_map(
+    operation: Any, columns: tuple[str, ...], output: tuple[str, ...], per_sample: bool
+) -> TorchvisionMap:
+    mixes = mixes_batches(operation)
+    if mixes and per_sample:
+        name = type(operation).__name__
+        raise ValueError(f"map: {name} mixes the samples of a batch; call map after batch(n)")
+    return TorchvisionMap(operation, columns, output, per_sample=not mixes)
+
+
 def join_chains(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:
     """Joins neighbouring chains on the same columns, so that one hash gives their random numbers.
 
@@ -188,37 +199,12 @@ def join_chains(maps: tuple[Map, ...], seed: int) -> tuple[Map, ...]:
     joined: list[Map] = []
     for operation in maps:
         previous = joined[-1] if joined else None
-        if not isinstance(operation, TransformMap):
+        if isinstance(operation, MixMap | TorchvisionMap):
+            joined.append(replace(operation, seed=hashing.key(seed, len(joined))))
+        elif not isinstance(operation, TransformMap):
             joined.append(operation)
         elif isinstance(previous, TransformMap) and previous.columns == operation.columns:
             joined[-1] = replace(previous, transforms=previous.transforms + operation.transforms)
         else:
             joined.append(replace(operation, seed=hashing.key(seed, len(joined))))
     return tuple(joined)
-
-
-def describe_callable(operation: Any) -> str:
-    """A function or transform as text that is the same in every process, to compare pipelines by.
-
-    A function is its name, a partial its function and arguments, another object its own repr, or
-    its class where it has none.
-    """
-    if isinstance(operation, partial):
-        arguments = [_describe_value(value) for value in operation.args]
-        for name, value in operation.keywords.items():
-            arguments.append(f"{name}={_describe_value(value)}")
-        return f"partial({', '.join([describe_callable(operation.func), *arguments])})"
-    qualified_name = getattr(operation, "__qualname__", None)
-    if isinstance(qualified_name, str):
-        return qualified_name
-    cls: Any = type(operation)
-    if cls.__repr__ is object.__repr__:
-        return str(cls.__qualname__)
-    # A memory address is another one in the next process.
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(operation))
-
-
-def _describe_value(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(_describe_value, value))})"
-    return repr(value) if isinstance(value, _PLAIN_TYPES) else describe_callable(value)

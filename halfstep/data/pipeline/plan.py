@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_or_raise
+from halfstep.data.pipeline.function_map import FunctionMap, describe_callable
 from halfstep.data.pipeline.maps import (
-    FunctionMap,
     Map,
-    SelectMap,
+    MixMap,
     TransformMap,
-    describe_callable,
     join_chains,
 )
 from halfstep.data.pipeline.seeding import seeded_generators
 from halfstep.data.pipeline.source import ColumnSource, Source, only_sample
 from halfstep.data.pipeline.stages import BufferShuffle, Shard, Stage
-from halfstep.data.transforms import spec
+from halfstep.data.transforms import mixed_specs, spec
 
 _CPU = torch.device("cpu")
 
@@ -124,6 +123,8 @@ class Plan:
     @property
     def has_random_transforms(self) -> bool:
         """Whether a transform draws random numbers, so that a fetch depends on the pass."""
+        if any(isinstance(operation, MixMap) for operation in self.maps):
+            return True
         chains = [operation for operation in self.maps if isinstance(operation, TransformMap)]
         return any(transform.draws for chain in chains for transform in chain.transforms)
 
@@ -161,12 +162,27 @@ class Plan:
             if isinstance(operation, FunctionMap):
                 for name in (*operation.columns, *operation.output):
                     specs.pop(name, None)
-            elif not isinstance(operation, SelectMap):
+            elif isinstance(operation, MixMap):
+                self._mix_specs(operation, specs)
+            elif isinstance(operation, TransformMap):
                 for name in specs.keys() & set(operation.columns):
                     sample_shape, dtype = specs[name]
                     shape, dtype = spec(operation.transforms, (2, *sample_shape), dtype)
                     specs[name] = (shape[1:], dtype)
         return specs
+
+    def _mix_specs(
+        self, operation: MixMap, specs: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        """Changes the specs of images and labels, where both are known."""
+        if not all(name in specs for name in operation.columns):
+            for name in operation.columns:
+                specs.pop(name, None)
+            return
+        images, labels = [((2, *specs[name][0]), specs[name][1]) for name in operation.columns]
+        mixed = mixed_specs(operation.mixer, images, labels)
+        for name, (shape, dtype) in zip(operation.columns, mixed, strict=True):
+            specs[name] = (shape[1:], dtype)
 
     # New plans from this one
 

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from halfstep.data.pipeline.collate import Batch, stack_column
-from halfstep.data.pipeline.maps import AlreadyApplied, FunctionMap, Map, TransformMap
+from halfstep.data.pipeline.function_map import FunctionMap
+from halfstep.data.pipeline.maps import AlreadyApplied, Map, MixMap, TransformMap
 from halfstep.data.pipeline.plan import Plan
 from halfstep.data.pipeline.seeding import seeded_generators
 from halfstep.data.pipeline.source import ColumnSource
+from halfstep.data.pipeline.torchvision_maps import TorchvisionMap
 from halfstep.data.transforms import spec
 
 Budget = int | float | str | None
@@ -87,10 +89,12 @@ def _why_not_resident(plan: Plan, device: torch.device, budget: Budget) -> str:
     """The reason in words; an empty text where the data can be resident."""
     if not isinstance(plan.source, ColumnSource):
         return "its samples are read one by one by a Dataset; .load() reads them into memory first"
-    if plan.sample_function:
+    function = plan.sample_function
+    if isinstance(function, TorchvisionMap):
+        return f"{function} is torchvision's, on single samples on the host; hs.data has transforms"
+    if function:
         return (
-            f"{plan.sample_function} works on single samples on the host; "
-            "use a transform, or map after batch()"
+            f"{function} works on single samples on the host; use a transform, or map after batch()"
         )
     needed = plan.source.nbytes
     available = budget_bytes(budget, device)
@@ -181,7 +185,7 @@ def _transform_counts(plan: Plan) -> dict[int, list[int]]:
     counts_by_map: dict[int, list[int]] = {}
     seen_columns: set[str] = set()
     for i, operation in enumerate(plan.maps):
-        if isinstance(operation, FunctionMap):
+        if isinstance(operation, FunctionMap | MixMap):
             break
         if isinstance(operation, TransformMap) and not seen_columns & set(operation.columns):
             counts_by_map[i] = _counts_by_bytes(operation, probe)

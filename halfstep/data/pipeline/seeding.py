@@ -23,7 +23,7 @@ def seeded_generators(*key_parts: int) -> Iterator[None]:
 
     # A worker process need not restore anything: every fetch there is seeded anew.
     if get_worker_info() is not None:
-        _seed_host_generators(seed)
+        seed_host_generators(seed)
         yield
         return
 
@@ -32,7 +32,7 @@ def seeded_generators(*key_parts: int) -> Iterator[None]:
     states = rng.host_states()
     users_bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     np.random.set_bit_generator(_spare_bit_generator())  # type: ignore[attr-defined]
-    _seed_host_generators(seed)
+    seed_host_generators(seed)
     try:
         yield
     finally:
@@ -43,7 +43,8 @@ def seeded_generators(*key_parts: int) -> Iterator[None]:
         rng.set_host_states(states, numpy=has_cached_normal)
 
 
-def _seed_host_generators(seed: int) -> None:
+def seed_host_generators(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's generators of the host."""
     random.seed(seed)
     np.random.seed(seed & hashing.WORD_MASK)  # noqa: NPY002 - the generator that users draw from
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device

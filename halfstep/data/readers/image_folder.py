@@ -1,11 +1,13 @@
-"""Image folders: one sub-folder per class. Pillow decodes an image when it is asked for."""
+"""Image folders: one sub-folder per class. Pillow decodes an image when it is requested."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from halfstep.data.readers.binary import describe_head, open_binary
+from halfstep.data.readers.resize_crop import (
+    Size,
+    covering_size,
+    parse_image_size,
+    resize_and_crop,
+)
+from halfstep.data.splits import (
+    DEFAULT_SPLIT_SEED,
+    DEFAULT_TEST_SHARE,
+    check_test_share,
+    split_rank,
+    stratified_split,
+)
 from halfstep.utils.checks import one_of, whole_number
 from halfstep.utils.text import printable
 
@@ -29,6 +44,13 @@ MODES = ("RGB", "L")
 # Decoding takes 8 bytes per pixel, WebP 16: 270 MB, or 540 MB, for the largest image.
 MAX_PIXELS = 1 << 25  # 8192 × 4096
 STRIP_PIXELS = 1 << 20  # converted at once: a whole converted copy would take as much again
+# Files decoded at once. Each may take what MAX_PIXELS allows; Pillow decodes without Python's lock.
+MAX_THREADS = 8
+ORIENTATION_TAG = 0x0112  # of EXIF
+SIDEWAYS = (5, 6, 7, 8)  # its values of images that lie on a side
+
+T = TypeVar("T")
+P = TypeVar("P")
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
@@ -38,17 +60,23 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     index into them; `files` are sorted by path within each class. Alpha is dropped, 16-bit gray
     keeps its high byte, and of an animation the first frame counts. An image of more than
     `max_pixels` is refused before it is decoded: a small file can hold a very large one.
+
+    `size`, a number or (height, width), makes all images equal: resized so that they just cover it,
+    then the centre is cropped. These are the pixels of torchvision's `Resize(224)` and
+    `CenterCrop(224)` on Pillow images. None leaves every image its own size.
     """
 
     def __init__(
         self,
         root: str | Path,
         *,
+        size: int | tuple[int, int] | None = None,
         mode: Literal["RGB", "L"] = "RGB",
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         one_of("mode", mode, MODES)
         self.max_pixels = whole_number("max_pixels", max_pixels, minimum=1)
+        self.size: Size | None = None if size is None else parse_image_size("size", size)
         if find_spec("PIL") is None:
             raise ImportError(
                 "expected Pillow, which decodes images, found it not installed. "
@@ -63,13 +91,72 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             paths = _list_images(self.root / name)
             self.files.extend(paths)
             self.labels.extend([label] * len(paths))
+        self.on_read: Callable[[int], None] | None = None
+        """Called with the number of images after each group of them: for a progress bar."""
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path = Path(self.files[index])
-        return read_image(path, self.mode, self.max_pixels), self.labels[index]
+        return read_image(path, self.mode, self.max_pixels, self.size), self.labels[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        """Several samples, decoded in threads."""
+        samples = list(read_in_threads(self.__getitem__, indices))
+        if self.on_read is not None:
+            self.on_read(len(samples))
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy for another process shows no progress here."""
+        return {**self.__dict__, "on_read": None}
+
+    def split(
+        self, test_share: float = DEFAULT_TEST_SHARE, *, seed: int = DEFAULT_SPLIT_SEED
+    ) -> tuple["ImageFolder", "ImageFolder"]:
+        """Training and test images: of each class, `test_share` of its files are test images.
+
+        Which, depends only on the seed and the files' paths below the folder: a folder that was
+        moved has the same split, and one file more or less moves at most one other.
+        """
+        ranks = [
+            split_rank(Path(path).relative_to(self.root).as_posix(), seed) for path in self.files
+        ]
+        train, test = stratified_split(ranks, self.labels, check_test_share(test_share))
+        if not test:
+            raise ValueError(
+                f"{self.root}: expected two images of a class or more, to split them, "
+                f"found {len(train)} in {len(self.classes)} classes"
+            )
+        return self.subset(train), self.subset(test)
+
+    def subset(self, indices: Iterable[int]) -> "ImageFolder":
+        """The folder with these of its samples only, in this order; its classes stay."""
+        part = copy(self)
+        chosen = list(indices)
+        part.files = [self.files[i] for i in chosen]
+        part.labels = [self.labels[i] for i in chosen]
+        return part
+
+    def resized(self, size: Size | None) -> "ImageFolder":
+        """The folder with its images in another size."""
+        part = copy(self)
+        part.size = size
+        return part
+
+
+def read_in_threads(read: Callable[[P], T], items: Sequence[P]) -> Iterator[T]:
+    """read(item) for every item, in order; the first error is raised in its place."""
+    thread_count = min(MAX_THREADS, os.cpu_count() or 1, len(items))
+    if thread_count <= 1:
+        yield from map(read, items)
+        return
+    with ThreadPoolExecutor(thread_count) as pool:
+        try:
+            yield from pool.map(read, items)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _list_classes(root: Path) -> list[str]:
@@ -127,13 +214,39 @@ def _list_entries(folder: Path) -> list["os.DirEntry[str]"]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
-def read_image(path: Path, mode: str, max_pixels: int = MAX_PIXELS) -> Tensor:
+def read_image(
+    path: Path, mode: str, max_pixels: int = MAX_PIXELS, size: Size | None = None
+) -> Tensor:
     """The pixels of an image file, as ImageFolder gives them."""
+
+    def read(file: BufferedReader) -> Tensor:
+        return torch.from_numpy(_decode(file, mode, max_pixels, size))
+
+    return _read_checked(path, read)
+
+
+def read_image_head(path: Path) -> tuple[Size, str]:
+    """(height, width) of the image as it stands upright, and Pillow's mode; nothing is decoded."""
+    return _read_checked(path, _read_head)
+
+
+def _read_head(file: BufferedReader) -> tuple[Size, str]:
+    from PIL import Image
+
+    with Image.open(file, formats=FORMATS) as image:
+        size = (image.height, image.width)
+        if image.getexif().get(ORIENTATION_TAG) in SIDEWAYS:
+            size = (image.width, image.height)
+        return size, image.mode
+
+
+def _read_checked(path: Path, read: Callable[[BufferedReader], T]) -> T:
+    """What `read` makes of the file; its errors name the file and say what to do."""
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
 
     with open_binary(path) as file:
         try:
-            return torch.from_numpy(_decode(file, mode, max_pixels))
+            return read(file)
         except MemoryError:
             raise
         except ImageTooLarge as error:
@@ -155,7 +268,14 @@ class ImageTooLarge(ValueError):
     """An image of more pixels than its reader decodes."""
 
 
-def _decode(file: BufferedReader, mode: str, max_pixels: int) -> ByteArray:
+def _decode(file: BufferedReader, mode: str, max_pixels: int, size: Size | None) -> ByteArray:
+    pixels = _decode_own_size(file, mode, max_pixels, size)
+    return pixels if size is None else resize_and_crop(pixels, size)
+
+
+def _decode_own_size(
+    file: BufferedReader, mode: str, max_pixels: int, size: Size | None
+) -> ByteArray:
     from PIL import Image, ImageOps
 
     with Image.open(file, formats=FORMATS) as image:
@@ -165,6 +285,8 @@ def _decode(file: BufferedReader, mode: str, max_pixels: int) -> ByteArray:
             raise ImageTooLarge(
                 f"{image.width:,} × {image.height:,} pixels, over max_pixels={max_pixels:,}"
             )
+        if size is not None:
+            _check_resized(image, size, max_pixels)
         # Pillow itself only warns, up to twice its limit.
         limit = Image.MAX_IMAGE_PIXELS
         if limit is not None and pixel_count > limit:
@@ -180,6 +302,18 @@ def _decode(file: BufferedReader, mode: str, max_pixels: int) -> ByteArray:
         if is_16_bit:
             return _take_high_byte(image, mode)
         return _convert(image, mode)
+
+
+def _check_resized(image: "Image", size: Size, max_pixels: int) -> None:
+    """Refuses a stripe: resized by its short side it would be as large as no memory."""
+    for height, width in ((image.height, image.width), (image.width, image.height)):
+        resized = covering_size(height, width, size)
+        if resized[0] * resized[1] > max_pixels:
+            raise ImageTooLarge(
+                f"{image.width:,} × {image.height:,} pixels, of which covering "
+                f"{size[1]} × {size[0]} makes {resized[1]:,} × {resized[0]:,}, "
+                f"over max_pixels={max_pixels:,}"
+            )
 
 
 def _convert(image: "Image", mode: str) -> ByteArray:

@@ -11,8 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from halfstep.data.transforms.affine import RandomAffine, RandomRotation
+from halfstep.data.transforms.colour import ColorJitter, GaussianBlur, Grayscale, RandomGrayscale
+from halfstep.data.transforms.crops import CenterCrop, RandomErasing, RandomResizedCrop
 from halfstep.data.transforms.images import Cutout, Flip, PadCrop, Resize, ToCHW
+from halfstep.data.transforms.mixing import BatchMixer, CutMix, MixUp, mix_batch, mixed_specs
+from halfstep.data.transforms.random_apply import RandomApply
 from halfstep.data.transforms.random_words import RandomWords, count_draws
+from halfstep.data.transforms.trivial_augment import TrivialAugment
 from halfstep.data.transforms.values import (
     Cast,
     Flatten,
@@ -26,18 +32,34 @@ from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.text import dtype_name
 
 __all__ = [
+    "BatchMixer",
     "Cast",
+    "CenterCrop",
+    "ColorJitter",
+    "CutMix",
     "Cutout",
     "Flatten",
     "Flip",
+    "GaussianBlur",
+    "Grayscale",
+    "MixUp",
     "Normalize",
     "OneHot",
     "PadCrop",
+    "RandomAffine",
+    "RandomApply",
+    "RandomErasing",
+    "RandomGrayscale",
+    "RandomResizedCrop",
+    "RandomRotation",
     "Rescale",
     "Resize",
     "ToCHW",
     "Transform",
+    "TrivialAugment",
     "apply",
+    "mix_batch",
+    "mixed_specs",
     "spec",
 ]
 

@@ -121,3 +121,59 @@ def check_fill(name: str, fill: float, dtype: torch.dtype) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def from_chw(images: Tensor, channel_axis: int | None) -> Tensor:
+    """What `to_chw` changed, changed back."""
+    if channel_axis is None:
+        return images.squeeze(1)
+    return images.movedim(1, channel_axis)
+
+
+def check_channels(name: str, batch: Tensor, channel_axis: int | None) -> int:
+    """The number of channels. Raises a ValueError unless it is 1 or 3."""
+    count = 1 if channel_axis is None else batch.shape[channel_axis]
+    if count not in (1, 3):
+        raise ValueError(
+            f"{name}: expected 1 or 3 channels, got {count} in a batch of shape "
+            f"{tuple(batch.shape)}. Leave the other channels out before it."
+        )
+    return count
+
+
+def check_pixel_dtype(name: str, batch: Tensor) -> None:
+    """Raises a TypeError unless the pixels are uint8 or floats."""
+    if not (batch.is_floating_point() or batch.dtype == torch.uint8):
+        raise TypeError(
+            f"{name}: expected a uint8 or floating batch, got {batch.dtype}. Put a Cast before it."
+        )
+
+
+def parse_range(
+    name: str, what: str, value: Any, *, low: float, high: float, around: float | None = None
+) -> tuple[float, float]:
+    """(smallest, largest) of a range that is written as two numbers within low..high.
+
+    With `around`, one number d stands for around − d to around + d, cut off at `low`.
+    """
+    value = to_python(value)
+    pair = value
+    expected = f"{what} as two numbers, the smaller one first, in {low:g}..{high:g}"
+    if around is not None:
+        expected = f"{what} as a number of at least 0, or two numbers in {low:g}..{high:g}"
+        if _is_number(value):
+            expect(value >= 0, name, expected, value)
+            pair = (max(low, around - value), around + value)
+    is_pair = isinstance(pair, Sequence) and len(pair) == 2 and all(map(_is_number, pair))
+    ok = is_pair and low <= pair[0] <= pair[1] <= high
+    expect(ok, name, expected, value)
+    return float(pair[0]), float(pair[1])
+
+
+def check_probability(name: str, p: Any) -> None:
+    """Raises a ValueError unless p is in 0..1."""
+    expect(_is_number(p) and 0 <= p <= 1, name, "a probability p in 0..1", p)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -48,7 +48,7 @@ class ModelCaptures:
         self.verify = verify
         self._runs_graphs = self.device.type == "cuda" and bool(mode)
         self._runner: CapturedRunner | None = None
-        self._scores: EvalRunner | None = None
+        self._scores: dict[str, EvalRunner] = {}  # by the name of the data set
         self._outputs: PredictRunner | None = None
         self._device_datasets: list[DeviceDataset] = []
 
@@ -76,16 +76,16 @@ class ModelCaptures:
         return runner
 
     def eval_runner(
-        self, eval_step: Any, metrics: Metrics, labels: Labels | None
+        self, eval_step: Any, metrics: Metrics, labels: Labels | None, *, set_name: str = ""
     ) -> EvalRunner | None:
-        """The evaluation of a step by these metrics."""
+        """The evaluation of a step by these metrics; each data set keeps graphs of its own."""
         if not self._runs_graphs or not isinstance(eval_step, EvalStep):
             return None
-        scores = self._scores
+        scores = self._scores.get(set_name)
         parts = (eval_step, metrics, labels)
         if scores is None or (scores.eval_step, scores.metrics, scores.labels) != parts:
             scores = EvalRunner(eval_step, metrics, labels)
-            self._scores = scores
+            self._scores[set_name] = scores
         return scores
 
     def predict_runner(self) -> PredictRunner | None:

@@ -31,7 +31,7 @@ from halfstep.engine.captured.inputs import (
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import HostThrottle
 from halfstep.engine.captured.uncapturable import locate_error, unrepeatable_reason
-from halfstep.engine.evaluate import Labels, final_scores, metric_arguments
+from halfstep.engine.evaluate import Labels, add_parts, final_scores, metric_arguments
 from halfstep.engine.feed import Args, Feed
 from halfstep.errors import Notice
 from halfstep.metrics import Loss, Metrics
@@ -148,12 +148,16 @@ class EvalRunner:
         self.labels = labels
         self.forward = CapturedForward(eval_step.net, eval_step.device, direct=direct)
         self.mean_loss = Loss().to(eval_step.device)
+        self.mean_parts: dict[str, Loss] = {}  # of the loss, from the first batch on
+        self._is_first_batch = True
         self.metrics_in_graph, self.metrics_outside = metrics.split()
 
     def __call__(self, feed: Feed, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """The scores; None when `stop` cut the pass short."""
         device = self.eval_step.device
         self.mean_loss.reset()
+        for mean_part in self.mean_parts.values():
+            mean_part.reset()
         self.metrics.reset()
         self.metrics.to(device)
 
@@ -175,7 +179,7 @@ class EvalRunner:
                 self.metrics_outside.update(*_clone_tensors((outputs, labels)))
             batch_count += 1
             throttle.tick()
-        return final_scores(self.mean_loss, self.metrics, batch_count)
+        return final_scores(self.mean_loss, self.metrics, batch_count, self.mean_parts)
 
     @torch.no_grad()
     def _run_batch(self, inputs: ResidentInputs | StagedInputs) -> tuple[Any, Any]:
@@ -183,6 +187,8 @@ class EvalRunner:
         args = inputs.batch()
         record = self.eval_step(*args)
         self.mean_loss.update(record.loss, record.count)
+        add_parts(self.mean_parts, record, is_first=self._is_first_batch)
+        self._is_first_batch = False
         outputs, labels = metric_arguments(record, args, self.labels, self.metrics)
         self.metrics_in_graph.update(outputs, labels, loss=record.loss, count=record.count)
         self.forward.count_batch()
@@ -191,7 +197,7 @@ class EvalRunner:
     def _counter_addresses(self) -> list[int]:
         """Where the graphs count: the loss and the metrics."""
         counters = [self.mean_loss.total, self.mean_loss.count]
-        for metric in self.metrics_in_graph.by_name.values():
+        for metric in (*self.mean_parts.values(), *self.metrics_in_graph.by_name.values()):
             counters += [value for value in vars(metric).values() if isinstance(value, Tensor)]
         return addresses(counters)
 

@@ -72,11 +72,16 @@ class ResidentInputs:
         self._samples = torch.zeros(rows, width, dtype=torch.int64, device=records.device)
         self._epochs = torch.zeros_like(self._samples)
         self._batch_sizes: tuple[int, ...] = ()  # one for each row that is filled
+        self._pass_end = 0  # the batches of the pass
         self._row = 0  # of the next batch
 
     def start(self) -> None:
         """Begins a pass at the feed's position."""
         self.position = self.data.begin_pass()
+        self._pass_end = self.position.plan.size
+        batches_left = self.feed.batches_left()
+        if self.feed.limit.value is not None and batches_left is not None:
+            self._pass_end = min(self._pass_end, self.position.step + batches_left)
         self._batch_sizes = ()
         self._row = 0
 
@@ -143,7 +148,7 @@ class ResidentInputs:
     def _refill(self) -> bool:
         """Computes the sample numbers of the next batches; False at the end of the pass."""
         plan = self.position.plan
-        count = min(len(self._samples), plan.size - self.position.step)
+        count = min(len(self._samples), self._pass_end - self.position.step)
         if count <= 0:
             return False
         indices = plan.sample_indices(

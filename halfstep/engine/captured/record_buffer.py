@@ -1,8 +1,9 @@
 """Records of steps, kept on the device until the host looks in: one row for each step.
 
-A row has the numbers of ROW_FIELDS, then the learning rates. Long runs (`polish`) write it by one
-Triton kernel; torch takes about ten. That is part of the row "compile=True, polish=True" of
-docs/internals/speed.md; `polish=False` switches it off.
+A row has the numbers of ROW_FIELDS, then the learning rates; parts of the loss and counts of
+metrics have a table of their own. Long runs (`polish`) write a row by one Triton kernel; torch
+takes about ten. That is part of the row "compile=True, polish=True" of docs/internals/speed.md;
+`polish=False` switches it off.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ class RecordBuffer:
         # The first row says how many columns there are.
         self.table = torch.empty(capacity, 0, dtype=torch.float64, device=device)
         self.fingerprints = torch.zeros(capacity, dtype=torch.int64, device=device)
+        # Parts of the loss and counts of metrics, beside the table: the kernels know nothing of it.
+        self.extras = torch.empty(capacity, 0, dtype=torch.float64, device=device)
         self.next_row = torch.zeros(1, dtype=torch.int64, device=device)
 
     def reset(self) -> None:
@@ -70,6 +73,20 @@ class RecordBuffer:
             advance=not into_last_row,
             use_kernel=self.use_kernels,
         )
+        if not into_last_row:
+            self.write_extras(record)
+
+    def write_extras(self, record: Record) -> None:
+        """Stores a step's parts and counts, where it has some, with the newest row."""
+        numbers = record.extra_numbers()
+        if not numbers:
+            return
+        if self.extras.shape[1] != len(numbers):
+            self.extras = torch.zeros(
+                self.capacity, len(numbers), dtype=torch.float64, device=self.device
+            )
+        row = torch.stack([number.detach().double() for number in numbers])
+        self.extras.index_copy_(0, self.next_row - 1, row.unsqueeze(0))
 
     def write_fingerprint(self, fingerprint: Tensor) -> None:
         """Stores a fingerprint with the newest row."""
@@ -84,6 +101,13 @@ class RecordBuffer:
         """The fingerprints of these rows, on the host: one wait for the device."""
         fingerprints: list[int] = read_to_host(self.fingerprints[start:stop])
         return fingerprints
+
+    def read_extras(self, start: int, stop: int) -> list[list[float]]:
+        """Parts and counts of these rows, on the host: one wait for the device, where any are."""
+        if self.extras.shape[1] == 0:
+            return [[] for _ in range(start, stop)]
+        extras: list[list[float]] = read_to_host(self.extras[start:stop])
+        return extras
 
     def _allocate_table(self, columns: int) -> None:
         if self.table.shape[1] == 0:

@@ -65,6 +65,7 @@ class CapturedRunner:
         # Read before the buffer was reset, or for the next visit.
         self._rows: list[list[float]] = []
         self._fingerprints: list[int] = []
+        self._extras: list[list[float]] = []
 
     @classmethod
     def for_step(
@@ -116,6 +117,12 @@ class CapturedRunner:
         self._fingerprints = []
         return rows, fingerprints
 
+    def extras(self) -> list[list[float]]:
+        """Parts of the loss and counts of metrics of the rows that `rows` has returned last."""
+        extras = self._extras
+        self._extras = []
+        return extras
+
     def switch_feed(self, feed: Feed) -> bool:
         """Goes on with another feed; False if the graphs gather from other data."""
         if not self.inputs.switch_feed(feed):
@@ -132,6 +139,7 @@ class CapturedRunner:
         # Rows of a pass that failed are of no use.
         self._rows = []
         self._fingerprints = []
+        self._extras = []
 
     def _run_steps(
         self, max_steps: int, should_stop: Callable[[], object], max_seconds: float | None
@@ -167,7 +175,7 @@ class CapturedRunner:
             step_samples += [inputs.batch_size] * steps
 
             feed.advance(steps)
-            if feed.step == feed.size:
+            if feed.pass_is_over:
                 self.pass_over = True
                 break
             self.throttle.tick(steps)
@@ -180,6 +188,7 @@ class CapturedRunner:
         if stop <= start:
             return
         self._rows += self.records.read(start, stop)
+        self._extras += self.records.read_extras(start, stop)
         if self.program.writes_fingerprints:
             self._fingerprints += self.records.read_fingerprints(start, stop)
         else:

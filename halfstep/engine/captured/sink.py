@@ -19,7 +19,7 @@ from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.uncapturable import OnUncapturable, why_not_capturable
 from halfstep.engine.captured.verify import VerifiedStep
 from halfstep.engine.feed import Feed
-from halfstep.engine.run import SCALE, SKIPPED, UPDATED
+from halfstep.engine.run import SCALE, SKIPPED, UPDATED, part_columns
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.step.overflow import raise_device_errors
@@ -34,7 +34,8 @@ class Records:
     """The records of one visit, column by column, on the host.
 
     `records.loss` has one number for each step. Of a TrainStep there are loss, cycle_loss, lr
-    ([steps] or [steps, groups]), scale, grad_norm, skipped, updated and fingerprint; of a function
+    ([steps] or [steps, groups]), scale, grad_norm, skipped, updated, fingerprint and the parts that
+    the loss returns; of a function
     what it returned, by name. `samples` is the size of each batch.
     """
 
@@ -90,15 +91,20 @@ class Sink:
                 runner.flush()
                 feed.end_pass()
             rows, fingerprints = runner.rows()
+            extras = runner.extras()
             if isinstance(self.step, TrainStep):
                 raise_device_errors(self.step, [_Outcome.of(row) for row in rows])
             if samples:
-                yield self._make_records(rows, fingerprints, samples)
+                yield self._make_records(rows, fingerprints, extras, samples)
             if runner.pass_over:
                 return
 
     def _make_records(
-        self, rows: list[list[float]], fingerprints: list[int], samples: list[int]
+        self,
+        rows: list[list[float]],
+        fingerprints: list[int],
+        extras: list[list[float]],
+        samples: list[int],
     ) -> Records:
         table = torch.tensor(rows, dtype=torch.float64)
         program = self.runner.program
@@ -111,6 +117,10 @@ class Sink:
         rates = table[:, len(ROW_FIELDS) :]
         columns["lr"] = rates.squeeze(1) if rates.shape[1] == 1 else rates
         columns["fingerprint"] = torch.tensor(fingerprints)
+        part_names = self.step.objective.part_names or ()
+        parts = torch.tensor(extras, dtype=torch.float64)
+        for i, name in enumerate(part_columns(part_names, ())):
+            columns[name] = parts[:, i]
         return Records(columns, samples)
 
 

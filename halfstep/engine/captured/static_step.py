@@ -80,18 +80,19 @@ class StaticStep:
                 else:
                     self._fill_cycle()
 
-                loss = step.accumulator.zero_loss
+                micro_batch = step.accumulator.no_batch
                 if batch is not None:
-                    loss = step.accumulator(step.state, step.channels_last.convert_batch(batch))
+                    batch = step.channels_last.convert_batch(batch)
+                    micro_batch = step.accumulator(step.state, batch)
                 if not position.last:
-                    record = step.record_open_cycle(loss)
+                    record = step.record_open_cycle(micro_batch)
                     self._store_cycle()
                     return record, False
 
                 grad_indices = [i for i, grad in enumerate(cycle.grads) if grad is not None]
                 self._check_gradients(grad_indices)
                 result = step.update.on_device(step.state, grad_indices, record_target)
-                return step.record_update(loss, result), result.record_written
+                return step.record_update(micro_batch, result), result.record_written
         finally:
             for name, value in cycle_before.items():
                 setattr(cycle, name, value)
@@ -191,6 +192,7 @@ def step_guards(step: TrainStep) -> tuple[Any, ...]:
         step.applied,
         step.update,
         step.compiled.on,
+        step.objective.observer,
         rng_generation(step.device),
         *addresses([*step.state.tensors(), *step.params]),
         *module_guards(step.net, step.objective.loss),

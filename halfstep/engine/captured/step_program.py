@@ -121,7 +121,7 @@ class StepProgram:
         self._grads_after: dict[Kind, frozenset[int]] = {}  # that the cycle has after a replay
         self._guards: tuple[Any, ...] = ()
         self._container_tensors = ContainerTensors(step.net, step.objective.loss)
-        self._built_from = (step.update, step.compiled.on)
+        self._built_from: tuple[Any, ...] = (step.update, step.compiled.on, step.objective.observer)
 
         # Of the visit under way.
         self._in_eager_step = False
@@ -144,9 +144,10 @@ class StepProgram:
             if is_stale or self._container_tensors.were_replaced:
                 self._drop_graphs()
 
-        # Another precision, schedule or compiled forward pass: eagerly once more.
-        if self._built_from != (step.update, step.compiled.on):
-            self._built_from = (step.update, step.compiled.on)
+        # Another precision, schedule or compiled forward pass, other metrics: eagerly once more.
+        built_from = (step.update, step.compiled.on, step.objective.observer)
+        if self._built_from != built_from:
+            self._built_from = built_from
             self._eager_runs.clear()
             step.update.use_fused_kernels = self.polished and not step.options.deterministic
 
@@ -301,7 +302,9 @@ class StepProgram:
         if position.first and position.last and self.records.table.shape[1] > 0:
             target = self.records
         record, record_written = self.static.run_on_device(batch, position, target)
-        if not record_written:
+        if record_written:
+            self.records.write_extras(record)
+        else:
             self.records.write_record(record)
 
     def _run_flush(self) -> None:

@@ -24,8 +24,7 @@ from halfstep.cuda_graphs.guards import hook_dictionaries
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
-from halfstep.step.loss_terms import Count
-from halfstep.step.objective import Batch, Objective
+from halfstep.step.objective import Batch, BatchLoss, Objective
 from halfstep.step.options import AutoFlag
 from halfstep.utils import rng
 from halfstep.utils.python_state import PythonState
@@ -86,7 +85,7 @@ class CompiledForward:
         self._saved_shapes: dict[str, bool] = {}  # the same of the run that this one continues
         self._hooks: list[dict[int, Any]] = []  # every dictionary of hooks that forward looks into
         self._hook_count = 0
-        self.forward_and_loss: Callable[..., tuple[Tensor, Count | None]] = objective
+        self.forward_and_loss: Callable[..., BatchLoss] = objective
 
         if requested == "auto" and deterministic:
             self.reason = "deterministic=True repeats the uncompiled step"
@@ -143,9 +142,7 @@ class CompiledForward:
         if on and not self._inside_whole_step:
             self.forward_and_loss = self._forward_and_loss
 
-    def _forward_and_loss(
-        self, applied: Applied, batch: Batch, *, weighted: bool
-    ) -> tuple[Tensor, Count | None]:
+    def _forward_and_loss(self, applied: Applied, batch: Batch, *, weighted: bool) -> BatchLoss:
         """What the objective gives, rounded as compiled code rounds.
 
         Batches of too many shapes run uncompiled.
@@ -189,7 +186,7 @@ class CompiledForward:
 
     def _compile_shape(
         self, applied: Applied, batch: Batch, weighted: bool, shape: Any
-    ) -> tuple[Tensor, Count | None]:
+    ) -> BatchLoss:
         """A new shape's first run. What fails here and works uncompiled is the compiler's."""
         snapshot = _Snapshot(self.objective, self.device)
         try:
@@ -215,20 +212,19 @@ class CompiledForward:
             self.objective(applied, batch, weighted=weighted)
         snapshot.restore()
 
-    def _run_program(
-        self, applied: Applied, batch: Batch, weighted: bool
-    ) -> tuple[Tensor, Count | None]:
+    def _run_program(self, applied: Applied, batch: Batch, weighted: bool) -> BatchLoss:
         objective = self.objective
         with applied:  # weights are swapped outside the traced code
             out = self._program(objective, applied, batch, weighted)
-        if not objective.is_known_loss:
+        if objective.is_known_loss:
+            result = BatchLoss(*out)
+        else:
             try:
-                out = objective.loss_and_count(out, applied.precision.output, weighted=weighted)
+                result = objective.batch_loss(out, applied.precision.output, weighted=weighted)
             except Exception as error:
                 attach_loss_arguments(error, objective.loss, out)
                 raise
-        loss, count = out
-        return loss, objective.count_from_batch(batch, count, weighted=weighted)
+        return objective.add_count(result, batch, weighted=weighted)
 
     def _give_up(self, cause: str, advice: str, error: Exception | None) -> None:
         """compile=True is honoured or refused; "auto" continues uncompiled and says so once."""
@@ -272,7 +268,7 @@ def _traced_forward_and_loss(
     if applied.cast == "autocast":
         no_autocast = torch.autocast(applied.device.type, enabled=False)
     with no_autocast:
-        return objective.loss_and_count(out, applied.precision.output, weighted=weighted)
+        return tuple(objective.batch_loss(out, applied.precision.output, weighted=weighted))
 
 
 def _make_program(applied: Applied) -> Any:

@@ -222,14 +222,14 @@ def test_a_compiled_forward_can_be_captured() -> None:
     side_stream = torch.cuda.Stream()
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
-        loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
+        loss, *_ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
         loss.sum().backward()
     torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
+        loss, *_ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
     graph.replay()
-    eager_loss, _ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
+    eager_loss, *_ = step.compiled.forward_and_loss(step.applied, (x, y), weighted=False)
     assert torch.equal(loss, eager_loss)
 
 

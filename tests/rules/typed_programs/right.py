@@ -28,8 +28,11 @@ run = model.fit(
     valid_every=[1, 2],
     valid_every_steps=4,
     callbacks=[hs.Checkpoint("runs/typed"), hs.JSONLLog("log.jsonl")],
+    progress="lines",
     sink=10,
     steps_per_epoch=8,
+    max_time="1h30m",
+    limit_batches=0.5,
     resume="auto",
 )
 run = model.fit(epochs=2, data=loader, callbacks=None)
@@ -70,7 +73,9 @@ hs.Model(
     optimizer=optimizer,
     precision=hs.Precision("O2", dtype="bfloat16"),
     metrics=None,
+    train_metrics=["acc"],
     schedule=hs.schedules.cosine(0.1, 100),
+    schedule_every="update",
     labels=lambda batch: batch[1],
     step=None,
     eval_step=None,

@@ -16,6 +16,7 @@ from PIL import Image
 
 from halfstep import checkpoint
 from halfstep.compare import summary, table
+from halfstep.precision.advice import HalfUnits
 from halfstep.report import charts, page, read
 from halfstep.report.report_data import parse_summary
 from tests.support.command_line import CommandLine
@@ -65,6 +66,8 @@ class Torn:
 
 def torn(): return Torn(), xy(50)
 """
+
+CPU = HalfUnits("CPU", ())
 
 
 @pytest.fixture(autouse=True)
@@ -355,7 +358,7 @@ def test_the_whole_error_stands_once_below_the_table() -> None:
     runs = [{**failed, "seed": seed} for seed in (0, 1)]
     spec = comparison_spec([0, 1])
     rows = summary.build_rows(spec, runs)
-    recommendation = summary.recommend(spec, rows, runs)
+    recommendation = summary.recommend(spec, rows, runs, CPU)
     text = table.text({"rows": rows, "runs": runs, "recommendation": recommendation})
     assert text.count(error) == 1
     assert ".." not in text

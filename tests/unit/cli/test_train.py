@@ -412,7 +412,7 @@ def test_mistakes_about_folders_are_explained() -> None:
         train_small("new", "--epochs", "1", "--resume", "nothing")
     with lock_output_folder(Path("busy")), pytest.raises(ValueError, match="out: busy is in use"):
         train_small("busy", "--epochs", "1")
-    message = "eval: expected a run, a checkpoint or a safetensors file"
+    message = "eval: expected a run, a checkpoint or a file of weights"
     with pytest.raises(FileNotFoundError, match=message):
         run_json("eval", "nothing")
 
@@ -424,3 +424,65 @@ def test_mistakes_about_folders_are_explained() -> None:
         run_json("eval", "r")
     result = run_json("eval", "r", "--net", "mine:net", "--test-samples", "100")
     assert result["scores"]["acc"] >= 0
+
+
+# --- limits of a run ---
+
+
+def test_a_call_that_is_out_of_time_says_how_to_go_on_and_exits_with_124() -> None:
+    words = ["train", *SMALL_RUN, "--epochs", "100000", "--out", "r", "--schedule", "constant"]
+    result = CliRunner().invoke(app, [*words, "--max-time", "0.5s"])
+    assert result.exit_code == 124
+    newest = checkpoint.latest("r")
+    assert newest is not None
+    step = checkpoint.step_of(newest)
+    assert step is not None
+    assert f"max_time: 0.5s were over after step {step}" in result.stderr
+    assert f"halfstep: stopped after step {step}, kept in {newest}. Go on: " in result.stderr
+    assert not Path("r/weights.safetensors").exists()
+
+    result = CliRunner().invoke(app, [*words, "--max-time", "0.5", "--resume", "auto"])
+    assert result.exit_code == 124
+    later = checkpoint.latest("r")
+    assert later is not None
+    assert checkpoint.step_of(later) > step  # type: ignore[operator]
+
+    result = CliRunner().invoke(app, [*words, "--max-time", "soon", "--fresh"])
+    assert "--max-time: expected seconds as a number, a text such as '1h30m'" in str(
+        result.exception
+    )
+    assert checkpoint.latest("r") == later
+
+
+@pytest.mark.parametrize(("limit", "steps"), [("2", 2), ("0.4", 2), ("40%", 2), ("1.0", 5)])
+def test_limited_batches_are_those_of_the_library(limit: str, steps: int) -> None:
+    """Five batches an epoch; the schedule ends with the last update of the limited run."""
+    summary = train_small("r", "--epochs", "2", "--limit-batches", limit)
+    assert summary["steps"] == 2 * steps
+    rows = [json.loads(line) for line in Path("r/log.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    expected = hs.schedules.linear(rates[0], 2 * steps)
+    assert rates == expected.table(2 * steps).tolist()
+    asked = json.loads(Path("r/run.json").read_text())["asked"]
+    assert asked["limit_batches"] == (steps if limit == "2" else float(steps / 5))
+
+    # It is part of what the run is: the replay has it, and a resume must say it again.
+    if steps == 2:
+        replayed = run_json("replay", "r", "--step", "3")
+        assert replayed["step"] == 3
+        with pytest.raises(ValueError, match="limit_batches was .* and is None"):
+            train_small("r", "--epochs", "3", "--resume", "auto")
+
+
+def test_a_builder_may_be_tried_on_a_few_batches() -> None:
+    summary = run_json(
+        "train", "--build", "mine:two", "--epochs", "2", "--limit-batches", "3", "--out", "b"
+    )
+    assert summary["steps"] == 6
+
+
+@pytest.mark.parametrize("limit", ["0", "-2", "1.5", "many", "0%", "nan"])
+def test_limits_that_leave_nothing_are_refused(limit: str) -> None:
+    with pytest.raises(ValueError, match=r"--limit-batches: expected a number of batches, 1 or"):
+        train_small("r", "--limit-batches", limit)
+    assert not Path("r").exists()

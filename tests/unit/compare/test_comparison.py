@@ -25,9 +25,12 @@ from halfstep.compare.progress import LineProgress
 from halfstep.compare.verdict import pack_bits
 from halfstep.experiment import output_folder
 from halfstep.experiment.output_folder import check_same_comparison
+from halfstep.precision.advice import HalfUnits
+from halfstep.report.report_data import parse_summary
 from halfstep.utils.files import write_json
 from tests.support.user_module import write_user_module
 
+CPU = HalfUnits("CPU", ())
 USER_MODULE = """
 import os
 import torch
@@ -176,14 +179,61 @@ def test_finished_runs_are_not_repeated_and_more_may_be_added(
     assert capsys.readouterr().out.count("ms/step") == 5
 
 
+def test_a_precision_alone_is_added_and_only_it_is_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = compare(settings(), "out")
+    lines = LineProgress()
+    more = compare(settings(precisions=("O2+bf16",)), "out", progress=lines)
+    output = capsys.readouterr().out
+    assert output.count("ms/step") == 2
+    assert "4 finished runs of before stay in the table" in output
+    assert "the reference is fp32" in output
+    assert more["spec"]["precisions"] == ["fp32", "O2", "O2+bf16"]
+    assert [run for run in more["runs"] if run["precision"] != "O2+bf16"] == first["runs"]
+    assert [row["n"] for row in more["rows"]] == [2, 2, 2]
+    assert more["rows"][2]["difference"] is not None
+    assert more["planned_runs"] == 6
+    assert parse_summary(more).planned_runs == 6
+
+
+def test_fewer_seeds_and_another_reference_keep_what_is_finished() -> None:
+    first = compare(settings(), "out")
+    # O1 with one seed; fp32 and O2 stay with their two.
+    fewer = compare(settings(precisions=("O2", "O1"), seeds=(1,)), "out")
+    assert fewer["spec"]["precisions"] == ["fp32", "O2", "O1"]
+    assert fewer["spec"]["seeds"] == [1, 0]
+    rows = {row["precision"]: row for row in fewer["rows"]}
+    assert {name: row["n"] for name, row in rows.items()} == {"fp32": 2, "O2": 2, "O1": 1}
+    assert rows["O1"]["verdict"].startswith("cannot tell from one seed")
+    assert fewer["recommendation"]["precision"] is not None  # all that was asked for is done
+
+    other = compare(settings(precisions=("O2", "fp32")), "out")
+    assert [row["precision"] for row in other["rows"]] == ["O2", "fp32", "O1"]
+    assert other["rows"][0]["verdict_kind"] == "reference"
+    kept = [run for run in other["runs"] if run["precision"] != "O1"]
+    assert sorted(map(str, kept)) == sorted(map(str, first["runs"]))
+
+
+def test_unfinished_runs_of_before_do_not_come_back_unasked() -> None:
+    """Only what is finished stays: a comparison of ten seeds that was stopped is not resumed."""
+    compare(settings(precisions=("fp32",), seeds=(0,)), "out")
+    summary_file = Path("out/compare.json")
+    content = json.loads(summary_file.read_text())
+    content["spec"] |= {"seeds": [0, 1, 2], "precisions": ["fp32", "O1"]}
+    write_json(summary_file, content)
+    after = compare(settings(precisions=("fp32", "O2"), seeds=(0,)), "out")
+    assert after["spec"]["precisions"] == ["fp32", "O2"]
+    assert after["spec"]["seeds"] == [0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"epochs": 3}, "epochs was 2 and is 3"),
         ({"lr": 0.5, "batch": 16}, "batch was 32 and is 16; lr was 0.02 and is 0.5"),
         ({"samples": 100}, "samples was 160 and is 100"),
-        ({"seeds": (0,)}, "seeds had 1 too"),
-        ({"precisions": ("O2", "fp32")}, "the reference was 'fp32' and is 'O2'"),
+        ({"seeds": (0,), "net": "mine:odd"}, "net was 'mine:tiny' and is 'mine:odd'"),
     ],
 )
 def test_a_folder_of_another_comparison_is_refused(change: dict[str, Any], message: str) -> None:
@@ -365,11 +415,11 @@ def result_of(
 
 
 def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
-    """4,000 images: "near" loses 2 of them, "far" 200, "slow" none.
+    """4,000 images: "O1" loses 2 of them, "fp16" 200, "O2" none.
 
     Only a lead in every seed counts as faster.
     """
-    wrong_images = {"fp32": 0, "near": 2, "far": 200, "slow": 0}
+    wrong_images = {"fp32": 0, "O1": 2, "fp16": 200, "O2": 0}
     spec = {
         "precisions": list(wrong_images),
         "seeds": [0, 1, 2],
@@ -388,22 +438,26 @@ def test_the_advice_is_the_fastest_that_is_proved_the_same() -> None:
                 runs.append(result_of(precision, seed, acc, times[precision][seed], correct))
         rows = summary.build_rows(spec, runs)
         assert [row["verdict_kind"] for row in rows] == ["reference", "same", "worse", "same"]
-        return summary.recommend(spec, rows, runs)
+        return summary.recommend(spec, rows, runs, CPU)
 
-    times = {"fp32": (4, 4, 4), "near": (2, 2, 2), "far": (1, 1, 1), "slow": (5, 5, 5)}
+    times = {"fp32": (4, 4, 4), "O1": (2, 2, 2), "fp16": (1, 1, 1), "O2": (5, 5, 5)}
     faster = recommendation(times)
-    assert faster["precision"] == "near"
+    assert faster["precision"] == "O1"
     assert faster["reason"] == (
         "same within 0.5 points as fp32, and 2 × as fast (2 ms a step against 4), "
         "with 60% of its memory"
     )
-    disturbed = recommendation({**times, "near": (2, 2, 5)})
+    disturbed = recommendation({**times, "O1": (2, 2, 5)})
     assert disturbed["precision"] == "fp32"
     assert disturbed["reason"] == (
-        "near, slow are as accurate, but not faster in every seed by 5 % or more"
+        "O1, O2 are as accurate, but not faster in every seed by 5 % or more: "
+        "this CPU has no half-precision units"
     )
-    slower = recommendation({**times, "near": (7, 7, 7)})
-    assert slower["reason"] == ("near, slow are as accurate, but slower (7, 5 ms a step against 4)")
+    slower = recommendation({**times, "O1": (7, 7, 7)})
+    assert slower["reason"] == (
+        "O1, O2 are as accurate, but slower (7, 5 ms a step against 4): "
+        "this CPU has no half-precision units"
+    )
 
 
 def test_samples_per_second_follow_from_the_step() -> None:

@@ -86,20 +86,22 @@ def test_files_of_known_sets_are_read_by_both() -> None:
     assert [part["samples"] for part in shown["parts"]] == [11_000, 2_000]
 
 
-def test_classes_without_a_split_can_be_checked_and_both_say_how_to_split_them() -> None:
+def test_classes_without_a_split_are_read_by_both() -> None:
     name = write_images("p", "cat", "dog")
-    [note] = data_check(name)["notes"]
-    assert note.endswith("move its classes below p/train and p/test")
-    assert refusal_of(name).endswith("Move those of its classes below p/train and p/test.")
-    for part in ("train", "test"):  # the advice, followed
-        write_images(f"p/{part}", "cat", "dog")
-    assert load_train_test_data(Settings(data=name)).classes == 2
+    for width in (9, 10, 11, 12):
+        write_images("p", "cat", "dog", size=(width, 6))
+    shown = data_check(name)
+    assert [part["name"] for part in shown["parts"]] == ["all"]
+    assert shown["notes"][0].startswith("no test part: halfstep train and compare take 20% of each")
+    data = load_train_test_data(Settings(data=name))
+    assert (data.train.size, data.test.size, data.classes) == (8, 2, 2)
 
 
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
-        (["train/cat"], "p has train/ and no test/"),
+        (["train/cat"], "p/train holds one class, cat"),
+        (["p/cat", "p/dog"], "Perhaps they are the classes: say p/p"),
         (["test/cat"], "p has test/ and no train/"),
         ([], "holds none of"),
     ],
@@ -122,18 +124,18 @@ def test_classes_that_differ_between_parts_are_refused() -> None:
     assert data_check(name)["parts"][1]["damage"] == [message]
 
 
-def test_several_image_sizes_are_noted_and_refused_as_a_fault_of_the_data() -> None:
+def test_several_image_sizes_are_noted_and_brought_to_one() -> None:
     name = write_images("p", "train/cat", "test/cat")
     write_images(name, "train/cat", size=(9, 6))
-    assert data_check(name)["notes"] == [
-        "images of different sizes: halfstep train and compare take one size. "
-        "Resize the files first."
-    ]
-    settings = Settings(data=name)
-    data = load_train_test_data(settings)
-    message = r"^data: p: column 'image': expected samples of one shape"
-    with pytest.raises(ValueError, match=message):
-        check_one_batch(settings, data)
+    [note] = [note for note in data_check(name)["notes"] if "test photo" not in note]
+    assert note == (
+        "images of 8 × 6, 9 × 6: halfstep train and compare resize the shorter side and crop the "
+        "centre; --size 224 says to which size"
+    )
+    data = load_train_test_data(Settings(data=name))
+    assert data.shape == (3, 6, 6)  # no larger than the photos are
+    check_one_batch(Settings(data=name), data)
+    assert data.chosen == {"size": "6"}
 
 
 def test_the_help_says_what_is_read() -> None:

@@ -4,7 +4,9 @@ It renders, responds, fits a phone, follows the colours, and fetches and runs no
 A browser is looked for in HALFSTEP_CHROMIUM, among playwright's own, and on the PATH.
 """
 
+import io
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from halfstep.report import page as render_page
 from tests.support.report_fixtures import HOSTILE, comparison, fail_run, hostile_comparison
@@ -25,6 +28,7 @@ playwright = pytest.importorskip(
 )
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SEVEN = ("fp32", "fp16", "O1", "O2", "bf16", "O1+bf16", "O2+bf16")
 LONG_NAME = 2 * (
     "O2 with every rule that anybody has ever thought of, "
     "kept.in.one.very.long.name.without.a.single.space"
@@ -175,7 +179,7 @@ def test_renders_on_a_phone_without_scrolling_sideways(open_page: OpenPage, name
 
 def test_wide_tables_scroll_in_their_own_box(open_page: OpenPage) -> None:
     tab = open_page(comparison(), width=360)
-    box = tab.locator(".wide").first
+    box = tab.locator(".wide:has(.dtypes)")
     assert box.evaluate("e => e.scrollWidth > e.clientWidth + 100")
     box.focus()
     tab.keyboard.press("ArrowRight")
@@ -184,14 +188,112 @@ def test_wide_tables_scroll_in_their_own_box(open_page: OpenPage) -> None:
     assert tab.evaluate("scrollX") == 0
 
 
+def right_edge_brightness(box: Any) -> float:
+    """The mean brightness of the last pixels of a box, below its heading."""
+    image = Image.open(io.BytesIO(box.screenshot())).convert("L")
+    pixels = np.asarray(image, dtype=float)
+    return float(pixels[-12:-6, -6:-3].mean())
+
+
+def test_a_shadow_shows_where_a_table_goes_on(open_page: OpenPage) -> None:
+    tab = open_page(comparison(), width=390, color_scheme="light")
+    box = tab.locator(".wide:has(.dtypes)")
+    assert right_edge_brightness(box) < 240
+    box.evaluate("e => { e.scrollLeft = e.scrollWidth }")
+    assert right_edge_brightness(box) > 250
+    wide = open_page(comparison(), width=1280, color_scheme="light")
+    assert right_edge_brightness(wide.locator(".wide:has(.dtypes)")) > 250
+
+
+@pytest.mark.parametrize("width", [360, 390, 500, 768, 1180])
+def test_results_are_cards_where_the_table_would_be_cut(open_page: OpenPage, width: int) -> None:
+    summary = comparison(SEVEN)
+    tab = open_page(summary, width=width)
+    cards = tab.locator(".results.judged tbody tr")
+    assert cards.count() == 7
+    for i in range(7):
+        box = cards.nth(i).bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= width
+    # Nothing is cut inside a card, and every number stands under its name.
+    cells = tab.locator(".results.judged td")
+    assert cells.evaluate_all("all => all.every(e => e.scrollWidth <= e.clientWidth + 1)")
+    label = "e => getComputedStyle(e, '::before').content"
+    assert cells.nth(1).evaluate(label) == '"Accuracy, %"'
+    # It is still a table for whoever cannot see it.
+    table = tab.get_by_role("table").first
+    assert table.get_by_role("row").count() == 8
+    assert table.get_by_role("columnheader").count() == 11
+    assert table.get_by_role("rowheader").all_inner_texts() == list(SEVEN)
+
+
+@pytest.mark.parametrize("width", [1190, 1280])
+def test_results_are_a_table_where_there_is_room(open_page: OpenPage, width: int) -> None:
+    tab = open_page(comparison(SEVEN), width=width)
+    box = tab.locator(".wide").first
+    assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
+    assert tab.locator("thead").first.bounding_box()["height"] > 20
+    tops = (
+        tab.locator(".results tbody tr")
+        .first.locator("td")
+        .evaluate_all("all => all.map(e => e.getBoundingClientRect().top)")
+    )
+    assert len(set(tops)) == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_lines_that_coincide_are_all_visible(open_page: OpenPage, scheme: str) -> None:
+    """Every precision has the very same curves; each colour must still cover some pixels."""
+    summary = comparison(seeds=1)
+    first = summary["runs"][0]
+    for run in summary["runs"]:
+        run |= {"curve": first["curve"], "epochs": first["epochs"]}
+    tab = open_page(summary, color_scheme=scheme)
+    for chart in ("chart-loss", "chart-accuracy"):
+        area = tab.locator(f"#{chart} .area")
+        image = Image.open(io.BytesIO(area.screenshot())).convert("RGB")
+        pixels = np.asarray(image, dtype=int).reshape(-1, 3)
+        for i in range(4):
+            stroke = tab.locator(f"#{chart} g.k{i} .line").evaluate(
+                "e => getComputedStyle(e).stroke"
+            )
+            colour = [int(value) for value in re.findall(r"\d+", stroke)]
+            distance = np.abs(pixels - colour).sum(axis=1)
+            assert (distance < 30).sum() > 100, (chart, i)
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+def test_names_at_the_ends_of_lines_do_not_touch(open_page: OpenPage, width: int) -> None:
+    tab = open_page(comparison(SEVEN), width=width)
+    for chart in ("chart-loss", "chart-accuracy"):
+        names = tab.locator(f"#{chart} .end")
+        assert sorted(names.all_inner_texts()) == sorted(SEVEN)
+        boxes = sorted((name.bounding_box() for name in names.all()), key=lambda box: box["y"])
+        for upper, lower in pairwise(boxes):
+            assert upper["y"] + 14 <= lower["y"]  # letters of 13 pixels
+        figure = tab.locator(f"#{chart}").bounding_box()
+        plot = tab.locator(f"#{chart} .area").bounding_box()
+        for box in boxes:
+            assert box["x"] >= plot["x"] + plot["width"]
+            assert box["x"] + box["width"] <= figure["x"] + figure["width"]
+            assert box["y"] >= figure["y"]
+        # A name that is cut would end in dots.
+        cut = names.locator("bdi").evaluate_all(
+            "all => all.some(e => e.scrollWidth > e.clientWidth)"
+        )
+        assert not cut
+
+
 def test_boxes_of_the_legend_hide_and_show_a_precision_everywhere(open_page: OpenPage) -> None:
     tab = open_page(comparison())
     lines = tab.locator(".k2")
-    assert lines.count() == 7  # loss, accuracy, scale; the lanes of difference, time, memory, skips
+    # Loss, accuracy and scale have a line, a leader and a name; loss and accuracy have marks. Lanes
+    # of difference, time, memory, skips.
+    assert lines.count() == 15
     drawn = tab.locator("g.k2 .line")
     assert all(drawn.nth(i).is_visible() for i in range(3))
     tab.locator(".legend label", has_text="O1").click()
-    for i in range(7):
+    for i in range(15):
         assert lines.nth(i).evaluate("e => getComputedStyle(e).display") == "none"
     assert tab.locator("g.k1 .line").first.is_visible()
     tab.locator("#chart-loss .plot").hover()

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import halfstep as hs
 from halfstep.cli.report import report as report_command
-from halfstep.report import charts, markdown, page, read, series, write
+from halfstep.report import charts, line_chart, markdown, page, read, series, write
 from halfstep.report import number_format as fmt
 from halfstep.report.axis import MAX_VALUE, linear_axis, log_axis
 from halfstep.report.html_page import embed_json
@@ -420,6 +420,66 @@ def test_notes_before_the_numbers() -> None:
     assert "Not finished: 3 of 4 runs so far." in text
     assert "One seed only" in text
     assert "Not finished" not in HtmlTree(page(comparison())).text
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=8))
+@example([50.0] * 8)
+@example([0.0, 0.0, 100.0, 100.0])
+def test_names_are_spread_in_their_order_and_no_farther_than_needed(heights: list[float]) -> None:
+    heights = sorted(heights)
+    result = line_chart.spread(heights, 9.0)
+    assert len(result) == len(heights)
+    assert all(b - a >= 9.0 - 1e-9 for a, b in itertools.pairwise(result))
+    assert result[0] >= -1e-9
+    assert result[-1] <= 100 + 1e-9
+    if all(b - a >= 9.0 for a, b in itertools.pairwise(heights)):
+        assert result == heights
+
+
+def test_marks_of_different_lines_never_share_a_place() -> None:
+    summary = comparison(("fp32", "fp16", "O1", "O2", "bf16", "O1+bf16", "O2+bf16"))
+    for chart in charts.training_charts(parse_summary(summary)):
+        lines = chart.drawn_lines()
+        places = [place.left for line in lines for place in line.marks]
+        assert len(set(places)) == len(places) >= 14
+        assert lines[0].stroke_width > lines[1].stroke_width
+    one = charts.training_charts(parse_summary(comparison(("fp32",), 1)))
+    assert not any(line.marks for chart in one for line in chart.drawn_lines())
+    assert not any(chart.end_names() for chart in one)
+
+
+def test_names_stand_beside_the_lines_unless_there_are_too_many() -> None:
+    tree = HtmlTree(page(comparison()))
+    ends = [attrs for tag, attrs in tree.elements if (attrs.get("class") or "").startswith("end ")]
+    assert len(ends) == 4 + 4 + 2  # loss, accuracy; the scale of O1 and O2
+    assert "plot named" in page(comparison())
+    assert "plot named" not in page(comparison(TWENTY, 1))
+
+
+def test_twenty_precisions_differ_in_colour_dash_or_mark() -> None:
+    html = page(comparison(TWENTY, 1))
+    looks = re.findall(r'<g class="s (s\d) (dash\d) k\d+"', html)
+    assert len(looks) == 2 * 20
+    assert len(set(looks)) == 20
+
+
+def test_memory_is_explained() -> None:
+    summary = comparison()
+    for row, mib in zip(summary["rows"], (100, 90, 160, 150), strict=True):
+        row["peak_memory"] = mib * 2**20
+    text = HtmlTree(page(summary)).text
+    assert "O1, O2 take more than fp32 here. O1, O2 and O3 keep the float32 weights" in text
+    for run in summary["runs"]:
+        run["memory_kind"] = "device"
+    on_device = HtmlTree(page(summary)).text
+    assert "Peak memory counts weights, gradients, optimizer state and activations" in on_device
+    assert "allocator take in the process" in text
+    assert "allocator take in the process" not in on_device
+    less = HtmlTree(page(comparison())).text
+    assert "more than fp32 here" not in less
+    for row in summary["rows"]:
+        row["peak_memory"] = None
+    assert "Peak memory counts" not in HtmlTree(page(summary)).text
 
 
 def test_many_modules_are_grouped_and_the_odd_one_stays_apart() -> None:

@@ -365,6 +365,30 @@ def run_cycle_of_own_loss(**options: Any) -> None:
 
 O1 = {"name": "O1"}
 O2 = {"name": "O2"}
+
+
+def run_changing_parts(*, always: bool) -> None:
+    """Two steps; the second has a part only with `always`."""
+    losses: list[Tensor] = []
+
+    def loss(out: Tensor, y: Tensor) -> dict[str, Tensor]:
+        losses.append(mse_loss(out, y))
+        if len(losses) == 1:
+            return {"loss": losses[0], "mask": losses[0]}
+        if always:
+            return {"loss": losses[1], "mask": torch.zeros_like(losses[1])}
+        return {"loss": losses[1]}
+
+    step = build(loss=loss)
+    step(X, Y)
+    step(X, Y)
+
+
+def both(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    out = nn.Linear.forward(net, x)  # type: ignore[arg-type]
+    return {"loss": mse_loss(out, y), "outputs": out}
+
+
 OPTIONS = {
     "accumulate": option_case(1, 0, "accumulate", "1 or more"),
     "clip_norm": option_case(1.0, -1.0, "clip_norm", "positive"),
@@ -721,7 +745,7 @@ STEPS = {
     ),
     "own loss": Case(
         lambda: run_dict_network(X),
-        ("loss=None", "received dict", "give loss=", "labels in the batch"),
+        ("loss=None", "received a dict of 'out'", "give loss=", "labels in the batch"),
         lambda: (
             run_dict_network(X, Y),
             run_dict_network(X, Y, loss=lambda out, y: own_loss(out["out"], y)),
@@ -756,9 +780,44 @@ STEPS = {
         lambda: build(ema=0.9).load_state_dict(build(ema=0.9).state_dict()),
     ),
     "loss type": Case(
+        lambda: build(loss=lambda out, y: mse_loss(out, y).item())(X, Y),
+        ("expected it to return a tensor", "received float", "as 'loss'"),
+        lambda: (
+            assert_updates(build(loss=lambda out, y: mse_loss(out, y))),
+            assert_updates(build(loss=lambda out, y: {"loss": mse_loss(out, y), "x": out.sum()})),
+        ),
+    ),
+    "loss dict": Case(
+        lambda: build(loss=lambda out, y: {"total": mse_loss(out, y)})(X, Y),
+        ("expected a dict with 'loss'", "'total'", "add it"),
+        lambda: assert_updates(build(loss=lambda out, y: {"loss": mse_loss(out, y)})),
+    ),
+    "part type": Case(
+        lambda: build(loss=lambda out, y: {"loss": mse_loss(out, y), "mask": 0.5})(X, Y),
+        ("the part 'mask'", "expected a tensor of one number", "received float", "not .item()"),
+        lambda: assert_updates(
+            build(loss=lambda out, y: {"loss": mse_loss(out, y), "mask": out.sum()})
+        ),
+    ),
+    "part shape": Case(
         lambda: build(loss=lambda out, y: (mse_loss(out, y), out))(X, Y),
-        ("expected it to return a tensor", "received tuple", "return the tensor alone"),
-        lambda: assert_updates(build(loss=lambda out, y: mse_loss(out, y))),
+        ("the part 'part_1'", "expected one real number", "of shape [", "its mean", "forward="),
+        lambda: (
+            assert_updates(build(loss=lambda out, y: (mse_loss(out, y), out.mean()))),
+            run_dict_network(X, Y, forward=both),
+        ),
+    ),
+    "part name": Case(
+        lambda: build(loss=lambda out, y: {"loss": mse_loss(out, y), "a b": out.sum()})(X, Y),
+        ("names of parts", "columns", "received 'a b'"),
+        lambda: assert_updates(
+            build(loss=lambda out, y: {"loss": mse_loss(out, y), "a_b": out.sum()})
+        ),
+    ),
+    "part names": Case(
+        lambda: run_changing_parts(always=False),
+        ("expected the parts 'mask' with every batch", "received none", "torch.zeros_like(loss)"),
+        lambda: run_changing_parts(always=True),
     ),
     "groups": Case(
         run_after_adding_a_parameter,

@@ -1,0 +1,1 @@
+"""Tables: CSV files with typed columns, as tensors that a network takes."""

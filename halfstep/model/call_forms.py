@@ -66,7 +66,7 @@ FIT_NAMES = {
 FIT_ANSWERS = {
     "class_weight": (
         "weights of the classes belong to the loss",
-        "hs.Model(net, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0])), optimizer)",
+        "hs.Model(net, nn.CrossEntropyLoss(weight=torch.ones(classes)), optimizer)",
     ),
     "sample_weight": (
         "weights of samples belong into the loss, which then takes them from the batch",
@@ -161,7 +161,7 @@ def read_fit_call(
     options = _rename("fit", options, FIT_NAMES)
     columns = _take(options, "y", "batch_size", "shuffle", "seed", "validation_split")
     valid_batch_size = options.pop("validation_batch_size", None)
-    _translate_options(options, known)
+    _translate_options(options)
     for name in options:
         _check_known("fit", name, known)
 
@@ -210,12 +210,11 @@ def _take(options: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in taken.items() if value is not None}
 
 
-def _translate_options(options: dict[str, Any], known: Sequence[str]) -> None:
+def _translate_options(options: dict[str, Any]) -> None:
     """Options whose values have other words elsewhere: verbose and ckpt_path."""
     if "verbose" in options:
         verbose = options.pop("verbose")
-        if "progress" in known:
-            options["progress"] = verbose not in (0, False)
+        options["progress"] = "lines" if verbose == 2 else bool(verbose)
     if "ckpt_path" in options:
         path = options.pop("ckpt_path")
         options["resume"] = "auto" if path == "last" else path

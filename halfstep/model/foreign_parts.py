@@ -93,7 +93,10 @@ def _answer_optimizer(optimizer: Any) -> None:
         if isinstance(optimizer, ReduceLROnPlateau):
             line = "model.fit(2, data, valid=data, callbacks=[hs.ReduceLROnPlateau('loss')])"
         else:
-            line = "hs.Model(net, loss, scheduler.optimizer, schedule=scheduler)"
+            line = (
+                "hs.Model(net, loss, scheduler.optimizer, schedule=scheduler, "
+                "schedule_every='epoch')"
+            )
         raise TypeError(write_line(problem, line))
     if isinstance(optimizer, nn.modules.loss._Loss):
         problem = "optimizer: got a loss, which is the second argument"

@@ -56,8 +56,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "initialize": ("a Model gets its parts when it is built", _MODEL),
     "save": ("it is a method of a Model", "model.save('weights.safetensors')"),
     "load": ("it is a method of a Model", "model.load('weights.safetensors')"),
-    "set_seed": ("the seed is torch's", "torch.manual_seed(0)"),
-    "set_random_seed": ("the seed is torch's", "torch.manual_seed(0)"),
+    "set_seed": ("it is called seed_everything", "hs.seed_everything(0)"),
+    "set_random_seed": ("it is called seed_everything", "hs.seed_everything(0)"),
 }
 
 

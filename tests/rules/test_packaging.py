@@ -163,7 +163,9 @@ def test_the_wheel_built_from_the_source_distribution_is_the_same(
 def test_the_page_on_pypi_has_no_relative_link(built: tuple[Path, str]) -> None:
     page = metadata(built[0])
     assert page["Description-Content-Type"] == "text/markdown"
-    text = str(page.get_payload())
+    body = page.get_payload(decode=True)
+    assert isinstance(body, bytes)
+    text = body.decode("utf-8")
     readme = (ROOT / "README.md").read_text("utf-8")
     links = re.findall(r"\]\(([^)]+)\)", text)
     assert len(links) == len(re.findall(r"\]\(([^)]+)\)", readme)) > 10

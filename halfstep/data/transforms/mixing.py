@@ -59,8 +59,8 @@ class MixUp:
         _check_settings("MixUp", self.classes, self.alpha, self.p)
 
     def __call__(self, images: Tensor, labels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        check_pixel_dtype("MixUp", images)
         targets = _probabilities("MixUp", labels, self.classes, len(images))
+        check_pixel_dtype("MixUp", images)
         share = self.shares(words)
 
         colours = images.to(torch.promote_types(images.dtype, torch.float32))
@@ -98,8 +98,8 @@ class CutMix:
         check_layout("CutMix", self.layout)
 
     def __call__(self, images: Tensor, labels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        axes = image_axes("CutMix", images, self.layout)
         targets = _probabilities("CutMix", labels, self.classes, len(images))
+        axes = image_axes("CutMix", images, self.layout)
         height = images.shape[axes.row]
         width = images.shape[axes.column]
         rectangles = self.rectangles(words, height, width)

@@ -265,8 +265,9 @@ class Model:
             make_runner=partial(self.captures.training_runner, self.step, feed, total_steps),
         )
         loop.config = describe_run(self.step, feed, self._updates_made())
+        if isinstance(self.step, TrainStep):
+            self._train_metrics.begin()
         if loop.train_metrics is not None:
-            loop.train_metrics.begin()
             loop.train_metrics.use_captured(loop.captured_runner is not None)
             run.train_metrics = train_metric_columns(loop.train_metrics)
         self._fit = FitInProgress(loop, feed, named_callbacks, valid_feeds)

@@ -127,6 +127,18 @@ def test_the_units_of_this_cpu_are_what_its_kernels_go_by() -> None:
     assert ("fp16" in units.dtypes) == has_native(torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [((9, 0), ("bf16", "fp16")), ((8, 0), ("bf16", "fp16")), ((7, 5), ("fp16",)), ((6, 1), ())],
+)
+def test_the_units_of_a_gpu_follow_from_its_capability(
+    capability: tuple[int, int], dtypes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The capability is all that is asked of a device; no test machine has all of these."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert find_half_units(torch.device("cuda", 0)) == HalfUnits("GPU", dtypes)
+
+
 def test_an_error_recommends_nothing_that_the_device_is_slow_at() -> None:
     begin = begin_with(find_half_units(torch.device("cpu")))
     with pytest.raises(ValueError, match="needs a CUDA device") as error:

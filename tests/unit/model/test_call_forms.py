@@ -215,6 +215,23 @@ def test_the_last_checkpoint_of_lightning_is_the_newest_here(tmp_path: Path) -> 
     assert run.resumed is not None
 
 
+@pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (False, 0), (2, 2), (1, 2), ("auto", 2)])
+def test_verbose_says_how_much_is_printed(
+    verbose: Any, lines: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_model().fit(X, Y, epochs=2, batch_size=25, verbose=verbose)  # type: ignore[call-overload]
+    printed = capfd.readouterr()
+    assert (printed.out + printed.err).count("epoch ") == lines
+
+
+def test_validation_sets_by_name_may_be_pairs_of_tensors() -> None:
+    model = make_model()
+    valid = {"clean": (XV, YV), "noisy": [(XV + 1, YV)]}
+    entry = model.fit(X, Y, epochs=1, batch_size=25, validation_data=valid).history[0]
+    assert entry["valid_clean_loss"] == model.evaluate(XV, YV, batch_size=25)["loss"]
+    assert entry["valid_noisy_loss"] == model.evaluate([(XV + 1, YV)])["loss"]
+
+
 # Evaluation and prediction.
 
 

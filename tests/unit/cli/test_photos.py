@@ -229,3 +229,24 @@ def test_settings_of_old_runs_are_those_of_new_ones() -> None:
     """What an older run.json does not name changes nothing."""
     names = ("size", "test_share", "split_seed", "skip_damaged", "class_weights", "target", "task")
     assert all(getattr(Settings(), name) is None for name in (*names, "drop"))
+
+
+def test_photos_that_are_not_read_are_told(run_line: CommandLine) -> None:
+    for i in range(3):
+        Path(f"photos/cat/x{i}.HEIC").write_bytes(b"ftypheic")
+    code, output = run_line("train --data photos/ --epochs 1 --out r")
+    assert code == 0
+    assert "note: data: 3 .heic left out: such files are not read" in output
+    Path("photos/phone").mkdir()
+    Path("photos/phone/1.heic").write_bytes(b"ftypheic")
+    code, output = run_line("train --data photos/ --epochs 1 --out s")
+    assert code == 2
+    assert "photos/phone: expected images" in output
+    assert "found 1 .heic alone, which are not read: convert them to JPEG" in output
+
+
+def test_a_comparison_names_the_command_that_trains_the_same(run_line: CommandLine) -> None:
+    line = "compare --data photos/ --size 24 --precisions fp32 --seeds 1 --epochs 1 --out c"
+    assert run_line(line)[0] == 0
+    _, output = run_line("eval c")
+    assert "--data photos/ --size 24 --test-share 0.2 --split-seed 0 --epochs 1" in output

@@ -230,11 +230,10 @@ def _read_extras(records: Sequence[Record]) -> list[list[float]]:
     if width == 0:
         return [[] for _ in records]
     # An empty batch before the first real one does not know the parts yet.
-    zero = torch.zeros_like(records[0].loss, dtype=torch.float64)
-    columns = []
-    for i in range(width):
-        column = [numbers[i].double() if numbers else zero for numbers in extras]
-        columns.append(torch.stack(column))
+    if not all(extras):
+        zero = torch.zeros_like(records[0].loss, dtype=torch.float64)
+        extras = [[n.double() for n in numbers] or [zero] * width for numbers in extras]
+    columns = [torch.stack(list(column)).double() for column in zip(*extras, strict=True)]
     rows: list[list[float]] = torch.stack(columns, 1).tolist()
     return rows
 

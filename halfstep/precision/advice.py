@@ -5,6 +5,7 @@ compare` times and accuracies. All three ask `advise` and print what it says; th
 docs/guide/choosing.md is `begin_with`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -207,7 +208,14 @@ def _why_reference(
 ) -> str:
     if not proved:
         verdicts = "; ".join(f"{step.precision}: {step.verdict}" for step in others)
-        return f"no other precision is proved to be as accurate ({verdicts})"
+        reason = f"no other precision is proved to be as accurate ({verdicts})"
+        timed = [step for step in others if math.isfinite(step.ms_per_step)]
+        if not timed or any(step.is_faster for step in timed):
+            return reason
+        # Then more seeds would gain nothing.
+        because = why_slow(units, [step.precision for step in timed])
+        none_faster = "and none is faster here"
+        return f"{reason}, {none_faster}: {because}" if because else f"{reason}, {none_faster}"
 
     names = ", ".join(step.precision for step in proved)
     verb = "is" if len(proved) == 1 else "are"

@@ -1,5 +1,6 @@
 """Which precision to use: one decision, and the documentation's table is the same one."""
 
+import math
 import re
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def test_what_is_not_proved_is_not_recommended_however_fast() -> None:
     assert advice.reason == (
         "same within 0.5 points as fp32, and 2 × as fast (2 ms a step against 4)"
     )
+
+
+def test_more_seeds_are_not_worth_it_where_nothing_is_faster() -> None:
+    reference = StepTime("fp32", 4.0, False, "reference", "reference")
+    slow = StepTime("O2", 6.0, False, "unknown", "cannot tell: more seeds needed, about 9")
+    failed = StepTime("fp16", math.inf, False, "failed", "failed in every run: NaN")
+    reason = advise(NO_UNITS, steps=[reference, slow, failed]).reason
+    assert reason.endswith(", and none is faster here: this CPU has no half-precision units")
+    assert "none is faster" not in advise(NO_UNITS, steps=[reference, failed]).reason
+    fast = StepTime("O2", 2.0, True, "unknown", "cannot tell: more seeds needed, about 9")
+    assert "none is faster" not in advise(NO_UNITS, steps=[reference, fast]).reason
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from halfstep.utils.text import printable
 Style = Literal["auto", "lines"]
 STYLES = ("auto", "lines")
 
-# Visits come four times a second in captured runs, and drawing costs a few milliseconds.
-REFRESH_EVERY_S = 0.25
+# Less than the time between two visits of a captured run, so that each of them is drawn.
+REFRESH_EVERY_S = 0.2
 SHOWN_RATES = 3  # of parameter groups
 
 
@@ -277,7 +277,7 @@ def _loss(run: Run) -> Number:
 def _rate(steps_per_second: float) -> str:
     if steps_per_second >= 1000:
         return f"{steps_per_second:,.0f}"
-    return f"{steps_per_second:.3g}"
+    return f"{steps_per_second:#.3g}".removesuffix(".")
 
 
 def _history_numbers(run: Run) -> list[Number]:

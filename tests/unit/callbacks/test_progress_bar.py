@@ -79,7 +79,7 @@ def test_the_moving_line_shows_scale_skips_and_the_time_left(terminal: Terminal)
     assert re.search(f"{bar}  {numbers}", drawn), drawn
 
 
-def test_four_times_a_second_at_most(terminal: Terminal) -> None:
+def test_five_times_a_second_at_most(terminal: Terminal) -> None:
     began = time.monotonic()
     with terminal:
         fit(20, ProgressBar(), Lambda(visit=lambda run: time.sleep(0.005)), sink=1)

@@ -29,7 +29,7 @@ $(STAMP): requirements.lock requirements-torch.lock pyproject.toml
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: $(STAMP) ## which precision? an MLP in four of them, three seeds each, with a report (about a minute)
+demo: $(STAMP) ## which precision? an MLP in several of them, three seeds each, with a report (about a minute)
 	@$(VENV)/bin/halfstep compare --fresh --out runs/demo
 
 lint: $(STAMP) ## ruff and mypy

@@ -225,6 +225,7 @@ def train(
         valid=test_data,
         valid_every=args.valid_every,
         callbacks=[log],
+        progress=False,
     )
 
 

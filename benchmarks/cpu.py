@@ -179,7 +179,7 @@ def halfstep_epoch(precision: str = "fp32", **options: Any) -> Epoch:
     """halfstep over the same list of batches."""
     net, loss_fn, optimizer = build_parts()
     model = hs.Model(net, loss_fn, optimizer, precision, **options)
-    return lambda batches: model.fit(1, batches)
+    return lambda batches: model.fit(1, batches, progress=False)
 
 
 def halfstep_shuffled_epoch(**options: Any) -> Epoch:
@@ -193,7 +193,7 @@ def halfstep_shuffled_epoch(**options: Any) -> Epoch:
         if data is None:
             x, y = (torch.cat(column) for column in zip(*batches, strict=True))
             data = hs.data.Dataset((x, y)).shuffle().batch(BATCH_SIZE)
-        return model.fit(1, data)
+        return model.fit(1, data, progress=False)
 
     return epoch
 

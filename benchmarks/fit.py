@@ -1,4 +1,4 @@
-"""What `fit` costs over a bare PyTorch loop, with five callbacks and the progress bar drawing.
+"""What `fit` costs over a bare PyTorch loop: silent, with its bar drawing, with five callbacks too.
 
     python benchmarks/fit.py [--rounds 15] [--steps 300] [--json benchmarks/results/fit-cpu.json]
 
@@ -56,7 +56,7 @@ def bare_epoch(batches: Batches, device: torch.device) -> Epoch:
 
 
 def fit_epoch(
-    batches: Batches, device: torch.device, folder: Path, *, with_callbacks: bool
+    batches: Batches, device: torch.device, folder: Path, *, progress: bool, with_callbacks: bool
 ) -> Epoch:
     net = build_mlp(device)
     model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=1e-3))
@@ -69,10 +69,12 @@ def fit_epoch(
             hs.History(),
             hs.LRMonitor(show=False),
             hs.JSONLLog(folder / f"{next(log_numbers)}.jsonl"),
-            hs.ProgressBar(),
+            hs.ProgressBar(),  # `fit` adds none beside LossMonitor
         ]
         with redirect_stdout(open(os.devnull, "w")):
-            return model.fit(1, batches, callbacks=callbacks if with_callbacks else ())
+            return model.fit(
+                1, batches, callbacks=callbacks if with_callbacks else (), progress=progress
+            )
 
     return epoch
 
@@ -127,13 +129,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ways = {
             "bare": bare_epoch(batches, device),
-            "fit": fit_epoch(batches, device, Path(folder), with_callbacks=False),
+            "fit, silent": fit_epoch(
+                batches, device, Path(folder), progress=False, with_callbacks=False
+            ),
+            "fit": fit_epoch(batches, device, Path(folder), progress=True, with_callbacks=False),
             "fit, 5 callbacks and bar": fit_epoch(
-                batches, device, Path(folder), with_callbacks=True
+                batches, device, Path(folder), progress=True, with_callbacks=True
             ),
         }
         times_ms = time_epochs(ways, args.rounds, args.steps, device)
 
+    shown = compare_rounds(times_ms, "fit", "fit, silent")
+    print(f"the bar of fit: {shown.median:.3f} × silent ({shown.low:.3f}–{shown.high:.3f})")
     rows = []
     for name in ways:
         step_ms = statistics.median(times_ms[name])

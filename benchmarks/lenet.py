@@ -73,6 +73,7 @@ def train(precision: str, epochs: int, device: torch.device) -> dict[str, Any]:
         epochs,
         load_data("train", device),
         callbacks=[last_losses],
+        progress=False,
         steps_per_epoch=STEPS_PER_EPOCH,
         sink=STEPS_PER_EPOCH,
     )

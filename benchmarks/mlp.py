@@ -143,9 +143,9 @@ def halfstep_clock(way: str, precision: str, data: hs.data.Dataset, device: torc
     is_best = way == "halfstep best"
     sink = data.size if is_best else None
     if not way.startswith("cold"):
-        model.fit(BEST_WARMUP_EPOCHS if is_best else WARMUP_EPOCHS, data, sink=sink)
-        model.fit(1, data, sink=sink)
-    return peers.clock_of(lambda passes: model.fit(passes, data, sink=sink), device)
+        model.fit(BEST_WARMUP_EPOCHS if is_best else WARMUP_EPOCHS, data, sink=sink, progress=False)
+        model.fit(1, data, sink=sink, progress=False)
+    return peers.clock_of(lambda passes: model.fit(passes, data, sink=sink, progress=False), device)
 
 
 def measure(way: str, precision: str, split: Split, args: argparse.Namespace) -> Figures:

@@ -163,7 +163,7 @@ def halfstep_clock(way: HalfstepWay, batch_size: int, args: argparse.Namespace) 
 
     def train(steps: int) -> None:
         part = data if steps == args.steps else data.take(steps)
-        model.fit(1, part, sink=steps)
+        model.fit(1, part, sink=steps, progress=False)
 
     train(min(WARMUP_STEPS, args.steps))
     train(args.steps)

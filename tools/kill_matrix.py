@@ -180,6 +180,7 @@ def train(folder: Path, combination: Combination) -> None:
             hs.JSONLLog(folder / "log.jsonl", overwrite=True),
             hs.Checkpoint(folder / "run", every_steps=CHECKPOINT_STEPS, keep=2, best="acc"),
         ],
+        progress=False,
         resume="auto",
     )
 

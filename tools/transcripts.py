@@ -194,6 +194,13 @@ def list_mistakes() -> list[Mistake]:
             "--out runs/two",
         ),
         Mistake(
+            "A folder of another comparison",
+            "compare --seeds 1 --precisions fp32,O2 --samples 128 --test-samples 50 --epochs 2 "
+            "--out runs/two",
+            "compare --seeds 1 --precisions fp32,O2 --samples 128 --test-samples 50 --epochs 2 "
+            "--out runs/two-2",
+        ),
+        Mistake(
             "An image among the data that is damaged",
             "data check photos/",
             "data check photos/",

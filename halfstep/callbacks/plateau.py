@@ -142,7 +142,7 @@ class Best:
     def _refuse(self, known: Iterable[str]) -> NoReturn:
         advice = f"More of them: Model(metrics={{{self.metric!r}: …}})"
         bare_name = re.sub("^val(id)?_", "", self.metric)
-        close = get_close_matches(bare_name, list(known), 1)
+        close = get_close_matches(bare_name, list(known), 1, cutoff=0.8)
         sets_with_it = [name for name in known if name.endswith(f"_{bare_name}")]
         if close:
             advice = f"Did you mean {close[0]!r} (the history's 'valid_{close[0]}')?"

@@ -48,8 +48,8 @@ class ProgressBar(Callback):
         self.style = style
         self.file = file
         self._display: Display | None = None
+        self._run: Run | None = None
         self._earlier_skipped = 0  # before this process, if resumed
-        self._skipped = 0
         self._scores: dict[str, float] = {}
         self._next_refresh = 0.0
         self._pass_steps: int | None = None  # of the last epoch, where the data has no length
@@ -66,7 +66,7 @@ class ProgressBar(Callback):
         self._pass_steps = None
         if run.resumed is None:
             self._earlier_skipped = 0
-        self._skipped = self._earlier_skipped
+        self._run = run
         self._display = None
         try:
             self._display = start_display(self.style, self.file)
@@ -84,7 +84,6 @@ class ProgressBar(Callback):
         self._move(run)  # the first step of a run may take long: it is compiled
 
     def visit(self, run: Run) -> None:
-        self._skipped = self._earlier_skipped + run.skipped
         if run.scores is None or run.epoch_over:
             self._move(run)
         else:
@@ -100,17 +99,22 @@ class ProgressBar(Callback):
         self._draw(self._display, f"{_epoch(run)} valid", position, loss)
 
     def epoch_end(self, run: Run) -> None:
-        self._skipped = self._earlier_skipped + run.skipped
         self._scores = run.scores or self._scores
         self._pass_steps = run.step
         self._keep(run, _epoch(run), _history_numbers(run))
 
     def end(self, run: Run) -> None:
-        if self._display is None:
-            return
+        if self._display is not None:
+            self._end_display(run)
+        self._earlier_skipped = self._skipped()
+        self._run = None
+
+    def _end_display(self, run: Run) -> None:
         if run.step > self._kept_step and run.row is not None:
             position = Position(run.step, run.epoch_steps)
             self._keep(run, f"{_epoch(run)} step {position}", [_loss(run)])
+        if self._display is None:
+            return
         is_signal = run.stopped in signal.Signals.__members__  # `fit` says it by itself
         try:
             if run.stopped is not None and not is_signal:
@@ -189,8 +193,9 @@ class ProgressBar(Callback):
         numbers = [labelled("lr", " ".join(texts))]
         if row.scale != 1:
             numbers.append(labelled("scale", f"{row.scale:g}"))
-        if self._skipped:
-            numbers.append(labelled("skipped", str(self._skipped)))
+        skipped = self._skipped()
+        if skipped:
+            numbers.append(labelled("skipped", str(skipped)))
         return numbers
 
     def _moving_pace(self, run: Run, epoch_steps: int | None) -> list[Number]:
@@ -217,9 +222,14 @@ class ProgressBar(Callback):
 
     # What is remembered over a resume.
 
+    def _skipped(self) -> int:
+        """Steps that the whole run has skipped so far."""
+        return self._earlier_skipped + (0 if self._run is None else self._run.skipped)
+
     def state_dict(self) -> dict[str, Any]:
         # Empty where nothing was skipped: a resumed run may leave the bar out then.
-        return {"skipped": self._skipped} if self._skipped else {}
+        skipped = self._skipped()
+        return {"skipped": skipped} if skipped else {}
 
     def check_state(self, run: Run, saved: SavedValue) -> None:
         skipped = saved.optional_field("skipped")
@@ -228,7 +238,6 @@ class ProgressBar(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._earlier_skipped = state.get("skipped", 0)
-        self._skipped = self._earlier_skipped
 
 
 def add_progress(

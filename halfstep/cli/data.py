@@ -156,7 +156,8 @@ def check(
 
 def _print_table(result: dict[str, Any]) -> None:
     """Prints the columns of a table on standard output, the notes on standard error."""
-    echo(printable(f"{result['name']}: {plural(result['rows'], 'row')}\n"))
+    echo(printable(f"{result['name']}: {plural(result['rows'], 'row')}"))
+    echo("")
     target = result["target"]
     described = [(column, "") for column in result["columns"]]
     if target is not None:
@@ -189,7 +190,7 @@ def _print_check(result: dict[str, Any]) -> None:
     echo(printable(f"{result['name']}: {result['origin']}"))
     for part in result["parts"]:
         samples = plural(part["samples"], "sample")
-        sizes = _format_sizes(part["sizes"])
+        sizes = _format_sizes(part["sizes"], part["samples"])
         headline = f"\n{part['name']}: {samples}"
         if sizes:
             headline += f" of {sizes}"
@@ -209,14 +210,19 @@ def _print_check(result: dict[str, Any]) -> None:
         echo(f"note: {printable(note)}", err=True)
 
 
-def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]]) -> str:
+def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]], samples: int) -> str:
     """Width × height × channels of the images; how many there are of each, if sizes differ."""
+    if sizes and all(count == 1 for _, count in sizes) and len(sizes) < samples:
+        return "many sizes"
     texts = []
     for (height, width, channels), count in sizes:
         text = f"{width} × {height} × {channels}"
         if len(sizes) > 1:
             text += f" ({count:,})"
         texts.append(text)
+    others = samples - sum(count for _, count in sizes)
+    if others:
+        texts.append(f"others ({others:,})")
     return ", ".join(texts)
 
 

@@ -28,7 +28,22 @@ if TYPE_CHECKING:
 
 # Settings that a comparison and `halfstep train` share, in the order of the advised command.
 MAX_NAMED = 10  # classes in a message
-SETTINGS_OF_COMPARISON = ("net", "data", "path", "epochs", "batch", "optimizer", "lr")
+SETTINGS_OF_COMPARISON = (
+    "net",
+    "data",
+    "path",
+    "size",
+    "test_share",
+    "split_seed",
+    "class_weights",
+    "target",
+    "task",
+    "drop",
+    "epochs",
+    "batch",
+    "optimizer",
+    "lr",
+)
 
 
 def evaluate(
@@ -191,7 +206,9 @@ def _refuse_comparison(command: str, run: Path) -> None:
     words = ["halfstep", "train"]
     for name, value in settings.items():
         if value is not None:
-            words += [f"--{name}", str(value)]
+            words += [option_flag(name), str(value)]
+    if spec.get("skip_damaged"):
+        words.append("--skip-damaged")
     raise ValueError(
         f"{command}: {folder} is a comparison, which keeps results and no weights "
         f"(halfstep report {folder}). Train the precision you chose first: "

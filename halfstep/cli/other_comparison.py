@@ -37,8 +37,7 @@ class Choice(NamedTuple):
 def ask_how_to_go_on(error: OtherComparisonError, out: Path) -> NoReturn:
     """Shows what differs and the ways on; in a terminal runs the chosen one in this one's place."""
     choices = list_choices(error, out, sys.argv[1:])
-    changes = str(error).rpartition(". ")[0]
-    echo(f"halfstep: {changes}", err=True)
+    echo(f"halfstep: {error.problem}", err=True)
     for number, choice in enumerate(choices, 1):
         echo(f"  {number}  {choice.text}:\n     {choice.command()}", err=True)
 

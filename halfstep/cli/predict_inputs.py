@@ -158,7 +158,7 @@ class TrainingMaps:
         maps: list[TransformMap | FunctionMap] = []
         for step in dataset.plan.maps:
             if isinstance(step, TransformMap) and column in step.columns:
-                constant = tuple(t for t in step.transforms if not t.draws)
+                constant = tuple(part for t in step.transforms for part in _without_draws(t))
                 if constant:
                     maps.append(replace(step, transforms=constant))
             elif isinstance(step, FunctionMap) and column in step.output:
@@ -200,6 +200,17 @@ class TrainingMaps:
         zeros = torch.zeros(1, *shape, dtype=torch.uint8)
         (batch,) = next(iter(self.batches(zeros, 1)))
         return tuple(batch.shape[1:])
+
+
+def _without_draws(transform: Any) -> tuple[Any, ...]:
+    """The transform where it draws no random numbers, else what stands for it in a prediction.
+
+    Without a random crop to one size, images would have other sizes than the network learnt.
+    """
+    if not transform.draws:
+        return (transform,)
+    stand_ins: tuple[Any, ...] = getattr(transform, "for_evaluation", ())
+    return stand_ins
 
 
 def _network_shape(built: "RunParts") -> Shape:

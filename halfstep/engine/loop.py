@@ -33,6 +33,7 @@ from halfstep.errors import NonFiniteError
 from halfstep.step import Record
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
+from halfstep.step.state import with_extras
 from halfstep.utils import rng
 from halfstep.utils.saved_state import SavedValue
 
@@ -350,7 +351,9 @@ class Loop:
             raise
         finally:
             if self._records and isinstance(tail, Record):
-                self._records[-1] = tail._replace(loss=self._records[-1].loss)
+                last = self._records[-1]
+                tail = Record(*tail)._replace(loss=last.loss)
+                self._records[-1] = with_extras(tail, last.parts, last.counts)
 
     def _steps_until_visit(self) -> int:
         """Steps until the host must look in."""

@@ -61,14 +61,17 @@ class OtherComparisonError(ValueError):
 
     def __init__(
         self,
-        message: str,
+        problem: str,
+        advice: str,
         *,
         command: str,
         same_spec: bool,
         same_machine: bool,
         threads: int | None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(f"out: {problem}. {advice}")
+        self.problem = problem
+        """The folder, and everything that differs."""
         self.command = command
         """The command that began it, as it was typed."""
         self.same_spec = same_spec
@@ -114,7 +117,8 @@ def check_same_comparison(
     threads = _threads_to_set(before["environment"], environment)
     advice = _how_to_go_on(threads, same_spec=not spec_changes)
     raise OtherComparisonError(
-        f"out: {out} holds {what}: {changes}. {advice}",
+        f"{out} holds {what}: {changes}",
+        advice,
         command=str(before.get("command", "")),
         same_spec=not spec_changes,
         same_machine=not _list_changes(before["environment"], environment, ("device", "torch")),
@@ -130,8 +134,10 @@ def finished_runs_beside(
     results = []
     for seed in before["spec"]["seeds"]:
         for precision in before["spec"]["precisions"]:
+            if (precision, seed) in requested:
+                continue
             result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
-            if result is not None and (precision, seed) not in requested:
+            if result is not None and (result["precision"], result["seed"]) == (precision, seed):
                 results.append(result)
     return results
 

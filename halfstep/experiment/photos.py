@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from halfstep.data import Dataset, ImageFolder
 from halfstep.data.pipeline.residency import format_bytes
 from halfstep.data.pipeline.source import ColumnSource, RowSource
-from halfstep.data.readers.image_folder import read_in_threads
+from halfstep.data.readers.image_folder import describe_unread, read_in_threads
 from halfstep.data.readers.image_survey import ImageSurvey, survey_images
 from halfstep.data.readers.resize_crop import Size, format_image_size, parse_image_size
 from halfstep.data.readers.split_folder import SplitFolder
@@ -266,6 +266,11 @@ def _announce(
         _notice(
             f"photos of {survey.describe_sizes()}: resized to cover {size[1]} × {size[0]} and "
             "cropped to the centre. --size 224 chooses another size"
+        )
+    unread = train.unread + (test.unread if folder.kind == "images" else Counter())
+    if unread:
+        _notice(
+            f"{describe_unread(unread)} left out: such files are not read, convert them to JPEG"
         )
     modes = survey.describe_modes()
     if modes is not None:

@@ -16,9 +16,9 @@ from halfstep.errors import Notice
 from halfstep.model.schedule_unit import (
     Unit,
     check_unit,
+    choose_unit,
     describe_unit,
     resumed_unit,
-    unit_choice,
 )
 from halfstep.model.schedule_warnings import suspicious_schedule
 from halfstep.schedules import Schedule, from_torch, resolve, tables
@@ -88,7 +88,7 @@ class ScheduleTables:
         updates = total_updates(timing, feed.size, step.options.accumulate)
         is_new = schedule is not self._scheduler
         if is_new:
-            choice = unit_choice(schedule, every, timing.epochs, updates)
+            choice = choose_unit(schedule, every, timing.epochs, updates)
             unit = choice.unit
             self._too_short = choice.refusal
             self._notice = choice.notice
@@ -372,10 +372,17 @@ def with_past_columns(schedules: list[Schedule], updates: int, past_updates: int
 
 
 def _check_end(scheduler: LRScheduler, past: int, coming: int, *, unit: Unit) -> None:
-    """Refuses a scheduler that was built for fewer updates than its fits have together."""
+    """Refuses a scheduler that was built for fewer calls of step() than its fits have together."""
     end = last_update(scheduler)
     name = type(scheduler).__name__
-    if past and end is not None and past + coming > end + 1:
+    if end is None or past + coming <= end + 1:
+        return
+    if not past and unit == "epoch":
+        raise ValueError(
+            f"schedule: {name} was built for {end} epochs, as schedule_every='epoch' says, and "
+            f"this fit has {coming}; build it with total_steps={coming}"
+        )
+    if past:
         raise ValueError(
             f"schedule: {name} was built for {end} {unit}s; the fits before made {past} "
             f"and this one has {coming}. Build it with total_steps={past + coming} at first, "

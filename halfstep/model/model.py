@@ -369,8 +369,9 @@ class Model:
         loop.config |= self._schedule_tables.describe(self.schedule)
         if limit.value is not None:
             loop.config["limit_batches"] = limit.value
+        if isinstance(self.step, TrainStep):
+            self._train_metrics.begin()
         if loop.train_metrics is not None:
-            loop.train_metrics.begin()
             loop.train_metrics.use_captured(loop.captured_runner is not None)
             run.train_metrics = train_metric_columns(loop.train_metrics)
         self._fit = FitInProgress(loop, feed, named_callbacks, valid_feeds)

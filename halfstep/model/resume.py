@@ -125,6 +125,8 @@ def restore_snapshot(
     _restore_callbacks(saved, callbacks)
 
     current = {**now, "rates": _next_rates(step), "last": _optimizer_rates(step)}
+    if before["rates"] and current["rates"] and _was_over(saved["loop"]):
+        before = {**before, "rates": current["rates"]}  # its schedule had no next rate
     for change in _describe_changes(before, current):
         _notice(change)
     if isinstance(step, TrainStep) and step.compiled.on:
@@ -289,6 +291,11 @@ def _optimizer_rates(step: Any) -> list[float]:
 def _loss_name(step: Any) -> str:
     loss = step.objective.loss if isinstance(step, TrainStep) else None
     return getattr(loss, "__qualname__", type(loss).__name__)
+
+
+def _was_over(loop: Mapping[str, Any]) -> bool:
+    """Whether a saved run had made all its epochs."""
+    return bool(loop["epoch_over"]) and loop["epoch"] >= loop["epochs"]
 
 
 def _join_rates(rates: list[float] | None) -> str:

@@ -48,7 +48,7 @@ def check_unit(schedule: Any, every: Any) -> None:
         check_is_table(schedule)
 
 
-def unit_choice(schedule: Any, every: Unit | None, epochs: int, updates: int | None) -> UnitChoice:
+def choose_unit(schedule: Any, every: Unit | None, epochs: int, updates: int | None) -> UnitChoice:
     """The unit that the user said, or that of most programs with such a schedule."""
     if every is not None:
         return UnitChoice(every)
@@ -58,7 +58,7 @@ def unit_choice(schedule: Any, every: Unit | None, epochs: int, updates: int | N
         return UnitChoice("epoch")
     signs = list(_signs_of_updates(schedule, epochs))
     if signs:
-        return UnitChoice("epoch", refusal=_unsaid_unit(signs, epochs, updates))
+        return UnitChoice("epoch", refusal=_unclear_unit(signs, epochs, updates))
     name = type(schedule).__name__
     notice = (
         f"{name} moves once per epoch. Say so by Model(schedule_every='epoch'), or "
@@ -167,7 +167,7 @@ def _numbers_of(function: Any) -> dict[str, int]:
     }
 
 
-def _unsaid_unit(signs: list[str], epochs: int, updates: int | None) -> ValueError:
+def _unclear_unit(signs: list[str], epochs: int, updates: int | None) -> ValueError:
     unique = list(dict.fromkeys(signs))
     length = plural(epochs, "epoch")
     if updates is not None:

@@ -40,7 +40,7 @@ def write_torch_file(path: str | Path, net: nn.Module) -> None:
         if isinstance(value, Tensor):
             state[name] = _on_host(value, copies)
     with atomic_file(path) as file:
-        writer = _ErrorKeepingFile(file)
+        writer: Any = _ErrorKeepingFile(file)
         try:
             torch.save(state, writer)
         except RuntimeError:

@@ -89,13 +89,13 @@ class RangeTestWatch(Callback):
         self._best = math.inf
 
     def step(self, run: Run, row: Row) -> None:
-        if self.stop_reason:
+        if self._has_ended():
             return  # rows of the same visit, behind the end
         if not math.isfinite(row.loss):
             self.diverged()
         elif row.updated:
             self._add(row.cycle_loss)
-        if self.stop_reason:
+        if self._has_ended():
             run.stop(self.stop_reason)
 
     def next_stop(self, run: Run) -> int | None:
@@ -106,6 +106,9 @@ class RangeTestWatch(Callback):
     def diverged(self) -> None:
         """The end, by a loss or a gradient that is not finite."""
         self.stop_reason = self.stop_reason or "the loss is not finite from there on"
+
+    def _has_ended(self) -> bool:
+        return bool(self.stop_reason)
 
     def _add(self, loss: float) -> None:
         self.losses.append(loss)

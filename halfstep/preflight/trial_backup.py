@@ -54,7 +54,7 @@ def undone_trial(model: Model) -> Iterator[ResumeBackup]:
 def add_data(backup: ResumeBackup, feed: Feed) -> None:
     """Also the position and the generators of the data, and the workers of a DataLoader."""
     backup.add(feed.undo_function())
-    batches = feed.data.batches if isinstance(feed.data, Loader) else None
+    batches: Any = feed.data.batches if isinstance(feed.data, Loader) else None
     if hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict"):
         state = batches.state_dict()
         backup.add(lambda: batches.load_state_dict(state))

@@ -128,21 +128,27 @@ def test_every_pass_ends_at_the_limit(kind: str, captured: bool) -> None:
         assert torch.equal(flat_weights(model.net), train_plain(data, 3, 5))
 
 
-def test_workers_of_both_kinds_end_their_pass_at_the_limit() -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_both_kinds_end_their_pass_at_the_limit(persistent: bool) -> None:
     expected = make_model()
     expected.fit(3, dataset(), limit_batches=3)
     with_workers = make_model()
     with_workers.fit(3, dataset().workers(2), limit_batches=3)
     assert torch.equal(flat_weights(with_workers.net), flat_weights(expected.net))
 
-    generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(
-        TensorDataset(X, Y), batch_size=8, shuffle=True, generator=generator, num_workers=2
-    )
+    def loader() -> DataLoader[Any]:
+        return DataLoader(
+            TensorDataset(X, Y),
+            batch_size=8,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(5),
+            num_workers=2,
+            persistent_workers=persistent,
+        )
+
     model = make_model()
-    model.fit(2, loader, limit_batches=3)
-    generator.manual_seed(5)
-    assert torch.equal(flat_weights(model.net), train_plain(loader, 2, 3))
+    model.fit(3, loader(), limit_batches=3)
+    assert torch.equal(flat_weights(model.net), train_plain(loader(), 3, 3))
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,23 @@ def test_a_second_fit_is_resumed_exactly(tmp_path: Path) -> None:
         assert torch.equal(flat_weights(model.net), PlainLoop(make_scheduler).train(6).weights)
 
 
+@pytest.mark.parametrize("every", ["epoch", "update"])
+def test_a_run_that_was_over_goes_on_for_more_epochs_without_a_word(
+    every: str, tmp_path: Path
+) -> None:
+    """Its table ended with the last rate, which is no rate that was promised for what follows."""
+
+    def exponential(optimizer: Optimizer) -> Any:
+        return lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    make_model(exponential, every=every).fit(2, DATA, callbacks=hs.Checkpoint(tmp_path))
+    whole = make_model(exponential, every=every)
+    whole.fit(4, DATA)
+    model = make_model(exponential, every=every)
+    model.fit(4, DATA, resume=tmp_path)  # a Notice would be an error
+    assert torch.equal(flat_weights(model.net), flat_weights(whole.net))
+
+
 def test_a_run_goes_on_per_update_where_the_checkpoint_was_made_so(tmp_path: Path) -> None:
     make_model(step_lr_by_update, every="update").fit(
         3, DATA, callbacks=[hs.Checkpoint(tmp_path), stop_at(7)], sink=1
@@ -582,6 +599,10 @@ def test_one_cycle_per_epoch_has_the_rates_of_the_loop() -> None:
         return lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=7, cycle_momentum=False)
 
     model = make_model(one_cycle)
+    with pytest.raises(
+        ValueError, match=r"built for 7 epochs.* has 9; build it with total_steps=9"
+    ):
+        model.fit(9, DATA)
     model.fit(6, DATA)
     assert torch.equal(flat_weights(model.net), PlainLoop(one_cycle).train(6).weights)
     message = "built for 7 epochs; the fits before made 6 and this one has 3"

@@ -1,6 +1,7 @@
 """Image folders: one sub-folder per class. Pillow decodes an image when it is requested."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 ByteArray = npt.NDArray[np.uint8]
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+# Images that Pillow cannot decode by itself, or not safely: they are counted where they lie.
+UNREAD_SUFFIXES = (".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".psd", ".tga", ".eps")
+RAW_SUFFIXES = (".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw")  # of cameras
 # What Pillow may take a file for. Among its other formats are some that run a program to decode
 # (EPS).
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "GIF", "PPM", "TIFF")
@@ -87,8 +91,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         self.classes = _list_classes(self.root)
         self.files: list[str] = []
         self.labels: list[int] = []
+        self.unread: Counter[str] = Counter()
+        """How many images of kinds that are not read lie there, by suffix."""
         for label, name in enumerate(self.classes):
-            paths = _list_images(self.root / name)
+            paths, unread = _list_images(self.root / name)
+            self.unread += unread
             self.files.extend(paths)
             self.labels.extend([label] * len(paths))
         self.on_read: Callable[[int], None] | None = None
@@ -174,19 +181,29 @@ def _list_classes(root: Path) -> list[str]:
     return names
 
 
-def _list_images(folder: Path) -> list[str]:
-    paths = sorted(_walk_images(folder, ancestors=()))
+def _list_images(folder: Path) -> tuple[list[str], Counter[str]]:
+    """The images below a folder, sorted, and how many of other kinds there are, by suffix."""
+    unread: Counter[str] = Counter()
+    paths = sorted(_walk_images(folder, unread, ancestors=()))
     if not paths:
         kinds = " ".join(suffix[1:] for suffix in SUFFIXES)
+        found = "none"
+        if unread:
+            found = f"{describe_unread(unread)} alone, which are not read: convert them to JPEG"
         raise ValueError(
-            f"{printable(folder)}: expected images ({kinds}), found none. "
+            f"{printable(folder)}: expected images ({kinds}), found {found}. "
             "Remove the folder or fill it."
         )
-    return paths
+    return paths, unread
 
 
-def _walk_images(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[str]:
-    """Every image below a folder, except hidden ones.
+def describe_unread(unread: Counter[str]) -> str:
+    """How many there are of each kind: "12 .heic, 1 .psd"."""
+    return ", ".join(f"{count:,} {suffix}" for suffix, count in unread.most_common())
+
+
+def _walk_images(folder: Path, unread: Counter[str], ancestors: tuple[Path, ...]) -> Iterator[str]:
+    """Every image below a folder, except hidden ones. Those of other kinds are counted in `unread`.
 
     Links are followed. A link to a folder that it is in would never end, and is refused.
     """
@@ -198,7 +215,9 @@ def _walk_images(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[str]:
                     f"{printable(entry.path)}: expected images, found a link to a folder it is in. "
                     "Remove the link."
                 )
-            yield from _walk_images(Path(entry.path), ancestors)
+            yield from _walk_images(Path(entry.path), unread, ancestors)
+        elif Path(entry.name).suffix.lower() in (*UNREAD_SUFFIXES, *RAW_SUFFIXES):
+            unread[Path(entry.name).suffix.lower()] += 1
         elif entry.name.lower().endswith(SUFFIXES):
             if not entry.is_file():
                 raise ValueError(

@@ -237,7 +237,8 @@ def take_nearest(batch: Tensor, x: Tensor, y: Tensor, axes: Axes, fill: float) -
     taken = pixels.gather(pixel_axis, number.expand(pixels.shape)).view(batch.shape)
     if axes.channel is not None:
         is_inside = is_inside.unsqueeze(axes.channel)
-    return taken.masked_fill_(~is_inside, fill)
+    # A tensor of the same dtype: a plain 3.0 would make floats of uint8.
+    return torch.where(is_inside, taken, taken.new_full((), fill))
 
 
 def _interpolate(batch: Tensor, x: Tensor, y: Tensor, axes: Axes, fill: float) -> Tensor:

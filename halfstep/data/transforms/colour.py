@@ -189,9 +189,13 @@ class RandomGrayscale:
         if check_channels("RandomGrayscale", batch, axes.channel) == 1:
             return batch
         images = to_chw(batch, axes.channel)
-        is_grey = is_below(words[0], self.p).view(-1, 1, 1, 1)
-        greys = grey(to_colours(images)).to(batch.dtype)
-        return from_chw(torch.where(is_grey, greys, images), axes.channel)
+
+        def change(part: Tensor, is_grey: Tensor) -> Tensor:
+            greys = grey(to_colours(part)).to(part.dtype)
+            return torch.where(is_grey.view(-1, 1, 1, 1), greys, part)
+
+        changed = in_chunks(change, images, is_below(words[0], self.p))
+        return from_chw(changed, axes.channel)
 
 
 @dataclass(frozen=True)

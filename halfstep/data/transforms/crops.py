@@ -23,6 +23,7 @@ from halfstep.data.transforms.axes import (
     to_python,
 )
 from halfstep.data.transforms.chunks import in_chunks
+from halfstep.data.transforms.images import Resize
 from halfstep.data.transforms.random_numbers import exp, is_below, uniform
 from halfstep.data.transforms.values import constant_vector
 from halfstep.utils.checks import expect
@@ -102,6 +103,18 @@ class RandomResizedCrop:
             return self.resize_windows(part, part_windows, axes)
 
         return in_chunks(crop, batch, windows)
+
+    @property
+    def for_evaluation(self) -> tuple[Any, ...]:
+        """What is usual in its place where nothing is random: a resize, and the centre of it."""
+        height, width = parse_size("RandomResizedCrop", self.size)
+        if height != width:
+            return (Resize((height, width), antialias=True, layout=self.layout),)
+        shorter_edge = round(height * 8 / 7)
+        return (
+            Resize(shorter_edge, antialias=True, layout=self.layout),
+            CenterCrop(height, layout=self.layout),
+        )
 
     def windows(self, words: Tensor, height: int, width: int) -> Tensor:
         """int64 [B, 4]: top, left, height and width of each sample's window."""

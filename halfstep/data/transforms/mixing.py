@@ -19,6 +19,7 @@ from halfstep.data.transforms.axes import (
     check_probability,
     image_axes,
 )
+from halfstep.data.transforms.chunks import in_chunks
 from halfstep.data.transforms.crops import rectangle_mask
 from halfstep.data.transforms.random_numbers import is_below, symmetric_beta
 from halfstep.data.transforms.random_words import RandomWords
@@ -59,17 +60,22 @@ class MixUp:
         _check_settings("MixUp", self.classes, self.alpha, self.p)
 
     def __call__(self, images: Tensor, labels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        check_pixel_dtype("MixUp", images)
         targets = _probabilities("MixUp", labels, self.classes, len(images))
+        check_pixel_dtype("MixUp", images)
         share = self.shares(words)
 
-        colours = images.to(torch.promote_types(images.dtype, torch.float32))
-        mixed = _mix(colours, share)
+        mixed = in_chunks(self._mix_images, images, images.roll(1, 0), share)
+        return mixed, _mix(targets, targets.roll(1, 0), share)
+
+    def _mix_images(self, images: Tensor, others: Tensor, share: Tensor) -> Tensor:
+        dtype = torch.promote_types(images.dtype, torch.float32)
+        mixed = _mix(images.to(dtype), others.to(dtype), share)
         if images.dtype == torch.uint8:
             mixed = mixed.round_()
         mixed = mixed.to(images.dtype)
-        is_mixed = _per_sample(share < 1, images)
-        return torch.where(is_mixed, mixed, images), _mix(targets, share)
+        if self.p == 1:
+            return mixed
+        return torch.where(_per_sample(share < 1, images), mixed, images)
 
     def shares(self, words: Tensor) -> Tensor:
         """λ of each sample, float64 [B]; 1 where it stays."""
@@ -98,8 +104,8 @@ class CutMix:
         check_layout("CutMix", self.layout)
 
     def __call__(self, images: Tensor, labels: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        axes = image_axes("CutMix", images, self.layout)
         targets = _probabilities("CutMix", labels, self.classes, len(images))
+        axes = image_axes("CutMix", images, self.layout)
         height = images.shape[axes.row]
         width = images.shape[axes.column]
         rectangles = self.rectangles(words, height, width)
@@ -109,7 +115,7 @@ class CutMix:
             is_pasted = is_pasted.unsqueeze(axes.channel)
         mixed = torch.where(is_pasted, images.roll(1, 0), images)
         pasted = (rectangles[:, 2] * rectangles[:, 3]).to(torch.float64)
-        return mixed, _mix(targets, 1 - pasted / (height * width))
+        return mixed, _mix(targets, targets.roll(1, 0), 1 - pasted / (height * width))
 
     def rectangles(self, words: Tensor, height: int, width: int) -> Tensor:
         """int64 [B, 4]: top, left, height and width of what is pasted."""
@@ -176,11 +182,11 @@ def _probabilities(name: str, labels: Tensor, classes: int, count: int) -> Tenso
     return OneHot(classes)(labels, no_words)
 
 
-def _mix(values: Tensor, share: Tensor) -> Tensor:
-    """share · each row + (1 − share) · the row before it."""
-    own = _per_sample(share, values).to(values.dtype)
-    others = _per_sample(1 - share, values).to(values.dtype)
-    return (values.roll(1, 0) * others).add_(values * own)
+def _mix(values: Tensor, others: Tensor, share: Tensor) -> Tensor:
+    """share · values + (1 − share) · others, row by row."""
+    own_share = _per_sample(share, values).to(values.dtype)
+    other_share = _per_sample(1 - share, values).to(values.dtype)
+    return (others * other_share).add_(values * own_share)
 
 
 def _per_sample(numbers: Tensor, like: Tensor) -> Tensor:

@@ -156,8 +156,9 @@ def _change_colours(images: Tensor, operation: Tensor, strength: Tensor) -> Tens
     if colours.shape[1] == 3:
         greys = greys.floor_()
 
-    tables = _level_tables(images, greys, operation, strength)
-    changed = tables.gather(2, images.flatten(2).to(torch.int64)).view(images.shape)
+    levels = images.flatten(2).to(torch.int64)
+    tables = _level_tables(images, levels, greys, operation, strength)
+    changed = tables.gather(2, levels).view(images.shape)
 
     # The two that need other channels, or neighbours.
     factor = (1 + strength).to(torch.float32).view(-1, 1, 1, 1)
@@ -189,7 +190,9 @@ def _sharpen(colours: Tensor, rest: Tensor) -> Tensor:
     return result
 
 
-def _level_tables(images: Tensor, greys: Tensor, operation: Tensor, strength: Tensor) -> Tensor:
+def _level_tables(
+    images: Tensor, levels: Tensor, greys: Tensor, operation: Tensor, strength: Tensor
+) -> Tensor:
     """uint8 [B, C, 256]: what each level becomes."""
     pixels = images.flatten(2)
     level = torch.arange(_LEVELS, device=images.device, dtype=torch.float32)
@@ -213,7 +216,7 @@ def _level_tables(images: Tensor, greys: Tensor, operation: Tensor, strength: Te
         "Posterize": posterized,
         "Solarize": solarized,
         "AutoContrast": _stretched_levels(pixels, level),
-        "Equalize": _equalized_levels(pixels, level),
+        "Equalize": _equalized_levels(levels, level),
     }
     for name, table in by_name.items():
         tables = torch.where(_is(operation, name).view(-1, 1, 1), table, tables)
@@ -234,11 +237,11 @@ def _equalized_levels(pixels: Tensor, level: Tensor) -> Tensor:
     """float32 [B, C, 256]: levels by how many pixels are below them, as Pillow computes it."""
     counts = torch.zeros(*pixels.shape[:2], _LEVELS, dtype=torch.int64, device=pixels.device)
     ones = torch.ones((), dtype=torch.int64, device=pixels.device)
-    counts.scatter_add_(2, pixels.to(torch.int64), ones.expand(pixels.shape))
+    counts.scatter_add_(2, pixels, ones.expand(pixels.shape))
     below_or_at = counts.cumsum(2)
 
     # The pixels of the largest level do not count for the step from one level to the next.
-    largest = pixels.amax(2, keepdim=True).to(torch.int64)
+    largest = pixels.amax(2, keepdim=True)
     step = (pixels.shape[2] - counts.gather(2, largest)) // 255
     strictly_below = below_or_at - counts
     equalized = (strictly_below + step // 2) // step.clamp(min=1)

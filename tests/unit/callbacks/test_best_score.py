@@ -23,7 +23,7 @@ def test_the_name_of_the_logs_is_answered_with_the_name_of_the_score(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a Checkpoint makes its folder
-    for name, bare in (("valid_acc", "acc"), ("val_acc", "acc"), ("val_loss", "loss")):
+    for name, bare in (("val_acc", "acc"), ("val_loss", "loss")):
         message = f"got '{name}'. Did you mean '{bare}' (the history's 'valid_{bare}')?"
         with pytest.raises(ValueError, match=re.escape(message)):
             fit(1, make(name), valid=make_samples(6).batch(6))
@@ -32,8 +32,9 @@ def test_the_name_of_the_logs_is_answered_with_the_name_of_the_score(
         match=re.escape("got 'valid_auc'. More of them: Model(metrics={'valid_auc': …})"),
     ):
         fit(1, make("valid_auc"), valid=make_samples(6).batch(6))
-    # The advice works.
+    # The advice works, and the history's names do.
     run = fit(1, EarlyStopping("acc"), EarlyStopping("loss"), valid=make_samples(6).batch(6))
+    fit(1, make("valid_acc"), valid=make_samples(6).batch(6))
     assert {"valid_acc", "valid_loss"} <= set(run.history[0])
 
 

@@ -70,7 +70,7 @@ def test_lines_are_exact_and_the_same_for_every_sink(tmp_path: Path, sink: int |
     )
     rows = read_csv(tmp_path / "log.csv")
     lines = read_jsonl(tmp_path / "log.jsonl")
-    assert (tmp_path / "log.csv").read_text().splitlines()[0] == f"{STEP},valid_loss,valid_acc"
+    assert (tmp_path / "log.csv").read_text().splitlines()[0] == f"{STEP},acc,valid_loss,valid_acc"
     kinds = [(int(r["global_step"]), r["kind"]) for r in rows]
     steps = [(n, "step") for n in range(1, 27)]
     assert kinds == sorted(
@@ -345,8 +345,9 @@ def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path) -> None:
     assert 0 < len(state["waiting"]) < 10
     again = CSVLog(tmp_path / "log.csv")
     again.load_state_dict(state)
-    again.begin(Run(make_model(), 1, 13))
-    again.end(Run(make_model(), 1, 13))
+    run = Run(make_model(), 1, 13, train_metrics=("acc",))
+    again.begin(run)
+    again.end(run)
     expected = (tmp_path / "whole.csv").read_bytes().splitlines()[:11]
     assert csv_bytes(tmp_path).splitlines() == expected
 
@@ -367,7 +368,7 @@ def resume_csv(folder: Path, size_before: int) -> None:
     log = CSVLog(folder / "log.csv")
     log.load_state_dict({"offset": size_before, "waiting": []})
     trained = make_model()
-    run = Run(trained, 1, 13)
+    run = Run(trained, 1, 13, train_metrics=("acc",))
     log.begin(run)
     log.step(run, Row(3, 1, 27, 8, 0.5, 0.5, 0.1, 1.0, False, 1.0, True, 7))
     log.visit(run)
@@ -384,7 +385,17 @@ def test_a_csv_file_without_a_new_field_goes_on_without_it(tmp_path: Path) -> No
     ):
         resume_csv(tmp_path, len(before))
     after = (tmp_path / "log.csv").read_text()
-    assert after == before + "step,3,1,27,8,0.5,0.5,0.1,1.0,0,1.0,1,,\n"
+    assert after == before + "step,3,1,27,8,0.5,0.5,0.1,1.0,0,1.0,1,,,\n"
+
+
+def test_a_csv_file_from_before_training_metrics_goes_on_without_them(tmp_path: Path) -> None:
+    fit(1, CSVLog(tmp_path / "log.csv"))
+    without_field(tmp_path / "log.csv", "acc")
+    before = (tmp_path / "log.csv").read_text()
+    with pytest.warns(hs.Notice, match=r"has no column for acc, which is left out"):
+        resume_csv(tmp_path, len(before))
+    after = (tmp_path / "log.csv").read_text()
+    assert after == before + "step,3,1,27,8,0.5,0.5,0.1,1.0,0,1.0,1,7,,\n"
 
 
 def test_a_csv_file_with_a_field_that_is_gone_goes_on_with_an_empty_one(tmp_path: Path) -> None:

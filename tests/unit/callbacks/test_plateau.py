@@ -36,7 +36,13 @@ def planned_model(name: str, plan: list[float], **options: Any) -> Model:
     torch.manual_seed(3)
     net = nn.Linear(4, 3)
     options = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.5), **options}
-    return Model(net, nn.CrossEntropyLoss(), metrics={name: PlannedMetric(plan)}, **options)
+    return Model(
+        net,
+        nn.CrossEntropyLoss(),
+        metrics={name: PlannedMetric(plan)},
+        train_metrics=False,
+        **options,
+    )
 
 
 def train_planned(
@@ -273,7 +279,13 @@ def test_plateaus_as_torch_sees_them(
             run.scores and used_rates.append([float(g["lr"]) for g in optimizer.param_groups])
         )
     )
-    trained = Model(net, nn.CrossEntropyLoss(), optimizer, metrics={"m": PlannedMetric(plan)})
+    trained = Model(
+        net,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        metrics={"m": PlannedMetric(plan)},
+        train_metrics=False,
+    )
     data = make_samples().batch(26)
     plateau = ReduceLROnPlateau("m", mode=mode, **{"min_delta": 0.0, **how})
     trained.fit(

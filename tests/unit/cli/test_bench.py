@@ -1,10 +1,22 @@
 """`halfstep bench`: a row of times for each way to train."""
 
+import importlib
 import shlex
+from typing import Any
 
 import pytest
+import torch
 
+from halfstep.precision.advice import (
+    HalfUnits,
+    advise,
+    find_half_units,
+    precisions_to_compare,
+)
 from tests.support.command_line import run_command, run_json
+
+bench: Any = importlib.import_module("halfstep.cli.bench")
+QUICK = shlex.split("bench --net ffnn --batch 8 --seconds 0.1 --device cpu")
 
 
 def test_bench_times_each_way() -> None:
@@ -21,3 +33,51 @@ def test_bench_times_each_way() -> None:
         run_command(*words, "--shape", "7")
     with pytest.raises(ValueError, match="--shape: expected the sizes of one input"):
         run_command(*words, "--shape", "3,x,y")
+
+
+def bench_row(way: str, ratio: float, low: float, high: float) -> dict[str, Any]:
+    return {"way": way, "ms": 4 * ratio, "ratio": ratio, "ratio_quartiles": [low, high]}
+
+
+FP32 = [bench_row("torch, fp32", 0.9, 0.9, 0.9), bench_row("fp32", 1.0, 1.0, 1.0)]
+
+
+def test_bench_says_in_words_what_is_faster_or_slower_and_why() -> None:
+    rows = [
+        *FP32,
+        bench_row("O2", 1.31, 1.2, 1.4),
+        bench_row("bf16", 0.5, 0.45, 0.55),
+        bench_row("O1+bf16", 1.01, 0.98, 1.04),
+        bench_row("fp16", 1.0, 0.6, 2.0),
+    ]
+    assert bench._in_words(HalfUnits("CPU", ("bf16",)), rows) == [
+        "O2 is 1.31 × as slow as fp32 here: this CPU has no fp16 units",
+        "bf16 is 2 × as fast as fp32 here",
+        "O1+bf16 is as fast as fp32 here",
+        "fp16 takes 0.60 to 2.00 × the time of fp32 in half of the rounds: "
+        "faster or slower is not clear",
+    ]
+    [sentence] = bench._in_words(HalfUnits("CPU", ()), [*FP32, rows[2]])
+    assert sentence == "O2 is 1.31 × as slow as fp32 here: this CPU has no half-precision units"
+
+
+def test_bench_recommends_by_the_function_of_compare() -> None:
+    words = [*QUICK, "--precisions", "O2,fp32"]
+    result = run_json(*words)
+    steps = bench._step_times(result["rows"])
+    assert [step.precision for step in steps] == ["fp32", "O2"]
+    units = find_half_units(torch.device("cpu"))
+    assert result["recommendation"] == advise(units, steps=steps)._asdict()
+    text = run_command(*words)
+    assert "by time alone, use " in text
+    assert "O2 " in text.rpartition("samples/s")[2].partition("by time alone")[0]
+
+    alone = run_json(*QUICK, "--precisions", "O2")
+    assert alone["recommendation"] is None
+    assert alone["in_words"] == []
+
+
+def test_bench_times_what_compare_tries() -> None:
+    rows = run_json(*QUICK)["rows"]
+    units = find_half_units(torch.device("cpu"))
+    assert tuple(row["way"] for row in rows[1:]) == precisions_to_compare(units)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfstep.cli import info_speed
+from halfstep.precision.advice import advise, begin_with, find_half_units
 from tests.support.command_line import run_command, run_json
 
 
@@ -13,32 +14,31 @@ def dtype_row(dtype: str, gflops: float | None, native: bool = True) -> dict[str
     return {"dtype": dtype, "native": native, "by": "torch", "gflops": gflops}
 
 
-RECOMMENDATIONS = {
-    "bf16 before fp16": (
+SPEEDUPS = {
+    "both": (
         [dtype_row("fp32", 50.0), dtype_row("fp16", 500.0), dtype_row("bf16", 400.0)],
-        "O1+bf16",
+        {"bf16": 8.0, "fp16": 10.0},
     ),
-    "fp16 alone": (
+    "one is emulated": (
         [dtype_row("fp32", 10.0), dtype_row("fp16", 80.0), dtype_row("bf16", 1.0, native=False)],
-        "O1",
+        {"fp16": 8.0},
     ),
-    "not worth it": (
-        [dtype_row("fp32", 100.0), dtype_row("fp16", 149.0), dtype_row("bf16", 140.0)],
-        "fp32",
+    "two ways, both emulated": (
+        [
+            dtype_row("fp32", 100.0),
+            dtype_row("fp16", 1.0, native=False),
+            dtype_row("fp16", 900.0, native=False),
+        ],
+        {},
     ),
-    "just worth it": ([dtype_row("fp32", 100.0), dtype_row("fp16", 150.0)], "O1"),
-    "fast but not native": (
-        [dtype_row("fp32", 100.0), dtype_row("fp16", 900.0, native=False)],
-        "fp32",
-    ),
-    "not measured": ([dtype_row("fp32", None), dtype_row("bf16", None)], "O1+bf16"),
+    "not measured": ([dtype_row("fp32", None), dtype_row("bf16", None)], {}),
 }
 
 
-@pytest.mark.parametrize("name", RECOMMENDATIONS)
-def test_the_recommendation_follows_the_units_and_their_speed(name: str) -> None:
-    rows, expected = RECOMMENDATIONS[name]
-    assert info_speed.recommend_precision("cuda", rows)["precision"] == expected
+@pytest.mark.parametrize("name", SPEEDUPS)
+def test_only_native_products_count(name: str) -> None:
+    rows, expected = SPEEDUPS[name]
+    assert info_speed.product_speedups(rows) == expected
 
 
 def test_info_shows_every_dtype_and_its_speed() -> None:
@@ -46,9 +46,13 @@ def test_info_shows_every_dtype_and_its_speed() -> None:
     rows = result["dtypes"]
     assert {row["dtype"] for row in rows} == {"fp64", "fp32", "fp16", "bf16"}
     assert all(row["gflops"] > 0 for row in rows)
-    assert result["recommendation"] == info_speed.recommend_precision("cpu", rows)
+    units = find_half_units(torch.device("cpu"))
+    assert {row["dtype"] for row in rows if row["native"]} == {"fp64", "fp32", *units.dtypes}
+    advice = advise(units, product_speedups=info_speed.product_speedups(rows))
+    assert result["recommendation"] == advice._asdict()
 
     lines = run_command("info", "--device", "cpu", "--seconds", "0").splitlines()
+    assert f"begin with {begin_with(units)}: {units.describe()}" in "\n".join(lines)
     assert any(line.split() == ["fp32", "yes", "torch"] for line in lines)
 
 

@@ -454,6 +454,24 @@ def test_a_call_that_is_out_of_time_says_how_to_go_on_and_exits_with_124() -> No
     assert checkpoint.latest("r") == later
 
 
+@pytest.mark.slow
+def test_calls_of_limited_time_end_with_the_weights_of_one_call(project: Path) -> None:
+    """As a job script repeats the command until it is done, in processes of its own."""
+    words = ["train", *SMALL_RUN, "--epochs", "40", "--schedule", "linear", "--device", "cpu"]
+    command = [sys.executable, "-c", "from halfstep.cli import main; main()", *words]
+    again = [*command, "--out", "r", "--resume", "auto", "--max-time", "0.2s"]
+    codes = []
+    while codes == [] or codes[-1] == 124:
+        call = subprocess.run(again, cwd=project, capture_output=True, check=False)
+        codes.append(call.returncode)
+    assert codes[-1] == 0
+    assert len(codes) > 1
+    subprocess.run([*command, "--out", "whole"], cwd=project, capture_output=True, check=True)
+    weights = load_file("r/weights.safetensors")
+    for name, whole in load_file("whole/weights.safetensors").items():
+        assert torch.equal(weights[name], whole)
+
+
 @pytest.mark.parametrize(("limit", "steps"), [("2", 2), ("0.4", 2), ("40%", 2), ("1.0", 5)])
 def test_limited_batches_are_those_of_the_library(limit: str, steps: int) -> None:
     """Five batches an epoch; the schedule ends with the last update of the limited run."""
@@ -470,7 +488,7 @@ def test_limited_batches_are_those_of_the_library(limit: str, steps: int) -> Non
     if steps == 2:
         replayed = run_json("replay", "r", "--step", "3")
         assert replayed["step"] == 3
-        with pytest.raises(ValueError, match="limit_batches was .* and is None"):
+        with pytest.raises(ValueError, match=r"limit_batches was .* and is None"):
             train_small("r", "--epochs", "3", "--resume", "auto")
 
 

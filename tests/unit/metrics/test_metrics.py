@@ -630,7 +630,10 @@ def test_an_error_in_compute_names_the_metric_and_fit_keeps_the_note() -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     metrics = {"mine": failing_metric}
     model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, metrics=metrics)
-    with pytest.raises(UserError) as caught:
+    with (
+        pytest.warns(hs.Notice, match="'mine' cannot be counted on training data"),
+        pytest.raises(UserError) as caught,
+    ):
         model.fit(1, data, valid=data)
     note = "in the metric 'mine', which was given float32 [3, 3] and int64 [3]"
     assert note in caught.value.__notes__

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -118,6 +119,26 @@ def unsound_results(low: torch.dtype, device: str) -> dict[str, str]:
         if any(found):
             unsound[name] = max(found)
     return unsound
+
+
+@pytest.mark.parametrize("low", [F16, BF16])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_random_pooling_windows_lie_where_float32_has_them(dims: int, low: torch.dtype) -> None:
+    """The same samples, rounded to half before: a window that begins elsewhere has other maxima."""
+    pool = F.fractional_max_pool2d if dims == 2 else F.fractional_max_pool3d
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        x = torch.randn(2, 3, *([9] * dims), generator=generator).to(low)
+        samples = torch.rand(2, 3, dims, generator=generator).to(low)
+        options: dict[str, Any] = {"output_size": [4] * dims, "return_indices": True}
+        with OpRules(low):
+            out, indices = pool(x, 2, _random_samples=samples, **options)
+            without_indices = pool(x, 2, output_size=[4] * dims, _random_samples=samples)
+        expected, places = pool(x.float(), 2, _random_samples=samples.float(), **options)
+        assert out.dtype == without_indices.dtype == low
+        assert torch.equal(out.float(), expected)
+        assert torch.equal(indices, places)
+        assert torch.equal(without_indices, out)
 
 
 @pytest.mark.parametrize("low", [F16, BF16])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import halfstep as hs
+from halfstep.precision.advice import begin_with, find_half_units
 from halfstep.precision.backend_flags import check_deterministic, check_supported
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -541,10 +542,10 @@ PRECISIONS = {
     ),
     "tf32": Case(
         lambda: check_supported(hs.Precision("tf32"), CPU),
-        ("CUDA", "cpu", "'fp32'", "'O1'"),
+        ("CUDA", "cpu", "use 'fp32'"),  # and, on a device with half units, what uses them
         lambda: (
             check_supported(hs.Precision("fp32"), CPU),
-            check_supported(hs.Precision("O1"), CPU),
+            check_supported(hs.Precision(begin_with(find_half_units(CPU))), CPU),
         ),
     ),
     "mps": Case(

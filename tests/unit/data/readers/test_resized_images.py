@@ -32,8 +32,8 @@ def test_a_square_is_pillows_resize_and_crop(size: tuple[int, int], side: int) -
         resized = Image.fromarray(pixels).resize((int(side * width / height), side), 2)
     else:
         resized = Image.fromarray(pixels).resize((side, int(side * height / width)), 2)
-    left = int(round((resized.width - side) / 2.0))
-    top = int(round((resized.height - side) / 2.0))
+    left = round((resized.width - side) / 2)
+    top = round((resized.height - side) / 2)
     expected = np.asarray(resized.crop((left, top, left + side, top + side)))
     assert np.array_equal(resize_and_crop(pixels, (side, side)), expected)
 

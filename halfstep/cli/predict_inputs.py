@@ -18,6 +18,7 @@ from halfstep.data import Dataset
 from halfstep.data.pipeline.collate import stack_column
 from halfstep.data.pipeline.function_map import FunctionMap
 from halfstep.data.pipeline.maps import TransformMap
+from halfstep.data.pipeline.torchvision_maps import TorchvisionMap, mixes_batches
 from halfstep.data.readers.resize_crop import parse_image_size
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import TrainSettings
@@ -161,6 +162,8 @@ class TrainingMaps:
                 constant = tuple(part for t in step.transforms for part in _without_draws(t))
                 if constant:
                     maps.append(replace(step, transforms=constant))
+            elif isinstance(step, TorchvisionMap) and mixes_batches(step.function):
+                continue  # only varies training
             elif isinstance(step, FunctionMap) and column in step.output:
                 if step.columns != (column,) or step.output != (column,):
                     return None

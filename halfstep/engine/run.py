@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.step import Record
-from halfstep.step.state import NOTHING, ROW_FIELDS, row_columns
+from halfstep.step.state import ROW_FIELDS, row_columns
 
 # Where each field stands in a row of numbers.
 LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
@@ -159,9 +159,9 @@ class Row:
     grad_norm: float
     updated: bool
     fingerprint: int = 0
-    parts: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    parts: Mapping[str, float] = field(default_factory=dict)
     """What the loss returned beside itself, by column."""
-    counts: Mapping[str, tuple[float, float]] = field(default_factory=lambda: NOTHING)
+    counts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Of each metric on training data, by column: what this batch adds to its total and count."""
 
     @property
@@ -201,7 +201,7 @@ class ExtraColumns:
     ) -> tuple[Mapping[str, float], Mapping[str, tuple[float, float]]]:
         """The numbers of a record as parts and counts. Without numbers there are none."""
         if not numbers:
-            return NOTHING, NOTHING
+            return {}, {}
         part_count = len(self.parts)
         parts = dict(zip(self.parts, numbers[:part_count], strict=True))
         pairs = zip(numbers[part_count::2], numbers[part_count + 1 :: 2], strict=True)
@@ -249,11 +249,10 @@ def _read_extras(records: Sequence[Record]) -> list[list[float]]:
     if width == 0:
         return [[] for _ in records]
     # An empty batch before the first real one does not know the parts yet.
-    zero = torch.zeros_like(records[0].loss, dtype=torch.float64)
-    columns = []
-    for i in range(width):
-        column = [numbers[i].double() if numbers else zero for numbers in extras]
-        columns.append(torch.stack(column))
+    if not all(extras):
+        zero = torch.zeros_like(records[0].loss, dtype=torch.float64)
+        extras = [[n.double() for n in numbers] or [zero] * width for numbers in extras]
+    columns = [torch.stack(list(column)).double() for column in zip(*extras, strict=True)]
     rows: list[list[float]] = torch.stack(columns, 1).tolist()
     return rows
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from halfstep import checkpoint
 from halfstep.engine import Row, Run
+from halfstep.engine.run import ROW_COLUMNS
 
 LOG = "log.jsonl"
 
@@ -37,7 +37,8 @@ class RecordedSteps:
         recorded = self._rows.get((row.global_step, "step"))
         if recorded is None:
             return []
-        replayed = {name: _as_logged(value) for name, value in asdict(row).items()}
+        values = {**{name: getattr(row, name) for name in ROW_COLUMNS}, **row.extras}
+        replayed = {name: _as_logged(value) for name, value in values.items()}
         if not row.fingerprint:  # it is computed only where the builder asks for it
             del replayed["fingerprint"]
         return differing_fields(recorded, replayed)

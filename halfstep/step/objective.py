@@ -306,6 +306,8 @@ def _find_target_parameter(loss: Any) -> int | None:
 
 def _detach(value: Any) -> Any:
     """Every tensor in a tree without its history."""
+    if isinstance(value, Tensor):
+        return value.detach()
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 

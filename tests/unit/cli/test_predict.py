@@ -66,6 +66,12 @@ def sized():
     transforms = [hs.data.Resize(28), hs.data.Rescale(1 / 255)]
     return build(dataset(IMAGES[:, ::2, ::2]).map(transforms, "image"))
 
+def recipe():
+    transforms = [hs.data.RandomResizedCrop(28), hs.data.Flip(), hs.data.Rescale(1 / 255)]
+    run = build(dataset(IMAGES).map(transforms, "image"))
+    mixers = [hs.data.MixUp(10, 0.2), hs.data.CutMix(10)]
+    return {**run, "data": run["data"].map(mixers, ["image", "label"])}
+
 def floats():
     return build(dataset(IMAGES / 255))
 
@@ -174,6 +180,15 @@ def test_the_maps_of_a_run_that_resizes_are_applied() -> None:
     message = r"an array of \[samples, 14, 14\], as the network .* got \[3, 9, 9\]"
     with pytest.raises(ValueError, match=message):
         run_json("predict", "r", "odd.npy")
+
+
+def test_random_crops_to_a_size_become_a_resize_and_its_centre() -> None:
+    """Mixing and what else is random is left out."""
+    model = train("recipe")
+    transforms = [hs.data.Resize(32, antialias=True), hs.data.CenterCrop(28)]
+    transforms.append(hs.data.Rescale(1 / 255))
+    (prepared,) = next(iter(hs.data.Dataset((TEST_IMAGES,)).map(transforms).batch(3)))
+    assert predicted_probabilities("u8.npy") == probabilities(model, prepared)
 
 
 def test_another_size_is_resized_with_a_notice() -> None:

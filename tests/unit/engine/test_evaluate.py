@@ -412,6 +412,7 @@ def test_a_score_of_several_numbers_is_a_copy_and_logged_as_a_list(tmp_path: Pat
         nn.MSELoss(),
         torch.optim.SGD(net.parameters(), lr=0.1),
         metrics={"errors": ErrorsOfOutputs(2)},
+        train_metrics=False,
     )
     log = hs.JSONLLog(tmp_path / "log.jsonl")
     run = model.fit(2, data, valid=data, callbacks=[log, hs.CSVLog(tmp_path / "log.csv")])
@@ -441,6 +442,7 @@ def test_one_number_of_any_kind_is_a_score(value: Any) -> None:
         nn.MSELoss(),
         torch.optim.SGD(net.parameters(), lr=0.01),
         metrics={"acc": metric},
+        train_metrics=False,
     )
     stopping = hs.EarlyStopping("acc")
     run = model.fit(1, batches(), valid=batches(), callbacks=[stopping])

@@ -44,7 +44,7 @@ def softmax_loss(logits: Tensor, onehot: Tensor) -> Tensor:
 def build_step(precision: str = "fp32", lr: float = LEARNING_RATE) -> hs.TrainStep:
     net = ReLUMeanDense(CHANNELS, CLASSES).to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.1)
-    return hs.TrainStep(net, softmax_loss, optimizer, precision=precision)
+    return hs.TrainStep(net, softmax_loss, optimizer, precision=hs.Precision(precision))
 
 
 def weights_after_first_update(x: Tensor, onehot: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def train(precision: str, full: bool, seed: int) -> tuple[hs.Model, dict[str, fl
         net,
         None,  # the network computes its own loss
         torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE, weight_decay=0.01),
-        precision,
+        hs.Precision(precision),
         schedule=hs.schedules.cosine(LEARNING_RATE, updates, warmup=updates // 10),
         clip_norm=1.0,
         metrics={"acc": hs.metrics.Accuracy()},

@@ -55,7 +55,7 @@ def build_model(full: bool, seed: int, precision: str) -> hs.Model:
         net,
         nn.CrossEntropyLoss(),
         torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
-        precision,
+        hs.Precision(precision),
         metrics={"acc": hs.metrics.Accuracy()},
         deterministic=not full,
     )

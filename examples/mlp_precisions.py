@@ -60,7 +60,7 @@ def train(precision: str, full: bool, seed: int) -> dict[str, float]:
         net,
         nn.CrossEntropyLoss(),
         torch.optim.SGD(net.parameters(), lr=lr),
-        precision,
+        hs.Precision(precision),
         metrics={"acc": hs.metrics.Accuracy()},
     )
     print(f"\n===== {precision}")

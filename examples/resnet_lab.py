@@ -63,7 +63,7 @@ def build_model(precision: str, full: bool, seed: int, updates: int) -> hs.Model
         net,
         hs.losses.CrossEntropy(label_smoothing),
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9),
-        precision,
+        hs.Precision(precision),
         metrics={"acc": hs.metrics.Accuracy()},
         schedule=hs.schedules.poly(0.1, updates, warmup=updates // 2, start=0.01),
         deterministic=not full,

@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[str, str]] = {
     "bfloat16": ("the precision is one word", "hs.Model(net, loss, optimizer, 'bf16')"),
     "float": ("the precision is one word", "hs.Model(net, loss, optimizer, 'fp32')"),
     "double": ("the precision is one word", "hs.Model(net, loss, optimizer, 'fp64')"),
-    "summary": ("report says the dtypes of every module", "print(model.report())"),
+    "summary": ("it is a function", "hs.summary(model, data)"),
     "save_weights": ("save writes the weights", "model.save('weights.safetensors')"),
     "save_pretrained": ("save writes the weights", "model.save('weights.safetensors')"),
     "load_weights": ("load reads weights", "model.load('weights.safetensors')"),

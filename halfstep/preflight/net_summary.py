@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from halfstep.engine import Feed
 from halfstep.model import Model
 from halfstep.model.resume_backup import ResumeBackup
-from halfstep.precision import Applied, Precision
+from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import set_backend_flags
 from halfstep.preflight.net_costs import (
     MemoryUse,
@@ -158,7 +158,7 @@ def summary(
     net: nn.Module | Model,
     data: Any = None,
     *,
-    precision: str | Precision | None = None,
+    precision: PrecisionName | Precision | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     show: bool = True,
 ) -> NetSummary:

@@ -11,7 +11,7 @@ import torch
 
 from halfstep.precision import Precision
 from halfstep.precision.backend_flags import check_supported
-from halfstep.utils.checks import SEED_LIMIT, expect, finite_number, one_of, whole_number
+from halfstep.utils.checks import expect, finite_number, one_of, whole_number
 from halfstep.utils.text import plural
 
 # Name → description, and the learning rate that is used when none is set.
@@ -22,6 +22,8 @@ OPTIMIZERS: dict[str, tuple[str, float]] = {
     "adamw": ("AdamW", 1e-3),
 }
 SCHEDULES = ("constant", "linear", "cosine", "poly", "steps", "one_cycle")
+
+SEED_LIMIT = 1 << 63  # torch.manual_seed takes seeds below it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ from halfstep.cli.compare import HELP as COMPARE_HELP
 from halfstep.cli.compare import compare
 from halfstep.cli.data import data_app
 from halfstep.cli.evaluate import evaluate
+from halfstep.cli.find_lr import HELP as FIND_LR_HELP
+from halfstep.cli.find_lr import find_lr
 from halfstep.cli.info import info
 from halfstep.cli.options import Command, Group, option_flag
 from halfstep.cli.output import EXIT_INTERRUPTED, echo
@@ -102,6 +104,7 @@ app.command(cls=Command)(report)
 app.command(help=TRAIN_HELP, cls=Command)(train)
 app.command("eval", cls=Command)(evaluate)
 app.command(cls=Command)(predict)
+app.command("find-lr", help=FIND_LR_HELP, cls=Command)(find_lr)
 app.command(cls=Command)(info)
 app.command(help=BENCH_HELP, cls=Command)(bench)
 app.add_typer(data_app, name="data")

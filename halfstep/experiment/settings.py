@@ -14,7 +14,7 @@ from halfstep.data.splits import check_test_share
 from halfstep.precision import Precision
 from halfstep.precision.advice import find_half_units, precisions_to_compare
 from halfstep.precision.backend_flags import check_supported
-from halfstep.utils.checks import SEED_LIMIT, expect, finite_number, one_of, whole_number
+from halfstep.utils.checks import expect, finite_number, one_of, whole_number
 from halfstep.utils.text import plural
 
 # Name → description, and the learning rate that is used when none is set.
@@ -31,6 +31,7 @@ BY_DEVICE = ("by device",)
 
 CLASS_WEIGHTS = ("balanced",)
 TASKS = ("classification", "regression")
+SEED_LIMIT = 1 << 63  # torch.manual_seed takes seeds below it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,11 @@ from halfstep.utils.atomic_files import write_chunks
 
 # The width of the smoothing, as a share of all updates of the test: 4 of 100.
 SMOOTHING_SHARE = 0.04
+MIN_SMOOTHING = 2.0  # updates
+
+# The smoothed loss falls if it does so by this many times the scatter of the losses around it. Of
+# losses that only scatter, about one test of 100 updates in 200 would fall as far.
+MIN_FALL = 1.5
 
 # A loss that was smoothed over this many times the lowest has diverged (the rule of fastai's and
 # Lightning's tests), if it is also above where it began.
@@ -64,17 +69,22 @@ class LRCurve:
     def plot(self, path: str | Path) -> Path:
         """Draws the curve into an SVG file, which any browser shows. Returns its path."""
         path = Path(path)
-        if path.suffix.lower() != ".svg":
-            raise ValueError(
-                f"plot: expected a file that ends in .svg, got {str(path)!r}. For other formats, "
-                "draw curve.rates and curve.smoothed with your library"
-            )
+        check_picture_name(path, "plot")
         write_chunks(path, [self._repr_svg_().encode()])
         return path
 
     def _repr_svg_(self) -> str:
         """The picture that a notebook shows."""
         return draw_svg(self.rates, self.losses, self.smoothed, self.suggestion)
+
+
+def check_picture_name(path: Path, argument: str) -> None:
+    """ValueError for a file that is no SVG."""
+    if path.suffix.lower() != ".svg":
+        raise ValueError(
+            f"{argument}: expected a file that ends in .svg, got {str(path)!r}. For other formats, "
+            "draw curve.rates and curve.smoothed with your library"
+        )
 
 
 def smooth(losses: Sequence[float], width: float) -> list[float]:
@@ -101,7 +111,7 @@ def _mean_around(losses: Sequence[float], i: int, weights: Sequence[float]) -> f
 
 def smoothing_width(updates: int) -> float:
     """The standard deviation of the smoothing, in updates, for a test of so many."""
-    return max(1.0, updates * SMOOTHING_SHARE)
+    return max(MIN_SMOOTHING, updates * SMOOTHING_SHARE)
 
 
 def divergence_limit(first: float, best: float) -> float:
@@ -131,10 +141,10 @@ def steepest_descent(smoothed: Sequence[float]) -> int:
 
 
 def descends(losses: Sequence[float], smoothed: Sequence[float]) -> bool:
-    """Whether the smoothed loss falls by more than the losses scatter around it."""
+    """Whether the smoothed loss falls by clearly more than the losses scatter around it."""
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     if lowest == 0:
         return False
     squares = [(losses[i] - smoothed[i]) ** 2 for i in range(lowest + 1)]
     scatter = math.sqrt(sum(squares) / len(squares))
-    return smoothed[0] - smoothed[lowest] > scatter
+    return smoothed[0] - smoothed[lowest] > MIN_FALL * scatter

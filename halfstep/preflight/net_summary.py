@@ -240,8 +240,7 @@ def _objective_of(model: Model | None) -> Any:
 @contextmanager
 def _left_as_it_was(net: nn.Module, model: Model | None) -> Iterator[ResumeBackup]:
     """Inside, the network may run; afterwards it and the random states are what they were."""
-    modes = [(module, module.training) for module in net.modules()]
-    python_state = PythonState(net)
+    python_state = PythonState(net)  # train and eval modes among it
     tensors = ModuleBackup(net, None if model is None else model.loss)
     backup = ResumeBackup()
     try:
@@ -251,8 +250,6 @@ def _left_as_it_was(net: nn.Module, model: Model | None) -> Iterator[ResumeBacku
         backup.put_back()
         tensors.put_back()
         python_state.restore()
-        for module, mode in modes:
-            module.training = mode
 
 
 def _first_batch(

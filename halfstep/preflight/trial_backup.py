@@ -31,6 +31,7 @@ def undone_trial(model: Model) -> Iterator[ResumeBackup]:
     backup.add(_undo_gradients(step.params))
     backup.add(PythonState(model.net, step.objective.loss, step.objective.forward).restore)
     for part in (
+        step.objective,
         step.host_reads,
         step.device_watch,
         step.buffers,

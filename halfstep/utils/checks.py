@@ -7,8 +7,6 @@ from typing import Any
 
 from halfstep.errors import closest_name
 
-SEED_LIMIT = 1 << 63  # torch.manual_seed takes seeds below it
-
 
 def expect(ok: bool, name: str, expected: str, received: object, known: Iterable[str] = ()) -> None:
     """Raises a ValueError unless `ok`. Where `known` names exist, it suggests the closest one."""

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from halfstep.utils.checks import SEED_LIMIT, whole_number
+from halfstep.utils.checks import whole_number
 from halfstep.utils.saved_state import SavedValue
+
+MAX_SEED = (1 << 63) - 1  # of torch.manual_seed
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
@@ -23,7 +25,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     the process; without it, torch's switches stay as they are.
     """
     number = whole_number("seed", seed, minimum=0)
-    if number >= SEED_LIMIT:
+    if number > MAX_SEED:
         raise ValueError(f"seed: expected a whole number below 2**63, received {seed!r}")
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic: expected True or False, received {deterministic!r}")

@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),
-        *("callbacks", "model", "experiment", "reproduce", "compare", "report"),
+        *("callbacks", "model", "experiment", "preflight", "reproduce", "compare", "report"),
     },
 }
 

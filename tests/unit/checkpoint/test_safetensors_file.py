@@ -73,13 +73,13 @@ def test_what_the_format_cannot_hold_is_refused_before_the_old_file_is_touched(
 def test_saving_weights_needs_no_copy_of_them(tmp_path: Path) -> None:
     """Nothing near the 16 MiB of the weights is allocated, by Python or by torch."""
     net = nn.Linear(2048, 2048)
-    save_weights(net, tmp_path / "warm-up")
+    save_weights(net, tmp_path / "warm-up.safetensors")
     tracemalloc.start()
-    save_weights(net, tmp_path / "file")
+    save_weights(net, tmp_path / "file.safetensors")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     with torch.profiler.profile(profile_memory=True) as profile:
-        save_weights(net, tmp_path / "file")
+        save_weights(net, tmp_path / "file.safetensors")
     allocated = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert peak < 4 << 20
     assert allocated < 1 << 20

@@ -7,6 +7,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,7 +23,7 @@ from halfstep.engine.captured.cache import ModelCaptures
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.step_program import StepProgram
-from halfstep.preflight.lr_curve import steepest_descent
+from halfstep.preflight.lr_curve import descends, smooth, smoothing_width, steepest_descent
 from tests.support.emulated_graphs import CPU, EmulatedGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch-coupled layers:halfstep.errors.Notice")
@@ -190,8 +191,8 @@ def test_everything_is_as_it_was_and_training_goes_on_equally(case: str, trained
         if model is models[0]:
             before = everything(model)
             places = addresses(model)
-            tested = find_lr_quickly(model, data)
-            assert len(tested.losses) >= 10
+            with suppress(ValueError) if trained else nullcontext():  # nothing left to fall
+                assert len(find_lr_quickly(model, data).losses) >= 10
             assert_same(everything(model), before)
             assert addresses(model) == places
         history = model.fit(2, data).history
@@ -254,7 +255,8 @@ def test_captured_steps_are_tested_by_graphs_of_their_own(
             before = everything(model)
             places = addresses(model)
             count = len(programs)
-            curve = find_lr_quickly(model, dataset(), updates=30)
+            with suppress(ValueError) if trained else nullcontext():
+                curve = find_lr_quickly(model, dataset(), updates=30)
             assert len(programs) == count + 1
             assert programs[-1].replays > 10
             assert_same(everything(model), before)
@@ -531,6 +533,18 @@ def test_a_loss_that_does_not_fall_is_an_error_and_changes_nothing() -> None:
     data = hs.data.Dataset((X, random_labels)).batch(8)
     with pytest.raises(ValueError, match="does not fall"):
         hs.find_lr(make_model(), data, low=1e-4, high=10, updates=12)
+
+
+def test_losses_that_only_scatter_are_rarely_taken_for_a_descent() -> None:
+    """Simulated: normal noise around a constant, and the same on a descent of three times it."""
+    generator = torch.Generator().manual_seed(0)
+    noise = 2.0 + 0.1 * torch.randn(1000, 100, generator=generator, dtype=torch.float64)
+    fall = 0.3 / (1 + torch.exp(-(torch.arange(100) - 60) / 5))
+    width = smoothing_width(100)
+    false_descents = sum(descends(row, smooth(row, width)) for row in noise.tolist())
+    descents = sum(descends(row, smooth(row, width)) for row in (noise - fall).tolist())
+    assert false_descents <= 20
+    assert descents >= 980
 
 
 def test_a_loss_that_is_not_finite_from_the_start_is_an_error() -> None:

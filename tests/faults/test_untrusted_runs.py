@@ -381,14 +381,22 @@ def test_two_processes_make_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_every_setting_is_either_a_number_or_looked_at(tmp_path: Path) -> None:
     """A new setting that holds text must be judged here: is it imported, opened or fetched?"""
     judged = {"build", "net", "data", "path"}
-    names_of_tables = {"precision", "optimizer", "schedule", "device"}
+    names_of_tables = {"precision", "optimizer", "schedule", "device", "class_weights", "task"}
+    parsed = {"size"}  # into two numbers
+    names_of_columns = {"target", "drop"}  # compared with what a table has
     texts = set()
     for name, annotation in TrainSettings.__annotations__.items():
         if "str" in str(annotation):
             texts.add(name)
-    assert texts == judged | names_of_tables
-    for name in sorted(names_of_tables):
+    assert texts == judged | names_of_tables | parsed | names_of_columns
+    for name in sorted(names_of_tables | parsed | names_of_columns):
+        option = f"--{name.replace('_', '-')}"
         result = CliRunner().invoke(
-            app, ["train", f"--{name}", "evil:net", "--out", str(tmp_path / "o")]
+            app, ["train", option, "evil:net", "--out", str(tmp_path / "o")]
         )
         assert isinstance(result.exception, ValueError), name
+
+
+def test_a_table_is_opened_only_if_trusted() -> None:
+    settings = {"build": None, "net": "mlp", "data": "csv:/etc/passwd", "path": None}
+    assert run_seal.reasons_to_distrust(settings) == {"data": "open the table 'csv:/etc/passwd'"}

@@ -372,7 +372,7 @@ def test_settings_are_checked_as_one_value(
         ),
         ({"data": "nowhere"}, ValueError, "expected sample, mnist.*there is no such folder"),
         ({"data": "fashion_mnist"}, ValueError, "no such folder. Did you mean 'fashion-mnist'"),
-        ({"data": "."}, ValueError, "expected train/ and test/ .*holds none of these"),
+        ({"data": "."}, ValueError, "expected one folder of images .*holds none of these"),
         ({"data": "sample", "path": "x"}, ValueError, "^path"),
     ],
 )

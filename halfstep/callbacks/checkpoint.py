@@ -23,6 +23,7 @@ from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import first_line
 
@@ -92,7 +93,7 @@ class Checkpoint(Callback):
                     "Checkpoint: nothing will be evaluated in this run, so "
                     f"best={self.best.metric!r} does nothing; give fit(valid=…)",
                     Notice,
-                    stacklevel=2,
+                    stacklevel=user_stacklevel(),
                 )
         self._check_writable()
         self.check_no_other_run(run.position if run.resumed is not None else None)
@@ -311,4 +312,4 @@ def _find_health(run: Run, tree: dict[str, Any]) -> Health:
 
 def _warn_not_saved(run: Run, text: str) -> None:
     name = checkpoint.name_of(run.position)
-    warnings.warn(f"checkpoint {name} was not saved, {text}", Notice, stacklevel=3)
+    warnings.warn(f"checkpoint {name} was not saved, {text}", Notice, stacklevel=user_stacklevel())

@@ -25,6 +25,7 @@ from halfstep.engine.run import ROW_COLUMNS, score_name
 from halfstep.errors import Notice
 from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = ROW_COLUMNS
@@ -110,7 +111,7 @@ class _Log(Callback):
                 f"{run.position}: the lines before are in the log of the run that {run.resume} "
                 "was saved in. Copy that file here before the fit, and it goes on in it.",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
             self.file.start_anew()
         self.file.open(head, replace=_resume_found_nothing(run), is_resumed=run.resumed is not None)
@@ -192,7 +193,7 @@ class CSVLog(_Log):
                 f"CSVLog: {self.file.path}, written by another version of halfstep, "
                 f"{' and '.join(differences)}",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
         self.columns = in_file
         self._left_out = set(left_out)
@@ -251,7 +252,7 @@ class CSVLog(_Log):
                 f"CSVLog: the columns are fixed at the start of a run, {', '.join(unknown)} came "
                 "with an evaluation later and is left out; a JSONLLog has it",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
         elif unknown:
             raise ValueError(
@@ -563,7 +564,7 @@ class LogFile:
                 f"{self.owner}: {self.path} cannot be written ({error.strerror}); its lines "
                 "wait in memory, training goes on",
                 Notice,
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
         self._has_warned = True
 
@@ -594,7 +595,7 @@ class LogFile:
                 f"{self.path}. Nothing else of the run is lost. Where a Checkpoint has saved its "
                 "end, it holds these lines too: make room, and fit(resume='auto') writes them.",
                 Notice,
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
 
     def state_dict(self) -> dict[str, Any]:

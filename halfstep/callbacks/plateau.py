@@ -15,6 +15,7 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import plural
 
@@ -190,7 +191,7 @@ class Best:
             f"{self.owner}: the score {self.metric!r} is {score}: {effect}. Look at the metric and "
             "the loss of the epochs before it",
             Notice,
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
 
 
@@ -443,5 +444,5 @@ def _warn_nothing_evaluated(owner: str) -> None:
     warnings.warn(
         f"{owner}: nothing was evaluated in this run, so it did nothing; give fit(valid=…)",
         Notice,
-        stacklevel=2,
+        stacklevel=user_stacklevel(),
     )

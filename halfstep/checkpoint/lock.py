@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from halfstep.errors import CheckpointError, Notice
+from halfstep.utils.keywords import user_stacklevel
 
 LOCK_FILE = ".halfstep-lock"
 
@@ -159,5 +160,5 @@ def _warn_without_lock(path: Path, error: OSError, request: LockRequest) -> None
         f"{request.who}: {path.parent} cannot be locked on this file system ({reason}). "
         "Training goes on; see to it that no other run saves there.",
         Notice,
-        stacklevel=8,
+        stacklevel=user_stacklevel(),
     )

@@ -22,6 +22,7 @@ from halfstep.checkpoint.store import save, verify
 from halfstep.checkpoint.verified import RECENT_CHANGE_S, VerifiedCheckpoints
 from halfstep.errors import CheckpointError, Notice, checkpoint_error
 from halfstep.utils.atomic_files import sync_folder
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import plural
 
 REPLACEMENT_SUFFIX = ".new"
@@ -90,7 +91,9 @@ def latest(root: str | Path) -> Path | None:
         if search.newest is not None:
             outcome = f"{search.newest} is used instead"
         reasons = "\n  ".join([*search.broken, *search.bad])
-        warnings.warn(f"{' and '.join(kinds)}, {outcome}:\n  {reasons}", Notice, stacklevel=2)
+        warnings.warn(
+            f"{' and '.join(kinds)}, {outcome}:\n  {reasons}", Notice, stacklevel=user_stacklevel()
+        )
     return search.newest
 
 
@@ -108,7 +111,7 @@ def choose(source: str | Path) -> Path | None:
             warnings.warn(
                 f"{path}: {health.describe()}. It is used all the same, because it was named",
                 Notice,
-                stacklevel=3,
+                stacklevel=user_stacklevel(),
             )
     return path
 

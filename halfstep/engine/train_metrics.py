@@ -20,6 +20,7 @@ from halfstep.errors import Notice
 from halfstep.metrics import Accuracy, Average, Loss, Metric, Metrics
 from halfstep.step.eval_step import EvalRecord
 from halfstep.step.objective import Batch, BatchLoss, batch_size
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import first_line, list_some
 
@@ -75,7 +76,7 @@ class TrainMetrics:
                 f"all outputs of an epoch; train_metrics=[…] with its name counts it on training "
                 f"data too, and train_metrics=False counts none there",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
             self._left_out = []
 
@@ -90,7 +91,7 @@ class TrainMetrics:
                 "only, as the steps are captured and only Accuracy and Loss of hs.metrics can be "
                 f"part of that. capture=False counts them on training data too; {OFF_ADVICE}",
                 Notice,
-                stacklevel=4,
+                stacklevel=user_stacklevel(),
             )
 
     @torch.no_grad()
@@ -156,7 +157,7 @@ class TrainMetrics:
                 f"training data, and will be in evaluations only: {type(error).__name__}: "
                 f"{first_line(error)}. {OFF_ADVICE}",
                 Notice,
-                stacklevel=3,
+                stacklevel=user_stacklevel(),
             )
 
     def other_values(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import Notice
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.utils.checks import whole_number
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import describe_value
 
 COUNTER_NAMES = ("total", "count")
@@ -355,7 +356,7 @@ def _warn_of_probabilities(scores: Tensor, labels: Tensor) -> bool:
         "Accuracy: all scores of a batch are between 0 and 1, as probabilities are, and a score "
         "above 0 means class 1. If the network ends with a sigmoid, write Accuracy(threshold=0.5)",
         Notice,
-        stacklevel=5,
+        stacklevel=user_stacklevel(),
     )
     return True
 
@@ -372,7 +373,7 @@ def _warn_of_one_term(value: Tensor, rows: int | None) -> bool:
         f"{rows} rows, and it counts once. If it is the mean of the batch, return it without "
         "dimensions (.squeeze()), so that a short batch counts less",
         Notice,
-        stacklevel=5,
+        stacklevel=user_stacklevel(),
     )
     return True
 

@@ -7,8 +7,7 @@ that says what to write. Everything here happens before the call: fit itself kno
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from halfstep.engine import Callback, Loop, Run
+from halfstep.engine import Callback
 from halfstep.engine.feed import columns_dataset
 from halfstep.errors import closest_name
 from halfstep.utils.text import write_line
@@ -125,23 +124,15 @@ class FitOptions(TypedDict, total=False):
     resume: str | Path | None
 
 
-def accept_fit_forms(fit: Callable[..., Iterator[Loop]]) -> Callable[..., Run]:
-    """A decorator of `fit(self, epochs, data, …)`: takes the other forms too.
-
-    `fit` yields the loop when all is ready, and cleans up behind it. The loop runs here, so that
-    the other forms cost no frame between the user's call and the network.
-    """
-    signature = inspect.signature(fit)
-    known = [name for name in signature.parameters if name != "self"]
-    prepare = contextmanager(fit)
+def accept_fit_forms(fit: Callable[..., R]) -> Callable[..., R]:
+    """A decorator of `fit(self, epochs, data, …)`: takes the other forms too."""
+    known = [name for name in inspect.signature(fit).parameters if name != "self"]
 
     @wraps(fit)
-    def fit_in_any_form(self: Any, *args: Any, **options: Any) -> Run:
+    def fit_in_any_form(self: Any, *args: Any, **options: Any) -> R:
         epochs, data, options = read_fit_call(self.net, args, options, known)
         try:
-            with prepare(self, epochs, data, **options) as loop:
-                loop.run_epochs()
-            return loop.run
+            return fit(self, epochs, data, **options)
         except TypeError as error:
             if self._takes_dicts and re.search(r"forward\(\) (takes|got)", str(error)):
                 problem = f"fit: without a loss the network gets the whole batch, and {error}"
@@ -149,8 +140,6 @@ def accept_fit_forms(fit: Callable[..., Iterator[Loop]]) -> Callable[..., Run]:
                 raise TypeError(write_line(problem, line)) from error
             raise
 
-    shown: Any = fit_in_any_form
-    shown.__signature__ = signature.replace(return_annotation=Run)
     return fit_in_any_form
 
 

@@ -230,7 +230,7 @@ class Model:
         max_time: float | str | timedelta | None = None,
         limit_batches: float | None = None,
         resume: str | Path | None = None,
-    ) -> Iterator[Loop]:
+    ) -> Run:
         """Trains up to epoch number `epochs`.
 
         `sink` is how many steps pass between two reads of results by the host; it never changes
@@ -271,13 +271,14 @@ class Model:
             with lock_folders(loop.callbacks):
                 self._resume(loop, resume, backup)
                 self._schedule_tables.check()
-                yield loop
+                loop.run_epochs()
         except BaseException:
             backup.put_back()
             raise
         finally:
             self._fit = None
             self._observe(None)
+        return loop.run
 
     def _build_loop(
         self,

@@ -20,7 +20,7 @@ from halfstep.utils.text import list_some
 MAX_NAMES = 4  # tensors of each kind that a message names
 EXTRA_STATE = "_extra_state"  # what torch calls values that a module adds to its state_dict
 
-SAFETENSORS_SUFFIXES = (".safetensors",)
+SAFETENSORS_SUFFIXES = (".safetensors", "")
 TORCH_SUFFIXES = (".pt", ".pth")
 
 # Files of programs, which weights alone do not make, and how one writes them.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from halfstep.errors import Notice
 from halfstep.precision import Applied
 from halfstep.precision.layout import NetworkLayout
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import dtype_name, list_some
 
 MAX_NAMES = 4  # parameters that a message names
@@ -118,7 +119,7 @@ class NetworkGuard:
             f"the network has new parameters that the step's optimizer does not train: {names}; "
             f"{_BUILD_AGAIN}, or say so with requires_grad_(False)",
             Notice,
-            stacklevel=5,
+            stacklevel=user_stacklevel(),
         )
 
     def _named_parameters(self) -> Iterator[tuple[str, Tensor]]:

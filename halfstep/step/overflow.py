@@ -16,6 +16,7 @@ from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Precision
 from halfstep.step.state import UpdateResult
 from halfstep.utils.device_values import AsyncHostRead, read_to_host
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import list_some
 
 if TYPE_CHECKING:
@@ -170,7 +171,9 @@ def _handle_streak(step: "TrainStep", streak: SkipStreak) -> None:
             "or on_skips='bf16'."
         )
     warnings.warn(
-        f"{message}; going on in {fallback.name} ({fallback.compute})", Notice, stacklevel=6
+        f"{message}; going on in {fallback.name} ({fallback.compute})",
+        Notice,
+        stacklevel=user_stacklevel(),
     )
     step.switch(fallback)
 

@@ -22,6 +22,7 @@ from halfstep.step.load_backup import StepBackup, undone_on_error
 from halfstep.step.optimizer_schema import check_optimizer_state
 from halfstep.step.overflow import fallback_precision
 from halfstep.step.state import load_state, state_to_dict
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def apply_saved_step(step: "TrainStep", saved: dict[str, Any]) -> None:
             f"the saved step ran in {saved['precision']['name']!r}, this one runs in "
             f"{step.precision.name!r}: {continues}",
             Notice,
-            stacklevel=3,
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -55,7 +55,7 @@ from halfstep.step.step_copy import deep_copy_step, refuse_copy
 from halfstep.step.step_report import Report, report_step
 from halfstep.step.update import Update
 from halfstep.utils.device_values import AsyncHostRead
-from halfstep.utils.keywords import suggest_keywords
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.optional_folders import is_left_out
 
 MAX_REMEMBERED_CYCLES = 1 << 14  # how far back a device that stopped can say at which step it was
@@ -485,7 +485,7 @@ class TrainStep:
         message = unreached_message(self.names, self.params, self.state.steps)
         is_frozen = not any(p.requires_grad for p in self.params)
         if is_frozen or self.host_reads.read(self.state.updates) > 0:
-            warnings.warn(f"{message}; nothing is updated", Notice, stacklevel=4)
+            warnings.warn(f"{message}; nothing is updated", Notice, stacklevel=user_stacklevel())
             return
         self._unreached_is_known = False
         self.state.cycle.close()

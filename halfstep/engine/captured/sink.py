@@ -26,6 +26,7 @@ from halfstep.step.overflow import raise_device_errors
 from halfstep.step.state import ROW_FIELDS
 from halfstep.utils import rng
 from halfstep.utils.checks import expect, one_of, whole_number
+from halfstep.utils.keywords import user_stacklevel
 
 FLAG_FIELDS = ("skipped", "updated")  # of ROW_FIELDS: these are true or false
 
@@ -234,7 +235,7 @@ def verify_replays(
                 f"verify: {compared} of {replays} replays were compared in the {len(batches)} "
                 "batches there were: give more data, or a step whose first updates are not skipped",
                 Notice,
-                stacklevel=5,
+                stacklevel=user_stacklevel(),
             )
 
     verification.verify(verified_step, batches, run_captured)

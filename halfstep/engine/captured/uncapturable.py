@@ -23,6 +23,7 @@ from halfstep.cuda_graphs.capture import set_sync_debug_mode
 from halfstep.cuda_graphs.guards import has_step_hooks
 from halfstep.errors import Notice, UncapturableError
 from halfstep.step import TrainStep
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import first_line, list_some
 
 OnUncapturable: TypeAlias = Literal["raise", "eager"]
@@ -86,14 +87,16 @@ def raise_or_warn(
             f"this step cannot be one compiled program:\n  {reason}\n"
             "Forward and loss are, the rest runs eagerly."
         )
-        warnings.warn(message, Notice, stacklevel=4)
+        warnings.warn(message, Notice, stacklevel=user_stacklevel())
         return
 
     message = f"this step cannot be captured as a CUDA graph:\n  {reason}\n"
     if policy == "raise":
         advice = "Keep values on the device, or give on_uncapturable='eager'."
         raise UncapturableError(message + advice) from cause
-    warnings.warn(message + "It runs eagerly, launch by launch.", Notice, stacklevel=4)
+    warnings.warn(
+        message + "It runs eagerly, launch by launch.", Notice, stacklevel=user_stacklevel()
+    )
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,13 @@ def test_a_deep_copy_of_a_model_trains_and_evaluates_by_itself(precision: str) -
         metrics = {"acc": hs.metrics.Accuracy()}
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
         return hs.Model(
-            net, nn.CrossEntropyLoss(), optimizer, precision, metrics=metrics, schedule=schedule
+            net,
+            nn.CrossEntropyLoss(),
+            optimizer,
+            precision,
+            metrics=metrics,
+            schedule=schedule,
+            schedule_every="update",
         )
 
     batches = make_batches()

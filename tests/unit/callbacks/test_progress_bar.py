@@ -55,7 +55,9 @@ def test_a_line_per_epoch_stays(terminal: Terminal) -> None:
         loss = entry["valid_loss"]
         acc = entry["valid_acc"]
         mean = entry["loss"]
-        scores = re.escape(f"loss {mean:#.4g}  valid_loss {loss:#.4g}  valid_acc {acc:#.4g}")
+        scores = re.escape(
+            f"loss {mean:#.4g}  acc {entry['acc']:#.4g}  valid_loss {loss:#.4g}  valid_acc {acc:#.4g}"
+        )
         assert re.fullmatch(rf"epoch {epoch}/3  {scores}  lr 0\.5  \d+\.\d s", line)
 
 
@@ -134,14 +136,16 @@ def test_a_pipe_gets_a_line_per_epoch_on_stderr(
     fit(2, ProgressBar(), valid=make_samples(30).batch(7), sink=1)
     out, err = capfd.readouterr()
     assert out == ""
-    assert re.fullmatch(r"(epoch [12]/2  loss \S+  valid_loss \S+  valid_acc \S+.* s\n){2}", err)
+    assert re.fullmatch(
+        r"(epoch [12]/2  loss \S+  acc \S+  valid_loss \S+  valid_acc \S+.* s\n){2}", err
+    )
 
 
 def test_a_dumb_terminal_gets_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with terminal:
         fit(1, ProgressBar(), slow(), sink=1)
-    assert re.fullmatch(r"epoch 1/1  loss \S+  lr 0\.5  \d+\.\d s\r\n", terminal.text())
+    assert re.fullmatch(r"epoch 1/1  loss \S+  acc \S+  lr 0\.5  \d+\.\d s\r\n", terminal.text())
 
 
 def test_without_rich_the_lines_that_stay_are_printed(
@@ -155,7 +159,7 @@ def test_without_rich_the_lines_that_stay_are_printed(
     printed = terminal.text()
     assert "\x1b" not in printed
     first, second = [line for line in visible_lines(printed) if line]
-    numbers = r"loss \S+  lr 0\.5  \d+\.\d s"
+    numbers = r"loss \S+  acc \S+  lr 0\.5  \d+\.\d s"
     assert re.fullmatch(f"epoch 1/2  {numbers}", first)
     assert re.fullmatch(f"epoch 2/2  {numbers}", second)
 

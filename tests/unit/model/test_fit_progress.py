@@ -35,7 +35,9 @@ from tests.support.pseudo_terminal import (
 )
 from tests.unit.callbacks.test_monitors import data_with_inf, fit, make_model, make_samples
 
-EPOCH_LINE = r"epoch \d+/\d+  loss \S+  (valid_loss \S+  valid_acc \S+  )?lr 0\.5  \d+\.\d s"
+EPOCH_LINE = (
+    r"epoch \d+/\d+  loss \S+  acc \S+  (valid_loss \S+  valid_acc \S+  )?lr 0\.5  \d+\.\d s"
+)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def test_a_pipe_gets_a_line_per_epoch_on_stderr_and_nothing_on_stdout(
     assert len(lines) == 3
     for line, entry in zip(lines, run.history, strict=True):
         assert re.fullmatch(EPOCH_LINE, line)
-        for name in ("loss", "valid_loss", "valid_acc"):
+        for name in ("loss", "acc", "valid_loss", "valid_acc"):
             assert f"  {name} {entry[name]:#.4g}  " in line
 
 
@@ -217,7 +219,7 @@ def test_a_resumed_run_says_where_it_goes_on(
     stop = Lambda(visit=lambda run: run.stop("enough") if run.position == 20 else None)
     fit(3, hs.Checkpoint(tmp_path), stop, sink=7)
     lines = capfd.readouterr().err.splitlines()
-    assert re.fullmatch(r"epoch 2/3 step 7/13  loss \S+  lr 0\.5  \d\.\d s", lines[-2])
+    assert re.fullmatch(r"epoch 2/3 step 7/13  loss \S+  acc \S+  lr 0\.5  \d\.\d s", lines[-2])
     assert lines[-1] == "stopped after step 20: enough"
 
     fit(3, hs.Checkpoint(tmp_path), resume="auto")
@@ -458,5 +460,7 @@ def test_a_stream_that_was_closed_is_no_error(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_is_shown_in_one_line() -> None:
     run = fit(2, valid=make_samples(30).batch(7), progress=False)
     entry = run.history[-1]
-    scores = ", ".join(f"{name}={entry[name]:.4g}" for name in ("loss", "valid_loss", "valid_acc"))
+    scores = ", ".join(
+        f"{name}={entry[name]:.4g}" for name in ("loss", "acc", "valid_loss", "valid_acc")
+    )
     assert repr(run) == f"Run(epoch 2/2, step 26, {scores})"

@@ -18,6 +18,7 @@ from halfstep.data.pipeline.position import load_position
 from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
 from halfstep.utils import rng
+from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 
 Args = tuple[Any, ...]  # a batch as the arguments of a step
@@ -184,7 +185,7 @@ class Feed:
         `argument` is the data's name in `fit`.
         """
         for limit in self.data.resume_limits():
-            warnings.warn(f"fit: {argument}: {limit}", Notice, stacklevel=5)
+            warnings.warn(f"fit: {argument}: {limit}", Notice, stacklevel=user_stacklevel())
 
     def describe(self) -> list[str]:
         """What it is, in lines that can be compared with those of a saved run."""

@@ -163,7 +163,7 @@ class ScheduleTables:
         if self._too_short is not None:
             raise self._too_short
         if self._notice:
-            warnings.warn(f"schedule: {self._notice}", Notice, stacklevel=3)
+            warnings.warn(f"schedule: {self._notice}", Notice, stacklevel=user_stacklevel())
 
     def describe(self, schedule: Any) -> dict[str, Any]:
         """The schedule's unit and position, for a checkpoint; nothing where there is none."""

@@ -88,6 +88,10 @@ def test_with_compiled_forward_and_loss_it_ends_with_equal_bits(
         assert all(map(torch.equal, ends, expected)), step
 
 
+@pytest.mark.skipif(
+    torch.__version__ < torch.torch_version.TorchVersion("2.12"),
+    reason="torch 2.11 compiles a whole step that draws to other values: fit says so, runs parts",
+)
 def test_with_the_whole_step_compiled_it_ends_the_same_to_rounding(tmp_path: Path) -> None:
     # Long enough to be recorded, checked on eight batches, and compiled.
     long_run = {"epochs": 2, "size": 160}

@@ -1,4 +1,4 @@
-"""Reads a CSV file once, row by row, into numbers and codes: some 20 bytes for a cell.
+"""Reads a CSV file once, row by row, into numbers and codes: some 40 bytes for a cell.
 
 Errors name the line. The first line has the names of the columns.
 """
@@ -18,7 +18,7 @@ from halfstep.utils.text import list_some, printable
 
 DELIMITERS = (",", ";", "\t", "|")
 MISSING_WORDS = frozenset(["", "na", "n/a", "nan", "null", "none", "?", "-", "#n/a"])
-MAX_CELLS = 1 << 27  # 134 million, some 2.7 GB in memory
+MAX_CELLS = 1 << 26  # 67 million, some 2.6 GB in memory
 MAX_TEXTS = 10_000  # different texts of a column that are kept; more are no categories
 PROBE_ROWS = 1000  # that say how numbers are written
 MAX_NAMED = 8

@@ -2,11 +2,13 @@
 
 import math
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,6 +169,11 @@ def read_csv(
     )
 
 
+def _tensor(values: "array[Any]") -> Tensor:
+    """A copy of the numbers, of the array's own type, without a Python object for each."""
+    return torch.from_numpy(np.array(values))
+
+
 def _no_such_column(cells: Cells, name: str) -> ValueError:
     close = closest_name(name, cells.columns)
     hint = f"; did you mean {close!r}?" if close else ""
@@ -184,7 +191,7 @@ def numbers_of(cells: Cells, column: CellColumn) -> Column:
             f"found {printable(text)!r}. Correct it, leave it empty, or leave the column out: "
             f"--drop {column.name}"
         )
-    values = torch.tensor(column.numbers, dtype=torch.float64)
+    values = _tensor(column.numbers)
     if values.isinf().any():
         line = cells.lines[int(values.isinf().nonzero()[0])]
         raise ValueError(f"{where}, line {line}: expected a finite number, found an infinite one")
@@ -198,7 +205,7 @@ def categories_of(column: CellColumn) -> Column:
     new_codes = torch.full((len(texts) + 1,), -1, dtype=torch.int64)
     for position, text in enumerate(texts):
         new_codes[column.texts[text]] = position
-    codes = torch.tensor(column.codes, dtype=torch.int64)
+    codes = _tensor(column.codes).long()
     return Column(column.name, "category", new_codes[codes], tuple(texts))
 
 
@@ -276,7 +283,7 @@ def _read_target(
 
 
 def _are_few_whole(column: CellColumn) -> bool:
-    values = torch.tensor(column.numbers, dtype=torch.float64)
+    values = _tensor(column.numbers)
     distinct = torch.unique(values)
     return len(distinct) <= MAX_WHOLE_CLASSES and bool((distinct == distinct.round()).all())
 

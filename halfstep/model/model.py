@@ -356,6 +356,7 @@ class Model:
             valid_sets=tuple(valid_sets),
             may_have_parts=validate.may_have_parts(self.step),
         )
+        self._train_metrics.labels = self.labels  # which may be set at any time
         self._observe(self._train_metrics)
         loop = Loop(
             run,

@@ -193,6 +193,7 @@ def step_guards(step: TrainStep) -> tuple[Any, ...]:
         step.update,
         step.compiled.on,
         step.objective.observer,
+        getattr(step.objective.observer, "labels", None),
         rng_generation(step.device),
         *addresses([*step.state.tensors(), *step.params]),
         *module_guards(step.net, step.objective.loss),

@@ -129,6 +129,7 @@ def test_scores_that_are_tables(tmp_path: Path) -> None:
         nn.CrossEntropyLoss(),
         torch.optim.SGD(net.parameters()),
         metrics={"table": Confusion()},
+        train_metrics=False,
     )
     fit(1, *both_logs(tmp_path), of=trained, valid=make_samples(6).batch(6))
     expected = [[1.0, "Infinity"], [0.0, 2.0]]

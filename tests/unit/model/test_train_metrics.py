@@ -379,6 +379,24 @@ def test_an_empty_batch_counts_nothing() -> None:
     assert [entry["acc"] for entry in run.history] == plain_loop(is_right)[0]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_labels_that_are_set_later_are_those_of_the_next_fit(graphs: bool) -> None:
+    model = make_model({"acc": Accuracy()}, decide="device")
+    if graphs:
+        emulate_graphs(model)
+    fit(model, epochs=1)
+    state = {name: value.clone() for name, value in model.net.state_dict().items()}
+    model.labels = lambda batch: (batch[1] + 1) % 3
+    by_name = make_model({"acc": Accuracy()}, labels=lambda batch: (batch[1] + 1) % 3)
+    by_name.net.load_state_dict(state)
+    history = hs.History()
+    fit(by_name, epochs=1, callbacks=[history])
+    again = hs.History()
+    fit(model, epochs=1, callbacks=[again])
+    # From the second batch on the momentum of the first fit makes a difference.
+    assert again.rows["acc"][0] == history.rows["acc"][0]
+
+
 def test_after_fit_nobody_looks_at_the_steps() -> None:
     model = make_model(accuracy())
     fit(model, epochs=1)

@@ -95,8 +95,7 @@ class ProgressBar(Callback):
             return
         self._next_refresh = time.monotonic() + REFRESH_EVERY_S
         position = Position(run.valid_step, run.valid_steps)
-        loss = [] if run.row is None else [_loss(run)]
-        self._draw(self._display, f"{_epoch(run)} valid", position, loss)
+        self._draw(self._display, f"{_epoch(run)} valid", position, _training_numbers(run))
 
     def epoch_end(self, run: Run) -> None:
         self._scores = run.scores or self._scores
@@ -112,7 +111,7 @@ class ProgressBar(Callback):
     def _end_display(self, run: Run) -> None:
         if run.step > self._kept_step and run.row is not None:
             position = Position(run.step, run.epoch_steps)
-            self._keep(run, f"{_epoch(run)} step {position}", [_loss(run)])
+            self._keep(run, f"{_epoch(run)} step {position}", _training_numbers(run))
         if self._display is None:
             return
         is_signal = run.stopped in signal.Signals.__members__  # `fit` says it by itself
@@ -142,8 +141,8 @@ class ProgressBar(Callback):
             total = self._pass_steps  # most data that says no length has the same in each pass
             is_estimate = True
         # The most important first: a narrow terminal shows the beginning of the line.
-        loss = [] if run.row is None else [_loss(run)]
-        numbers = [*loss, *self._moving_pace(run, total), *self._settings(run), *self._valid()]
+        numbers = _training_numbers(run)
+        numbers += [*self._moving_pace(run, total), *self._settings(run), *self._valid()]
         self._draw(self._display, _epoch(run), Position(run.step, total, is_estimate), numbers)
 
     def _draw(self, display: Display, head: str, position: Position, numbers: list[Number]) -> None:
@@ -269,9 +268,16 @@ def _epoch(run: Run) -> str:
     return f"epoch {run.epoch}/{run.epochs}"
 
 
-def _loss(run: Run) -> Number:
-    assert run.row is not None
-    return labelled("loss", four_digits(run.row.loss))
+def _training_numbers(run: Run) -> list[Number]:
+    """The loss of the last step, and the metrics on training data since the last entry."""
+    if run.row is None:
+        return []
+    numbers = [labelled("loss", four_digits(run.row.loss))]
+    for name in run.train_metrics:
+        value = run.training.get(name)
+        if isinstance(value, float):
+            numbers.append(labelled(name, four_digits(value)))
+    return numbers
 
 
 def _rate(steps_per_second: float) -> str:

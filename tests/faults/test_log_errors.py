@@ -112,7 +112,7 @@ def test_a_log_that_stays_unwritten_costs_nothing_else(writer: str, tmp_path: Pa
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_full_tmpfs(writer: str, tmp_path: Path) -> None:
     expected = whole_log(writer, tmp_path)
-    with small_tmpfs(tmp_path / "small", 1 << 16) as folder:
+    with small_tmpfs(tmp_path / "small", 1 << 17) as folder:
         filler = folder / "filler"
 
         def fill() -> None:
@@ -132,7 +132,7 @@ def test_an_old_log_stays_until_the_new_one_can_be_written(writer: str, tmp_path
     expected = whole_log(writer, tmp_path)
     old = b"the log of another run\n" * 200
     seen: dict[int, bytes] = {}
-    with small_tmpfs(tmp_path / "small", 1 << 16) as folder:
+    with small_tmpfs(tmp_path / "small", 1 << 17) as folder:
         path = folder / "log"
         path.write_bytes(old)
         filler = folder / "filler"

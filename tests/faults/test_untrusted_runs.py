@@ -80,7 +80,7 @@ LINES = {
     "data show": ("data show {run}", 2),
     "data check": ("data check {run}", 2),
 }
-NO_FOLDER = {"info", "bench"}  # these commands read none
+NO_FOLDER = {"info", "bench", "find-lr"}  # these commands read none
 BUILDING = ("eval", "predict", "replay")
 
 

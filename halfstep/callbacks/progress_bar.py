@@ -95,7 +95,7 @@ class ProgressBar(Callback):
             return
         self._next_refresh = time.monotonic() + REFRESH_EVERY_S
         position = Position(run.valid_step, run.valid_steps)
-        self._draw(self._display, f"{_epoch(run)} valid", position, _training_numbers(run))
+        self._draw(self._display, f"{_epoch(run)} valid", position, _loss(run))
 
     def epoch_end(self, run: Run) -> None:
         self._scores = run.scores or self._scores
@@ -111,7 +111,9 @@ class ProgressBar(Callback):
     def _end_display(self, run: Run) -> None:
         if run.step > self._kept_step and run.row is not None:
             position = Position(run.step, run.epoch_steps)
-            self._keep(run, f"{_epoch(run)} step {position}", _training_numbers(run))
+            self._keep(
+                run, f"{_epoch(run)} step {position}", [*_loss(run), *_training_metrics(run)]
+            )
         if self._display is None:
             return
         is_signal = run.stopped in signal.Signals.__members__  # `fit` says it by itself
@@ -141,8 +143,8 @@ class ProgressBar(Callback):
             total = self._pass_steps  # most data that says no length has the same in each pass
             is_estimate = True
         # The most important first: a narrow terminal shows the beginning of the line.
-        numbers = _training_numbers(run)
-        numbers += [*self._moving_pace(run, total), *self._settings(run), *self._valid()]
+        numbers = [*_loss(run), *self._moving_pace(run, total), *_training_metrics(run)]
+        numbers += [*self._settings(run), *self._valid()]
         self._draw(self._display, _epoch(run), Position(run.step, total, is_estimate), numbers)
 
     def _draw(self, display: Display, head: str, position: Position, numbers: list[Number]) -> None:
@@ -268,11 +270,14 @@ def _epoch(run: Run) -> str:
     return f"epoch {run.epoch}/{run.epochs}"
 
 
-def _training_numbers(run: Run) -> list[Number]:
-    """The loss of the last step, and the metrics on training data since the last entry."""
-    if run.row is None:
-        return []
-    numbers = [labelled("loss", four_digits(run.row.loss))]
+def _loss(run: Run) -> list[Number]:
+    """The loss of the last step; nothing before the first."""
+    return [] if run.row is None else [labelled("loss", four_digits(run.row.loss))]
+
+
+def _training_metrics(run: Run) -> list[Number]:
+    """The metrics on training data since the last entry of the history."""
+    numbers = []
     for name in run.train_metrics:
         value = run.training.get(name)
         if isinstance(value, float):

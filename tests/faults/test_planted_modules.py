@@ -80,6 +80,7 @@ LINES = {
     "train": f"train {SMALL} --out o",
     "eval": "eval {clean}/a",
     "predict": "predict {clean}/a sample --out o.csv",
+    "find-lr": "find-lr --samples 640 --updates 20 --device cpu",
     "info": "info --seconds 0",
     "bench": "bench --net ffnn --seconds 0.05 --precisions fp32",
     "data get": "data get fashion-mnist --path {sample}",

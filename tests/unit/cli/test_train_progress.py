@@ -12,7 +12,7 @@ from halfstep.cli.main import app
 from tests.support.pseudo_terminal import CONTROL, run_on_terminal, visible_lines
 from tests.support.user_module import write_user_module
 
-EPOCH_LINE = r"epoch (\d)/2  loss \S+  valid_loss \S+  valid_acc \S+  lr 0\.1  \d+\.\d s"
+EPOCH_LINE = r"epoch (\d)/2  loss \S+  acc \S+  valid_loss \S+  valid_acc \S+  lr 0\.1  \d+\.\d s"
 USER_MODULE = """
 import torch
 from torch import nn

@@ -133,7 +133,15 @@ def test_training_goes_on_equally_from_either_file(name: str, tmp_path: Path) ->
     assert_equal_tensors(copied.parameters(), expected.parameters())
 
 
-@pytest.mark.parametrize("name", ["w", "w.bin", "w.h5", "w.pkl", "w.safetensor", "w.npz"])
+def test_a_name_without_a_suffix_is_safetensors(tmp_path: Path) -> None:
+    """As it was before .pt and .pth were known."""
+    model = hs.Model(TiedNet())
+    model.save(tmp_path / "w")
+    model.save(tmp_path / "w.safetensors")
+    assert (tmp_path / "w").read_bytes() == (tmp_path / "w.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["w.bin", "w.h5", "w.pkl", "w.safetensor", "w.npz"])
 def test_another_suffix_says_which_are_known(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"save: expected .*\.safetensors.*\.pt.*\.pth.*got "):
         hs.Model(TiedNet()).save(tmp_path / name)

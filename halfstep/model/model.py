@@ -103,10 +103,10 @@ class Model:
     `metrics` by name; `train_metrics` says which of them training batches count for: True (all
     whose memory does not grow with the batches), False, or names. `schedule` is anything
     halfstep.schedules takes. It moves once per real update, a scheduler of torch's once per epoch;
-    `schedule_every` says it otherwise. `labels`
-    says where a batch keeps the labels for metrics, when they are neither the target of the loss
-    nor the last item; `step` and `eval_step` replace the built-in steps. `capture`: on CUDA the
-    step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
+    `schedule_every` says it otherwise. `labels` says where a batch keeps the labels for metrics,
+    when they are neither the target of the loss nor the last item; `step` and `eval_step` replace
+    the built-in steps. `device` moves network, loss and optimizer state there. `capture`: on CUDA
+    the step is replayed from graphs where it can be ("auto"), must be (True) or is not (False);
     `verify=K` proves K replays bit for bit before the first fit. Every other option is TrainStep's:
     accumulate, clip_norm, ema, compile, count, forward, nonfinite, deterministic, …
     """
@@ -179,8 +179,8 @@ class Model:
         self._built_in_eval = self._build_eval_step(precision, options)
         self._eval_step: Any = eval_step or self._built_in_eval
         self._has_own_forward = options.get("forward") is not None
-        has_own_cell = step is not None or eval_step is not None
-        self._takes_dicts = loss is None and not has_own_cell and not self._has_own_forward
+        has_own_step = step is not None or eval_step is not None
+        self._takes_dicts = loss is None and not has_own_step and not self._has_own_forward
 
         self._fit: FitInProgress | None = None
         self.captures = choose_captures(self._built_in_eval, capture, verify)

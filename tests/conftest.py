@@ -48,11 +48,18 @@ def state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def import_path() -> Iterator[None]:
-    """A folder that a command adds for a user's module is gone before the next file of tests."""
+def user_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a command imports for its user, and the path to it, is gone before the next file."""
     path_before = list(sys.path)
     yield
     sys.path[:] = path_before
+    written_by_tests = str(tmp_path_factory.getbasetemp())
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(written_by_tests):
+            del sys.modules[name]
+    for folder in list(sys.path_importer_cache):
+        if folder.startswith(written_by_tests):
+            del sys.path_importer_cache[folder]
 
 
 @pytest.fixture

@@ -255,6 +255,16 @@ def damaged_image() -> Iterator[None]:
     file.unlink()
 
 
+@contextlib.contextmanager
+def without_user_modules() -> Iterator[None]:
+    """Inside, nobody has imported a mine.py or put its folder on the path; afterwards neither."""
+    path = [entry for entry in sys.path if not Path(entry, "mine.py").exists()]
+    sys.modules.pop("mine", None)
+    with mock.patch.object(sys, "path", path):
+        yield
+    sys.modules.pop("mine", None)
+
+
 def prepare_folder() -> None:
     """A user's folder: photos, arrays, a builder, MNIST's files, and four runs.
 
@@ -373,9 +383,9 @@ def write_page(folder: Path, *, run_corrections: bool = False) -> str:
         contextlib.chdir(folder),
         mock.patch.dict(os.environ, environment),
         mock.patch.object(find, "DEBIAN", folder / "debian"),
+        without_user_modules(),
     ):
         os.environ.pop("HALFSTEP_DATA", None)
-        sys.modules.pop("mine", None)
         prepare_folder()
         for mistake in list_mistakes():
             with mistake.surroundings():

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -144,13 +143,20 @@ def _check_movable(net: nn.Module, target: torch.device) -> None:
 def shared_tensors(net: nn.Module) -> list[str]:
     """Names of parameters and buffers that share memory without being one Parameter.
 
-    One Parameter under two names is moved as one, and so is a module that stands in two places.
+    In the order of the network. One Parameter under two names is moved as one, and so is a module
+    that stands in two places.
     """
-    shared = []
-    for first, second in pairwise(sorted(_extents(net))):
-        if second.start < first.end and first.owner != second.owner:
-            shared += [first.name, second.name]
-    return list(dict.fromkeys(shared))
+    extents = list(_extents(net))
+    shared = set()
+    reaches_furthest: _Extent | None = None  # of those that begin before the next one
+    for extent in sorted(extents):
+        previous = reaches_furthest
+        overlaps = previous is not None and extent.start < previous.end
+        if previous is not None and overlaps and extent.owner != previous.owner:
+            shared |= {previous.name, extent.name}
+        if previous is None or extent.end > previous.end:
+            reaches_furthest = extent
+    return [extent.name for extent in extents if extent.name in shared]
 
 
 class _Extent(NamedTuple):

@@ -104,11 +104,22 @@ def test_one_parameter_under_two_names_is_no_obstacle() -> None:
 def test_weights_that_are_views_of_each_other_are_named() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight.data = net[0].weight.data
-    assert sorted(shared_tensors(net)) == ["0.weight", "1.weight"]
+    assert shared_tensors(net) == ["0.weight", "1.weight"]
 
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].bias.data = net[0].weight.data[2]
     assert shared_tensors(net) == ["0.weight", "1.bias"]
+
+    # The names stand in the order of the network, also where the shorter one comes first in memory.
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    net[1].weight.data = net[0].weight.data[:3]
+    assert shared_tensors(net) == ["0.weight", "1.weight"]
+
+    # Two rows of one matrix: none of the two shares memory with the other.
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].bias.data = net[0].weight.data[0]
+    net[2].bias.data = net[0].weight.data[2]
+    assert shared_tensors(net) == ["0.weight", "1.bias", "2.bias"]
 
     parts = torch.zeros(8)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -120,7 +131,7 @@ def test_one_buffer_in_two_modules_is_named() -> None:
     """torch moves it once for each module, so that it is two afterwards."""
     net = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     net[1].running_mean = net[0].running_mean
-    assert sorted(shared_tensors(net)) == ["0.running_mean", "1.running_mean"]
+    assert shared_tensors(net) == ["0.running_mean", "1.running_mean"]
 
 
 # The optimizer's state.

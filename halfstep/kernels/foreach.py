@@ -3,7 +3,8 @@
 A block of torch's foreach and fused-optimizer kernels takes 65,536 elements, so a small network
 fills few of a chip's processors: the two large weights of the benchmark MLP are 11 blocks for 132
 processors of an H200. Cut into pieces of 4,096 elements or more, the same kernels run in as many
-launches on more blocks. Every element is computed by itself, so every bit is the same.
+launches on more blocks. Every element is computed by itself, and by the same instructions
+(`_pieces_of_row`), so every bit is the same.
 
 It is part of the row "compile=True, polish=True, fused SGD" of docs/internals/speed.md (0.289 s in
 fp32); what it adds alone is not in the tables. To switch it off: `polish=False`. Only captured
@@ -18,6 +19,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from halfstep.utils.tensor_pieces import MAX_ELEMENTS, piece_length, split
+
+# torch's fused optimizers have two loops: one for four elements at a time, where the length of a
+# tensor is a multiple of four, and one for single elements.
+VECTOR_LENGTH = 4
 
 
 def is_dense(t: Tensor) -> bool:
@@ -213,8 +218,21 @@ def _split_bucket(bucket: ParamBucket) -> tuple[list[list[Tensor]], list[int]]:
     """The pieces of parameters, gradients and each state, a list for each; and pieces per row."""
     sizes = [row[0].numel() for row in bucket.rows]
     length = piece_length(sizes, list_count=len(bucket.rows[0]))
-    split_rows = [[split(t, length) for t in row] for row in bucket.rows]
+    split_rows = [_pieces_of_row(row, length) for row in bucket.rows]
     piece_lists = [
         [piece for pieces in column for piece in pieces] for column in zip(*split_rows, strict=True)
     ]
     return piece_lists, [len(pieces[0]) for pieces in split_rows]
+
+
+def _pieces_of_row(row: tuple[Tensor, ...], length: int) -> list[tuple[Tensor, ...]]:
+    """The pieces of each tensor of a row, or each tensor as one piece.
+
+    The two loops of torch's kernels may round differently: of `gradient + decay * parameter`, one
+    rounds the product and the sum, the other only the sum (seen for Adam with weight decay, torch
+    2.11, H200). The pieces of a tensor whose length is not a multiple of four would take the other
+    loop than the whole tensor, so it stays whole.
+    """
+    if row[0].numel() % VECTOR_LENGTH != 0:
+        length = max(length, row[0].numel())
+    return [split(t, length) for t in row]

@@ -6,6 +6,7 @@ torch tests itself with it. It is not public, so only tests use it.
 import sys
 import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -55,7 +56,9 @@ def float_operations() -> dict[str, Any]:
         placeholder.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         placeholder.assert_expected_inline = None  # type: ignore[attr-defined]
         sys.modules["expecttest"] = placeholder
-    from torch.testing._internal.common_methods_invocations import op_db
+    # It imports numba where that is installed, which warns of newer versions of numpy.
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        from torch.testing._internal.common_methods_invocations import op_db
 
     # It also forbids the whole process to set flags of backends, which other tests do.
     flags = torch.backends.disable_global_flags.__globals__

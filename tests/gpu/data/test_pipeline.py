@@ -202,9 +202,12 @@ def test_memory_stays_flat_over_many_streamed_batches() -> None:
     # and streams, decide what the allocator has to reserve anew.
     gc.collect()
     torch.cuda.empty_cache()
-    list(streamed)
-    before = torch.cuda.memory_reserved()
+    # Blocks are free again when the copies that used them have ended, so how many there are depends
+    # on how busy the device is: the first passes find out.
     for _ in range(5):
+        list(streamed)
+    before = torch.cuda.memory_reserved()
+    for _ in range(10):
         for _batch in streamed:
             pass
     assert torch.cuda.memory_reserved() <= before + (32 << 20)

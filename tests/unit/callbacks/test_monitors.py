@@ -29,7 +29,8 @@ def make_model(**options: Any) -> Model:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     options = {"optimizer": torch.optim.SGD(net.parameters(), lr=0.5), **options}
-    return Model(net, nn.CrossEntropyLoss(), metrics={"acc": hs.metrics.Accuracy()}, **options)
+    metrics = {"acc": hs.metrics.Accuracy()}
+    return Model(net, nn.CrossEntropyLoss(), metrics=metrics, device="cpu", **options)
 
 
 def fit(

@@ -374,7 +374,8 @@ CASES = {**LISTED, **UNLISTED}
 
 def test_every_op_of_torchs_lists_is_here() -> None:
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
-    ops = {name.removeprefix("aten::").partition(".")[0] for name in registered}
+    torchs_own = [name for name in registered if name.startswith("aten::")]
+    ops = {name.removeprefix("aten::").partition(".")[0] for name in torchs_own}
     assert ops - set(LISTED) == set()
     assert len(ops) > 90
 

@@ -139,7 +139,8 @@ def plain_training(net: nn.Module, precision: str) -> tuple[list[float], list[Te
     losses = []
     for _ in range(STEPS):
         out = net(X.to(dtype))
-        loss = nn.functional.cross_entropy(out if precision == "fp64" else out.float(), Y)
+        target = Y.to(out.device)  # nn.DataParallel moves its module to a GPU where there is one
+        loss = nn.functional.cross_entropy(out if precision == "fp64" else out.float(), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

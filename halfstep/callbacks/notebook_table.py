@@ -13,6 +13,8 @@ from halfstep.callbacks.progress_displays import Number, Position, join_words
 FIRST_ROWS = 10
 LAST_ROWS = 90
 
+NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
+
 # Columns behind those of losses and scores, in this order.
 LAST_COLUMNS = ("lr", "scale", "skipped", "steps/s", "time")
 
@@ -76,7 +78,7 @@ class NotebookTable:
             lines.append(f"<tr>{_head(head)}{cells}</tr>")
         if self._moving is not None:
             head, position, numbers = self._moving
-            words = escape(join_words(str(position), numbers)).replace("  ", " · ")
+            words = _moving_words(position, self._without_shown(numbers))
             bar = _bar(position)
             span = max(1, len(columns))
             lines.append(
@@ -86,6 +88,12 @@ class NotebookTable:
         lines.append("</tbody></table>")
         lines += [f"<div>{escape(note)}</div>" for note in self._notes]
         return "".join(lines)
+
+    def _without_shown(self, numbers: list[Number]) -> list[Number]:
+        """The numbers that the last row does not show already, as it does an evaluation's."""
+        last_row = self._rows[-1][1] if self._rows else []
+        shown = {(number.name, number.text) for number in last_row}
+        return [number for number in numbers if (number.name, number.text) not in shown]
 
     def _shown_rows(self) -> list[tuple[str, list[Number]]]:
         hidden = len(self._rows) - FIRST_ROWS - LAST_ROWS
@@ -108,6 +116,13 @@ def _head(text: str) -> str:
 
 def _cell(text: str) -> str:
     return f'<td style="text-align:right;white-space:nowrap">{escape(text)}</td>'
+
+
+def _moving_words(position: Position, numbers: list[Number]) -> str:
+    """The position and the numbers, as HTML that breaks a line only between two of them."""
+    texts = [str(position), *(number.words for number in numbers if number.words)]
+    unbroken = [text.replace(" ", NO_BREAK_SPACE) for text in texts]
+    return escape(f"{NO_BREAK_SPACE}· ".join(unbroken))
 
 
 def _bar(position: Position) -> str:

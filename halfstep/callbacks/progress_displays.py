@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-BAR_WIDTH = 20  # columns
-NARROW_COLUMNS = 60  # a terminal of fewer shows numbers and no bar
+# Columns of a bar. A terminal of fewer than 80 has a short one, so that the time left has room
+# beside it, and one of fewer than 60 shows numbers only.
+BAR_WIDTH = 20
+SHORT_BAR_WIDTH = 10
+SHORT_BAR_COLUMNS = 80
+NARROW_COLUMNS = 60
 # Of several fits in threads, one finds the terminal free.
 STARTING = threading.Lock()
 # A job's log must show that an epoch of hours is alive.
@@ -188,6 +192,13 @@ class Lines:
             file.flush()
 
 
+def bar_width(terminal_columns: int) -> int:
+    """The columns of a bar on a terminal of this width; 0 where it has no room."""
+    if terminal_columns < NARROW_COLUMNS:
+        return 0
+    return SHORT_BAR_WIDTH if terminal_columns < SHORT_BAR_COLUMNS else BAR_WIDTH
+
+
 def new_bars(console: "Console", *columns: Any, one_line: bool) -> "Progress":
     """Bars of rich: text, bar, the columns. On a narrow terminal without the bar.
 
@@ -196,9 +207,9 @@ def new_bars(console: "Console", *columns: Any, one_line: bool) -> "Progress":
     from rich.progress import BarColumn, Progress, TextColumn
 
     head = TextColumn("{task.description}", markup=False)
-    bar = BarColumn(BAR_WIDTH)
+    width = bar_width(console.width)
     return Progress(
-        *([head] if console.width < NARROW_COLUMNS else [head, bar]),
+        *([head, BarColumn(width)] if width else [head]),
         *columns,
         console=console,
         auto_refresh=not one_line,
@@ -251,15 +262,16 @@ class TerminalBar:
     def _fit_width(self, head: str, position: str, numbers: list[Number]) -> str:
         """The position and the first numbers, as many as have room in one line."""
         columns = self._console.width - len(head) - 1
-        if self._console.width >= NARROW_COLUMNS:
-            columns -= BAR_WIDTH + 1
+        bar = bar_width(self._console.width)
+        if bar:
+            columns -= bar + 1
         count = len(numbers)
         while count and cell_width(join_words(position, numbers[:count])) > columns:
             count -= 1
         return join_words(position, numbers[:count])
 
     def keep(self, head: str, numbers: list[Number]) -> None:
-        self.note(join_words(head, numbers))
+        self.note(join_words(head, numbers, max_width=self._console.width))
 
     def note(self, text: str) -> None:
         with self._streams.lock:
@@ -297,6 +309,21 @@ def cell_width(text: str) -> int:
     return cell_len(text)
 
 
-def join_words(head: str, numbers: list[Number]) -> str:
-    """A line: the head, and the numbers with their names."""
-    return "  ".join([head, *(number.words for number in numbers if number.words)])
+def join_words(head: str, numbers: list[Number], *, max_width: int | None = None) -> str:
+    """A line: the head, and the numbers with their names.
+
+    A number that would cross `max_width` begins a line of its own, below the first number.
+    """
+    texts = [number.words for number in numbers if number.words]
+    if max_width is None:
+        return "  ".join([head, *texts])
+    lines = []
+    line = head
+    for text in texts:
+        longer = f"{line}  {text}"
+        if cell_width(longer) <= max_width:
+            line = longer
+        else:
+            lines.append(line)
+            line = " " * (cell_width(head) + 2) + text
+    return "\n".join([*lines, line])

@@ -70,6 +70,30 @@ def test_the_kept_line_is_whole_on_a_narrow_terminal(
     assert f"valid_acc {run.history[0]['valid_acc']:#.4g}" in shown
 
 
+def test_a_kept_line_breaks_between_two_numbers(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with terminal:
+        fit(1, ProgressBar(), slow(), valid=make_samples(30).batch(7), sink=7)
+    first, second = [line for line in visible_lines(terminal.text()) if line]
+    assert re.fullmatch(r"epoch 1/1  loss \S+  acc \S+  valid_loss \S+", first)
+    assert re.fullmatch(r"valid_acc \S+  lr 0\.5  \d+\.\d s", second)
+    assert f"\n{' ' * 11}{second}" in terminal.text()  # below the first number
+
+
+@pytest.mark.parametrize(("columns", "bar_columns"), [(59, 0), (60, 10), (79, 10), (80, 20)])
+def test_the_bar_leaves_room_for_the_time_left(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, columns: int, bar_columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with terminal:
+        fit(1, ProgressBar(), slow(), sink=4)
+    bar = f"[━╸╺]{{{bar_columns}}} " if bar_columns else ""
+    drawn = CONTROL.sub("", terminal.text())
+    assert re.search(rf"epoch 1/1 {bar}8/13  loss \S+  eta 0:00:00", drawn), drawn
+
+
 def test_the_moving_line_shows_scale_skips_and_the_time_left(terminal: Terminal) -> None:
     trained = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
     with terminal:

@@ -85,10 +85,22 @@ def test_the_running_epoch_is_a_row_with_a_bar() -> None:
     table.move("epoch 1/2", Position(3, 12), [labelled("loss", "0.5000"), labelled("lr", "0.1")])
     table.move("epoch 1/2", Position(4, None), [])
     first, second = map(Cells, table.pages)
-    assert first.rows == [["epoch 1/2", " 3/12 · loss 0.5000 · lr 0.1"]]
+    # A line breaks only behind a point, never between a name and its number.
+    moving = " 3/12~· loss~0.5000~· lr~0.1".replace("~", "\N{NO-BREAK SPACE}")
+    assert first.rows == [["epoch 1/2", moving]]
     assert first.bars == [{"value": "3", "max": "12"}]
     assert second.rows == [["epoch 1/2", " 4"]]
     assert second.bars == [{}]  # it swings
+
+
+def test_the_running_epoch_does_not_repeat_the_row_above_it() -> None:
+    table = Shown()
+    scores = [labelled("loss", "0.5000"), labelled("valid_acc", "0.8000"), labelled("lr", "0.1")]
+    table.keep("epoch 1/2", scores)
+    moving = [labelled("loss", "0.4000"), labelled("lr", "0.05"), labelled("valid_acc", "0.8000")]
+    table.move("epoch 2/2", Position(3, 12), moving)
+    last_row = Cells(table.pages[-1]).rows[-1]
+    assert last_row[1].replace("\N{NO-BREAK SPACE}", " ") == " 3/12 · loss 0.4000 · lr 0.05"
 
 
 def test_names_and_notes_are_text_and_nothing_else() -> None:
@@ -151,13 +163,15 @@ def test_one_output_is_replaced_and_ends_as_the_whole_run(
     assert len({how["transient"]["display_id"] for _, how in published}) == 1
     data, _ = published[-1]
     rows = Cells(data["text/html"]).rows
-    assert rows[0] == ["", "loss", "valid_loss", "valid_acc", "lr", "steps/s", "time"]
+    assert rows[0] == ["", "loss", "acc", "valid_loss", "valid_acc", "lr", "steps/s", "time"]
     for number, (row, entry) in enumerate(zip(rows[1:], run.history, strict=True), 1):
-        scores = [f"{entry[name]:#.4g}" for name in ("loss", "valid_loss", "valid_acc")]
-        assert row[:5] == [f"epoch {number}/2", *scores, "0.5"]
+        names = ("loss", "acc", "valid_loss", "valid_acc")
+        scores = [f"{entry[name]:#.4g}" for name in names]
+        assert row[:6] == [f"epoch {number}/2", *scores, "0.5"]
     lines = data["text/plain"].splitlines()
     assert [line.split("  ")[0] for line in lines] == ["epoch 1/2", "epoch 2/2"]
-    moves = [Cells(data["text/html"]).rows[-1][-1] for data, _ in published[:-1]]
+    pages = [data["text/html"].replace("\N{NO-BREAK SPACE}", " ") for data, _ in published[:-1]]
+    moves = [Cells(page).rows[-1][-1] for page in pages]
     assert any(move.startswith(" 8/13 · loss") for move in moves)
     assert any(move.startswith(" 3/5 · loss") for move in moves)  # the validation
 

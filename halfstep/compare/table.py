@@ -1,10 +1,13 @@
 """The table at the end of a comparison: drawn by rich on a terminal, aligned text elsewhere."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from halfstep.compare.summary import shorten_error
 from halfstep.utils.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 COLUMNS = (
     "precision",
@@ -20,7 +23,7 @@ COLUMNS = (
     "verdict",
 )
 
-# A narrower terminal gets the table in two: costs first, then scores.
+# A narrower terminal gets the table in two, costs first, then scores, or in more.
 MIN_TERMINAL_WIDTH = 150  # columns of characters
 COST_COLUMNS = ("ms/step", "s/epoch", "samples/s", "peak memory", "skipped", "final scale")
 SCORE_COLUMNS = tuple(name for name in COLUMNS if name not in COST_COLUMNS)
@@ -51,29 +54,44 @@ def text(summary: Mapping[str, Any]) -> str:
 def print_table(summary: Mapping[str, Any]) -> None:
     """Prints the same on a terminal, with colours for the verdicts."""
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     console = Console(highlight=False)
     if console.width >= MIN_TERMINAL_WIDTH:
-        tables: list[tuple[str, ...]] = [COLUMNS]
+        _print_columns(console, summary, COLUMNS[1:])
     else:
-        tables = [("precision", *COST_COLUMNS), SCORE_COLUMNS]
-    for column_names in tables:
-        table = Table()
-        for name in column_names:
-            table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
-        for row in summary["rows"]:
-            verdict_style = VERDICT_STYLES.get(row["verdict_kind"], "")
-            cells = dict(zip(COLUMNS, format_row(row), strict=True))
-            styled = [
-                Text(cells[name], style=verdict_style if name == "verdict" else "")
-                for name in column_names
-            ]
-            table.add_row(*styled)
-        console.print(table)
+        _print_columns(console, summary, COST_COLUMNS)
+        _print_columns(console, summary, SCORE_COLUMNS[1:])
     for line in [*list_errors(summary), recommendation_line(summary)]:
         console.print(line, markup=False, emoji=False)
+
+
+def _print_columns(
+    console: "Console", summary: Mapping[str, Any], columns: tuple[str, ...]
+) -> None:
+    """Prints the precisions with these columns: as two tables where a word would be cut."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [dict(zip(COLUMNS, format_row(row), strict=True)) for row in summary["rows"]]
+    names = ("precision", *columns)
+    table = Table()
+    for name in names:
+        has_spaces = any(" " in text for text in [name, *(row[name] for row in rows)])
+        justify: Literal["left", "right"] = "left" if name in LEFT_ALIGNED else "right"
+        table.add_column(name, justify=justify, no_wrap=not has_spaces)
+    for row, cells in zip(summary["rows"], rows, strict=True):
+        styles = {"verdict": VERDICT_STYLES.get(row["verdict_kind"], "")}
+        table.add_row(*(Text(cells[name], style=styles.get(name, "")) for name in names))
+
+    # The columns that the words need. Without `options`, it would be the terminal's at most.
+    endless = console.options.update_width(10_000)
+    is_cut = console.measure(table, options=endless).minimum > console.width
+    if is_cut and len(columns) > 1:
+        half = (len(columns) + 1) // 2
+        _print_columns(console, summary, columns[:half])
+        _print_columns(console, summary, columns[half:])
+    else:
+        console.print(table)
 
 
 def format_row(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from halfstep.experiment.output_folder import check_same_comparison
 from halfstep.precision.advice import HalfUnits
 from halfstep.report.report_data import parse_summary
 from halfstep.utils.files import write_json
+from tests.support.report_fixtures import comparison
 from tests.support.user_module import write_user_module
 
 CPU = HalfUnits("CPU", ())
@@ -300,6 +301,20 @@ def test_fresh_removes_a_comparison_and_nothing_else() -> None:
     Path("out/notes.txt").touch()
     output_folder.remove_comparison(Path("out"))
     assert sorted(path.name for path in Path("out").iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 160])
+def test_no_word_of_the_table_is_cut(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    names = ("fp32", "O2", "O2+bf16+kahan")
+    table.print_table(comparison(names))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in "".join(lines)
+    words = {word for line in lines for word in line.split()}
+    assert words >= {*names, *(word for name in table.COLUMNS for word in name.split())}
 
 
 def test_a_run_that_fails_is_recorded_and_the_others_go_on() -> None:

@@ -103,15 +103,19 @@ def bar_chart(
     axis = Axis(0, max(all_values) * 1.04)
 
     first = rows[0]
+    has_ratios = False
     lanes = []
     for row in rows:
         text = format_value(row[name])
         ratio = report.ratio_to_first(name, row, first)
         if row is not first and ratio is not None:
             text = f"{text} · {fmt.format_ratio(ratio)}"
+            has_ratios = True
         width = _position(axis, row[name] or 0)
         bar = Rect("bar", x=0, y=150, width=width, height=700)
         lanes.append(Lane(row, text, rects=[bar], paths=_rings(axis, runs[row.index])))
+    if has_ratios:
+        note += f" 0.5× is half of {first.precision}'s."
     return LaneChart(f"bars-{name.replace('_', '-')}", title, note, lanes, marks=[])
 
 

@@ -25,7 +25,8 @@ MAX_MARKS = 20
 # More lines than this have no names at their ends: they would not fit beside the drawing.
 MAX_END_NAMES = 8
 
-MAX_END_CHARACTERS = 12
+# "O2+bf16+kahan" has room, the longest name of a precision that comes with halfstep.
+MAX_END_CHARACTERS = 14
 
 # The least distance between two names at the ends, in percent of the drawing's height.
 END_NAME_DISTANCE = 9.0

@@ -77,10 +77,11 @@ def first_heading(report: Report) -> str:
 
 
 def verdict_text(row: Row) -> str:
-    """The verdict after its sign. No line break parts a number from its ±."""
+    """The verdict after its sign. No line break parts a number from its ±, or from "about"."""
     sign = VERDICT_SIGNS.get(row.kind, "?")
     text = f"{sign} {row.verdict or 'no verdict'}"
-    return text.replace(" ± ", f"{NO_BREAK_SPACE}±{NO_BREAK_SPACE}")
+    text = text.replace(" ± ", f"{NO_BREAK_SPACE}±{NO_BREAK_SPACE}")
+    return text.replace(" about ", f" about{NO_BREAK_SPACE}")
 
 
 def verdict_kind(row: Row) -> str:

@@ -70,13 +70,13 @@ def cost_charts(report: Report) -> list[LaneChart]:
     has_rings = any(len(report.runs_of(row.precision)) > 1 for row in report.rows)
     time_note = "Shorter is better."
     if has_rings:
-        time_note = "Each run is a ring. Shorter is better."
+        time_note = "The bar is the median, each run a ring. Shorter is better."
 
     memory_kinds = {run.memory_kind for run in report.runs}
     notes = [note for kind, note in MEMORY_NOTES.items() if kind in memory_kinds]
     memory_note = "; ".join(notes) or "At its highest"
     if has_rings:
-        memory_note += "; the bar is the median"
+        memory_note += "; the bar is the median, each run a ring"
     memory_note += "."
     if report.measures_process_memory:
         memory_note += f" Differences below {PROCESS_MEMORY_NOISE >> 20} MiB mean nothing."

@@ -170,7 +170,7 @@ def _parse_shape(net: str, text: str | None) -> tuple[int, ...]:
 
 def _print_table(result: dict[str, Any]) -> None:
     echo(result["title"])
-    cells = [("way", "ms/step", "quartiles", "samples/s", "against fp32")]
+    cells = [("way", "ms/step", "quartiles", "samples/s", "time of fp32")]
     for row in result["rows"]:
         low, high = row["quartiles"]
         ratio = row["ratio"]

@@ -40,10 +40,10 @@ difference from the first precision and whether it is proved) and OUT/report.htm
 same command goes on. More precisions or seeds for the same OUT: only what is missing is trained.
 
 \b
-halfstep compare                                        an MLP on the shipped sample: about a minute
-halfstep compare --seeds 5 --margin 0.3                 surer, and stricter: two more seeds
+halfstep compare                                  the sample, about a minute
+halfstep compare --seeds 5 --margin 0.3           surer, and stricter
 halfstep compare --net resnet18 --data cifar10 --precisions fp32,O2,O2+bf16 --epochs 10 --batch 128
-halfstep compare --net mine:build --data photos/        a network and images of your own
+halfstep compare --net mine:build --data photos/  your own network and images
 
 Exit code: 0 done, 1 when the reference failed, 2 a mistake in what was asked, 130 and 143 when
 stopped.

@@ -24,6 +24,12 @@ MAX_CLASSES_SHOWN = 40  # with more classes, one line sums them up
 
 DOWNLOADABLE = DATASETS[1:]  # all but the sample, which ships with the package
 
+# The lines of `halfstep data --help`. They fit a terminal of 80 columns, which would cut the first
+# sentences of the commands' own pages.
+GET_SUMMARY = "Find a data set, or download it into the cache."
+SHOW_SUMMARY = "Draw a sheet of the first samples with their labels."
+CHECK_SUMMARY = "Read every sample; report sizes, classes and damage."
+
 GET_HELP = """Find a data set, or download it into the cache; every file is checked against its \
 published checksum.
 
@@ -51,6 +57,13 @@ DatasetArgument = Annotated[
         autocompletion=complete_one(*DATASETS),
     ),
 ]
+DatasetOrTableArgument = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(DATASETS)}, a folder, or csv:FILE",
+        autocompletion=complete_one(*DATASETS),
+    ),
+]
 
 data_app = typer.Typer(
     no_args_is_help=True,
@@ -59,7 +72,7 @@ data_app = typer.Typer(
 )
 
 
-@data_app.command(help=GET_HELP, cls=Command)
+@data_app.command(help=GET_HELP, short_help=GET_SUMMARY, cls=Command)
 def get(
     name: DownloadableArgument, path: DataPathOption = None, as_json: JsonOption = False
 ) -> None:
@@ -85,7 +98,7 @@ def get(
     )
 
 
-@data_app.command(cls=Command)
+@data_app.command(short_help=SHOW_SUMMARY, cls=Command)
 def show(
     name: DatasetArgument,
     path: DataPathOption = None,
@@ -111,9 +124,9 @@ def show(
         echo(f"no browser could be started; open {out} yourself", err=True)
 
 
-@data_app.command(cls=Command)
+@data_app.command(short_help=CHECK_SUMMARY, cls=Command)
 def check(
-    name: DatasetArgument,
+    name: DatasetOrTableArgument,
     path: DataPathOption = None,
     target: TargetOption = None,
     as_json: JsonOption = False,
@@ -205,7 +218,7 @@ def _print_check(result: dict[str, Any]) -> None:
             echo(f"damaged: {printable(message)}")
 
     damage_count = sum(len(part["damage"]) for part in result["parts"])
-    echo(f"\n{damage_count} damaged" if damage_count else "\nwhole")
+    echo(f"\n{damage_count} damaged" if damage_count else "\nwhole: every sample can be read")
     for note in result["notes"]:
         echo(f"note: {printable(note)}", err=True)
 

@@ -70,7 +70,7 @@ def evaluate(
 
     \b
     halfstep eval runs/first
-    halfstep eval runs/first --precision O2+bf16              the same weights in another precision
+    halfstep eval runs/first --precision O2+bf16  the weights in another precision
     halfstep eval runs/first/step-000000172 --split train --json
     halfstep eval mlp.safetensors --net mlp --data fashion-mnist
     halfstep eval runs/own --build train:build

@@ -33,7 +33,7 @@ Trains for some updates while the rate grows from LOW to HIGH, stops where the l
 names the rate at which the smoothed loss falls fastest. Nothing is kept of this training.
 
 \b
-halfstep find-lr                                          the MLP of halfstep train
+halfstep find-lr  the MLP of halfstep train
 halfstep find-lr --net resnet18 --data cifar10 --precision O2 --optimizer adamw --plot lr.svg
 halfstep find-lr --build train:build --json
 """

@@ -55,11 +55,11 @@ ADVICE_FOR_DATA_FUNCTION = (
 HELP = """Train PyTorch models in any numeric precision, and know what it cost.
 
 \b
-halfstep compare                        which precision should I use? about a minute, no data needed
-halfstep info                           what this machine does best
+halfstep compare         which precision to use? a minute, no data needed
+halfstep info            what this machine does best
 halfstep train --precision O2 --out runs/first
 halfstep eval runs/first
-halfstep COMMAND --help                 more, with examples
+halfstep COMMAND --help  more, with examples
 
 Exit codes: 0 done, 1 a difference or a failed check, 2 a mistake or an error, 130 and 143 when
 stopped.

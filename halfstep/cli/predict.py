@@ -65,8 +65,8 @@ def predict(
     \b
     halfstep predict runs/first shirt.png
     halfstep predict runs/first photos/ --out photos.csv
-    halfstep predict runs/first images.npy --out logits.npy         outputs as they are, float32
-    halfstep predict runs/first fashion-mnist --json                the test images of a data set
+    halfstep predict runs/first images.npy --out a.npy  outputs as they are
+    halfstep predict runs/first fashion-mnist --json    a data set's test images
     halfstep predict runs/houses new.csv --out prices.csv
     halfstep predict runs/own x.npy --build train:build --out y.npy
     """

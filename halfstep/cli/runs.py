@@ -89,7 +89,7 @@ def replay(
     made them: they carry the loss scale.
 
     \b
-    halfstep replay runs/first --step 120                        a run of halfstep train
+    halfstep replay runs/first --step 120  a run of halfstep train
     halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
     """
     from halfstep.experiment.training_run import run_builder

@@ -71,7 +71,7 @@ Stopped at any moment, it goes on exactly there with --resume auto. OUT gets a c
 and at a signal, log.jsonl, and at the end weights.safetensors.
 
 \b
-halfstep train                                            an MLP on the shipped sample, \
+halfstep train  an MLP on the shipped sample, \
 into runs/train
 halfstep train --net resnet18 --data cifar10 --precision O2 --batch 128 --epochs 10 --out runs/r18
 halfstep train --net resnet18 --data photos/ --size 224 --class-weights balanced --out runs/photos

@@ -1,5 +1,6 @@
 """tests/golden/transcripts.md shows what the command prints today, and its corrections work."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -20,3 +21,11 @@ def test_the_transcripts_are_not_stale(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     page = tool["write_page"](tmp_path, run_corrections=True)
     assert page == golden_page, "run python tools/transcripts.py, and read what changed"
+
+
+def test_the_remark_behind_an_example_fits_a_terminal_of_80_columns() -> None:
+    """A remark that the terminal breaks goes on in the first column, like a command."""
+    golden_page = (ROOT / "tests" / "golden" / "transcripts.md").read_text()
+    remarks = re.findall(r"^  halfstep .*\S {2,}[a-z].*$", golden_page, re.MULTILINE)
+    assert len(remarks) > 5
+    assert [line for line in remarks if len(line) > 80] == []

@@ -43,6 +43,7 @@ def report_step(step: "TrainStep") -> Report:
     """The choices of this step, and the dtypes that its modules were seen to use."""
     precision = step.precision
     decider = "device" if step.decides_on_device else "host"
+    batches = step.options.accumulate
     choices = {
         "precision": (
             f"{precision.name}: parameters {precision.params}, compute {precision.compute}, "
@@ -59,7 +60,7 @@ def report_step(step: "TrainStep") -> Report:
             f"updates decided on the {decider}"
         ),
         "non-finite": step.options.nonfinite or "ignore",
-        "cycle": f"{step.options.accumulate} batches per update",
+        "cycle": f"{batches} {'batch' if batches == 1 else 'batches'} per update",
         **_speed_choices(step),
     }
     if step.applied.converted_names:

@@ -145,7 +145,7 @@ def run_result(precision: str, seed: int, *, steps: int = 1128, epochs: int = 6)
         "dtypes": module_dtypes(precision),
         "choices": {
             "half kernels": "round(fp32 product) on this CPU",
-            "cycle": "1 batches per update",
+            "cycle": "1 batch per update",
         },
     }
 

@@ -145,7 +145,7 @@ def test_every_automatic_choice_is_there(device: torch.device) -> None:
     assert "SGD" in choices["optimizer"]
     assert re.search(r"fused|capturable|host", choices["optimizer"])
     assert choices["non-finite"] == "skip"
-    assert choices["cycle"].startswith("1 ")
+    assert choices["cycle"] == "1 batch per update"
     assert choices["half kernels"]
 
 
@@ -162,7 +162,7 @@ def test_choices_follow_the_users_options(device: torch.device) -> None:
     assert choices["half kernels"] == "torch's own"
     assert "AdamW, fused" in choices["optimizer"]
     assert choices["non-finite"] == "raise"
-    assert choices["cycle"].startswith("4 ")
+    assert choices["cycle"] == "4 batches per update"
 
 
 def test_a_conversion_in_place_is_reported(device: torch.device) -> None:

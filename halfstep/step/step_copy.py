@@ -68,7 +68,7 @@ def check_functions(
 ) -> None:
     """Refuses functions that would go on with the original's network: they are not copied.
 
-    `functions` are named as the arguments that they came by; `others` are further parts of the original.
+    `functions` are named as the arguments that they came by; `others` are further parts of it.
     """
     own = {id(module) for module in net.modules()}
     own |= {id(p) for p in net.parameters()} | {id(other) for other in others}

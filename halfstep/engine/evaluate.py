@@ -1,6 +1,6 @@
 """One pass over validation data: the loss weighted by real counts, and the metrics."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,25 @@ def metric_arguments(
         batch_labels = find_labels(args[0] if len(args) == 1 else args)
     if isinstance(batch_labels, Tensor):
         batch_labels = batch_labels.to(record.loss.device)
-    return logits_of(record.outputs), batch_labels
+    outputs = logits_of(record.outputs)
+    _refuse_one_number(outputs, batch_labels, names)
+    return outputs, batch_labels
+
+
+def _refuse_one_number(outputs: Any, labels: Any, names: Iterable[str]) -> None:
+    """Refuses one number as the outputs of several labels: it is a loss, or a part of one.
+
+    A metric that broadcasts would compare it with every label.
+    """
+    if not isinstance(outputs, Tensor) or outputs.dim() > 0:
+        return
+    if isinstance(labels, Tensor) and labels.numel() > 1:
+        raise ValueError(
+            f"metrics: {', '.join(map(repr, names))}: expected outputs for labels "
+            f"{list(labels.shape)}, received one number, as a loss is. Let forward= (or the "
+            "network, or eval_step=) return (loss, outputs), with other numbers in a dict between "
+            "them: (loss, {'aux': aux}, outputs); or leave out metrics="
+        )
 
 
 def final_scores(

@@ -133,6 +133,17 @@ def _fp32_sum(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any
     return func(*args, **{**kwargs, "dtype": F32})
 
 
+def _fp32_spread(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """A variance or deviation over a whole low tensor comes out in float32. Others stay."""
+    x, *others = args or (kwargs.get("input"),)
+    dims = [value for value in others if not isinstance(value, bool)]  # not `unbiased`
+    is_low = isinstance(x, Tensor) and x.dtype in _LOW
+    if not is_low or kwargs.get("out") is not None or not _reduces_all(x, dims, kwargs):
+        return func(*args, **kwargs)
+    args, kwargs = _widen_low((args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _fp32_number(rules: OpRules, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Functions of low tensors that give one number always: in float32."""
     if _written_dtype(func, args, kwargs) is None:
@@ -404,7 +415,8 @@ LOSS_FUNCTIONS = [
 ]
 
 _SUM_FUNCTIONS = _functions(["sum", "mean", "nansum", "nanmean"], torch, Tensor)
-_NUMBER_FUNCTIONS = _functions(["dot", "vdot", "trace"], torch, Tensor)
+_SPREAD_FUNCTIONS = _functions(["var", "std", "var_mean", "std_mean"], torch, Tensor)
+_NUMBER_FUNCTIONS = _functions(["dot", "vdot", "trace", "dist"], torch, Tensor)
 
 _MASKED_PRODUCTS = [
     *(F.scaled_dot_product_attention, F.multi_head_attention_forward),
@@ -499,6 +511,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(_MASKED_PRODUCTS, _product_with_mask),
     **dict.fromkeys(_NUMBER_FUNCTIONS, _fp32_number),
     **dict.fromkeys(_SUM_FUNCTIONS, _fp32_sum),
+    **dict.fromkeys(_SPREAD_FUNCTIONS, _fp32_spread),
     **dict.fromkeys([torch.norm, Tensor.norm, torch.linalg.vector_norm], _fp32_norm),
     **dict.fromkeys(LOSS_FUNCTIONS, _fp32_loss),
     **dict.fromkeys(

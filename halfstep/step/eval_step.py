@@ -1,5 +1,6 @@
 """The evaluation counterpart of a training step: same precision, eval mode, no gradients."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from halfstep.step.objective import (
     loss_arguments,
     to_device,
 )
+from halfstep.step.step_copy import check_functions
 
 __all__ = ["AMBIGUOUS_TARGET", "EvalRecord", "EvalStep", "eval_mode"]
 
@@ -68,6 +70,9 @@ class EvalStep:
         if first_tensor is not None:
             self.device = first_tensor.device
         self.net = net
+        self._forward = forward
+        self._count = count
+        self._shared_applied = _applied
         self._measures_algorithms = _benchmark
         # A function, because the training step that shares its precision may switch to another.
         self._get_applied = _applied or self._apply_precision(Precision.parse(precision))
@@ -109,6 +114,23 @@ class EvalStep:
             else:
                 out = self.net(*inputs)
         return at_least_fp32(applied.unrounded_outputs(out), applied.precision.output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EvalStep":
+        """An evaluation of copies of network and loss, and of the training step it belongs to."""
+        loss = self.objective.loss
+        functions = {"loss": loss, "forward": self._forward, "count": self._count}
+        check_functions(functions, self.net, others=[self, self.objective])
+        copied = type(self)(
+            copy.deepcopy(self.net, memo),
+            copy.deepcopy(loss, memo),
+            precision=self.applied.precision,
+            forward=copy.deepcopy(self._forward, memo),
+            count=copy.deepcopy(self._count, memo),
+            _applied=copy.deepcopy(self._shared_applied, memo),
+            _benchmark=self._measures_algorithms,
+        )
+        memo[id(self)] = copied
+        return copied
 
     def _backend(self, applied: Applied) -> AbstractContextManager[None]:
         return set_backend_flags(

@@ -6,11 +6,12 @@ generic copy can follow. So the parts are copied, and a step is built around the
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import Notice
@@ -24,9 +25,10 @@ def deep_copy_step(step: "TrainStep", memo: dict[int, Any]) -> "TrainStep":
     """A step of its own over copies, in the state that `step` is in, inside a cycle too."""
     options = {f.name: getattr(step.options, f.name) for f in fields(step.options)}
     options["nonfinite"] = step.requested_nonfinite
-    for name in ("forward", "count"):
-        _check_function(step, name, options[name])
-    _check_function(step, "loss", step.objective.loss)
+    functions = {name: options[name] for name in ("forward", "count")}
+    functions["loss"] = step.objective.loss
+    others = [*step.params, step, step.optimizer, step.objective]
+    check_functions(functions, step.net, others=others)
 
     net = copy.deepcopy(step.net, memo)
     loss = copy.deepcopy(step.objective.loss, memo)
@@ -61,18 +63,24 @@ def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return copied
 
 
-def _check_function(step: "TrainStep", name: str, function: Any) -> None:
-    """Refuses a function that would go on with the original's network: it is not copied."""
-    own = {id(module) for module in step.net.modules()}
-    own |= {id(p) for p in step.params} | {id(step), id(step.optimizer), id(step.objective)}
-    for variable, value in _captured_values(function):
-        if id(value) in own:
-            raise TypeError(
-                f"copy.deepcopy: {name}= uses the network of the original step by its variable "
-                f"{variable!r}, so the copy would go on with it; take the network from the first "
-                f"argument of {name}=, or build a TrainStep around copies of network and optimizer "
-                "and give it step.state_dict()"
-            )
+def check_functions(
+    functions: Mapping[str, Any], net: nn.Module, *, others: Iterable[Any] = ()
+) -> None:
+    """Refuses functions that would go on with the original's network: they are not copied.
+
+    `functions` are named as the arguments that they came by; `others` are further parts of it.
+    """
+    own = {id(module) for module in net.modules()}
+    own |= {id(p) for p in net.parameters()} | {id(other) for other in others}
+    for name, function in functions.items():
+        for variable, value in _captured_values(function):
+            if id(value) in own:
+                raise TypeError(
+                    f"copy.deepcopy: {name}= uses the network of the original step by its variable "
+                    f"{variable!r}, so the copy would go on with it; take the network from the "
+                    f"first argument of {name}=, or build another step around a copy of the "
+                    "network; a TrainStep then takes step.state_dict()"
+                )
 
 
 def _captured_values(function: Any) -> Iterator[tuple[str, Any]]:

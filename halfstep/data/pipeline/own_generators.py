@@ -8,8 +8,9 @@ import json
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,6 +99,17 @@ def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
     # A DataLoader's `_iterator` is one pass of persistent workers, not a part of its settings.
     attributes = getattr(value, "__dict__", {})
     yield from ((name, item) for name, item in attributes.items() if name != "_iterator")
+    yield from _items_of_slots(value)
+
+
+def _items_of_slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object of a class with `__slots__`, which are in no `__dict__`."""
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            if not isinstance(slot, MemberDescriptorType) or base.__module__ == "builtins":
+                continue
+            with suppress(AttributeError):  # one without a value yet
+                yield name, slot.__get__(value)
 
 
 def _names_used(function: FunctionType) -> Iterator[tuple[str, Any]]:

@@ -149,6 +149,34 @@ def test_metrics_of_outputs_that_are_not_known_are_refused(
         scores(eval_step, batches(), {"mae": make_metric(), "mean": Loss()})
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda loss, out: (loss, loss.detach()),
+        lambda loss, out: (loss, loss.detach(), out),
+        lambda loss, out: {"loss": loss, "outputs": loss.detach()},
+    ],
+    ids=["loss, number", "loss, number, outputs", "outputs are a number"],
+)
+@pytest.mark.parametrize("metric", METRICS)
+def test_one_number_is_not_compared_with_every_label(
+    metric: str, form: Callable[[Tensor, Tensor], Any], scores: Callable[..., Any]
+) -> None:
+    """It broadcasts, so the mean of |loss - label| would look like a score."""
+    eval_step = hs.EvalStep(network(), forward=with_loss(form))
+    with pytest.raises(ValueError, match=r"metrics: 'mae': .* labels \[.*received one number"):
+        scores(eval_step, batches(), {"mae": METRICS[metric]()})
+
+
+def test_one_number_is_the_output_for_one_label(scores: Callable[..., Any]) -> None:
+    """As of a network that squeezes its outputs, with a last batch of one sample."""
+    form = with_loss(lambda loss, out: (loss, out.squeeze()))
+    x, y = batches()[0]
+    data = [(x[:1], y[:1].reshape(1, 1))] * len(batches())
+    result = scores(hs.EvalStep(network(), forward=form), data, {"mae": absolute_error})
+    assert result["mae"] == pytest.approx(result["loss"] ** 0.5, rel=1e-6)  # one squared error
+
+
 def test_a_metric_of_the_loss_needs_no_outputs_and_no_labels(scores: Callable[..., Any]) -> None:
     def forward(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(net(batch["x"]), batch["answer"])

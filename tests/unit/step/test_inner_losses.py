@@ -146,6 +146,9 @@ WRITTEN_BY_HAND: dict[str, Loss] = {
     "mean of means": lambda out, target: ((out - target) ** 2).mean(1).mean(),
     "sum over the number": lambda out, target: ((out - target) ** 2).sum() / out.numel(),
     "einsum": lambda out, target: torch.einsum("ij,ij->", out, target) / out.numel(),
+    "variance": lambda out, target: (out - target).var(),
+    "deviation": lambda out, target: torch.std(out - target, None),
+    "distance": lambda out, target: torch.dist(out, target.to(out.dtype)) / out.numel(),
     "norm": lambda out, target: (out - target).norm(),
     "dot": lambda out, target: torch.dot(out.flatten(), target.flatten()) / out.numel(),
     "log likelihood": negative_log_likelihood,
@@ -225,6 +228,9 @@ def test_a_reduction_that_leaves_dimensions_stays_low() -> None:
     with OpRules(F16):
         for value in (
             x.sum(0),
+            x.var(0),
+            x.std(1, keepdim=True),
+            torch.var_mean(x, dim=0)[0],
             x.mean(1),
             x.sum(dim=(0,)),
             x.sum(0, True),

@@ -165,6 +165,50 @@ def test_the_advice_of_a_refused_copy_works() -> None:
     assert train(other, make_batches()) == train(step, make_batches())
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_deep_copy_of_an_evaluation_keeps_its_precision_and_its_weights(precision: str) -> None:
+    """fp64 is the answer in float64; the others round, and differ from a network left in fp32."""
+    torch.manual_seed(0)
+    net = Net().double() if precision == "fp64" else Net()
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0], dtype=net.head.bias.dtype))
+    x, y = make_batches(1)[0]
+    evaluate = hs.EvalStep(net, weighted, precision=precision)
+    before = evaluate(x, y)
+
+    copied = copy.deepcopy(evaluate)
+    with torch.no_grad():
+        net.head.weight.zero_()
+        weighted.weight.zero_()
+    after = copied(x, y)
+    assert torch.equal(after.loss, before.loss)
+    assert torch.equal(after.outputs, before.outputs)
+    assert torch.equal(copied.predict(x), before.outputs)
+    if precision not in ("fp32", "fp64"):
+        fp32 = hs.EvalStep(copied.net, nn.CrossEntropyLoss()).predict(x)
+        assert not torch.equal(after.outputs, fp32)
+
+
+def test_a_deep_copy_of_a_steps_evaluator_goes_with_the_copy_of_the_step() -> None:
+    step = make_step(precision="O2")
+    step_copy, evaluator_copy = copy.deepcopy((step, step.evaluator()))
+    assert evaluator_copy.net is step_copy.net
+    alone = copy.deepcopy(step.evaluator())
+    batches = make_batches(3)
+    x, y = batches[0]
+    before = alone(x, y).loss
+    train(step, batches)
+    assert torch.equal(alone(x, y).loss, before)
+    train(step_copy, batches)
+    assert torch.equal(evaluator_copy(x, y).loss, step.evaluator()(x, y).loss)
+
+
+def test_an_evaluation_with_a_function_over_its_own_network_is_not_copied() -> None:
+    net = Net()
+    evaluate = hs.EvalStep(net, nn.CrossEntropyLoss(), forward=lambda _, x, y: (net(x), y))
+    with pytest.raises(TypeError, match=r"forward= uses the network .* variable 'net'"):
+        copy.deepcopy(evaluate)
+
+
 @pytest.mark.parametrize("make_copy", [copy.copy, pickle.dumps])
 def test_copies_that_would_share_or_lose_the_network_are_refused(
     make_copy: Callable[[Any], Any],

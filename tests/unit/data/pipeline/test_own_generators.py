@@ -55,6 +55,17 @@ class Holder:
         self.value = value
 
 
+class Slotted:
+    __slots__ = ("empty", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class MoreSlots(Slotted):
+    __slots__ = ("more",)
+
+
 def of_module(x: Any) -> Any:
     return x + MODULES_RNG.normal()
 
@@ -68,6 +79,8 @@ def test_places() -> None:
     places = {
         "attribute": Holder(rng),
         "deep": Holder([Holder({"a": (rng,)})]),
+        "slot": Slotted(rng),
+        "slot of a base": MoreSlots(rng),
         "enclosing": lambda x: x + rng.random(),
         "module": of_module,
         "partial": partial(of_process, rng),
@@ -77,6 +90,7 @@ def test_places() -> None:
     paths = {name: list(find_generators({name: place})) for name, place in places.items()}
     assert all(len(found) == 1 for found in paths.values()), paths
     assert paths["attribute"] == ["attribute.value"]
+    assert paths["slot of a base"] == ["slot of a base.value"]
     assert paths["deep"] == ["deep.value.0.value.a.0"]
 
 

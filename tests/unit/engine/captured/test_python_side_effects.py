@@ -5,6 +5,7 @@ A capture, a trace and a verification run forward once more than asked for, and 
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -283,3 +284,132 @@ def test_a_state_is_restored_with_its_order_and_identities() -> None:
     assert len(long_list) == 5000
     assert net.count == 0
     assert not hasattr(net, "late")
+
+
+class Recorder:
+    """Counts its calls, as a method or as a function."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def hook(self, *_: Any) -> None:
+        self.calls.append(1)
+
+    __call__ = hook
+
+
+COUNTS = {"global": 0}
+TOTAL = 0
+
+
+def note_call(x: Tensor) -> Tensor:
+    return note_inside(x)
+
+
+def note_inside(x: Tensor) -> Tensor:
+    global TOTAL
+    TOTAL += 1
+    return x
+
+
+class ByMethod(nn.Module):
+    """Its forward writes nothing itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        COUNTS["global"] += 1
+        out: Tensor = self.layer(x)
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class ByHelper(ByMethod):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(note_call(x))
+        return out
+
+
+Counted = tuple[nn.Module, Callable[[], int]]
+
+
+def with_recorder(attach: Callable[[nn.Linear, Recorder], object]) -> Counted:
+    net = nn.Sequential(nn.Linear(6, 3))
+    recorder = Recorder()
+    attach(net[0], recorder)  # type: ignore[arg-type]
+    return net, lambda: len(recorder.calls)
+
+
+def with_closure_list() -> Counted:
+    net = nn.Sequential(nn.Linear(6, 3))
+    outputs: list[Tensor] = []
+    net[0].register_forward_hook(lambda module, inputs, out: outputs.append(out.detach()))
+    return net, lambda: len(outputs)
+
+
+def with_closure_number() -> Counted:
+    net = nn.Sequential(nn.Linear(6, 3))
+    count = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal count
+        count += 1
+
+    net[0].register_forward_hook(hook)
+    return net, lambda: count
+
+
+AROUND_CALLS: dict[str, Callable[[], Counted]] = {
+    "a list around a hook": with_closure_list,
+    "a number around a hook": with_closure_number,
+    "a method as hook": lambda: with_recorder(lambda m, r: m.register_forward_hook(r.hook)),
+    "an object as hook": lambda: with_recorder(lambda m, r: m.register_forward_pre_hook(r)),
+    "a partial as hook": lambda: with_recorder(
+        lambda m, r: m.register_forward_hook(partial(lambda calls, *_: calls.append(1), r.calls))
+    ),
+    "a list's append as hook": lambda: with_recorder(
+        lambda m, r: m.weight.register_post_accumulate_grad_hook(r.calls.append)
+    ),
+    "a hook of backward": lambda: with_recorder(lambda m, r: m.register_full_backward_hook(r.hook)),
+    "a hook of a weight": lambda: with_recorder(lambda m, r: m.weight.register_hook(r.hook)),
+    "a method that forward calls": lambda: (ByMethod(), lambda: COUNTS["global"]),
+    "a global behind two functions": lambda: (ByHelper(), lambda: TOTAL),
+}
+
+
+@pytest.mark.parametrize("place", AROUND_CALLS)
+def test_what_hooks_and_called_functions_write_is_known_and_put_back(place: str) -> None:
+    net, count = AROUND_CALLS[place]()
+    before = count()
+    state = PythonState(net)
+    assert state.changes() == []
+    net(torch.randn(4, 6, requires_grad=True)).sum().backward()
+    assert count() == before + 1
+    assert len(state.changes()) == 1
+    state.restore()
+    assert count() == before
+    assert state.changes() == []
+
+
+def test_functions_that_write_nothing_change_nothing() -> None:
+    net = nn.Sequential(nn.Linear(6, 3))
+    scale, table = 2.0, {"a": 1}
+    net[0].register_forward_hook(lambda module, inputs, out: out * scale * table["a"])
+    state = PythonState(net, nn.CrossEntropyLoss())
+    net(torch.randn(4, 6)).sum().backward()
+    assert state.changes() == []
+
+
+@pytest.mark.parametrize("place", ["a number around a hook", "a method that forward calls"])
+def test_a_whole_step_with_such_a_hook_is_not_compiled(place: str) -> None:
+    net, count = AROUND_CALLS[place]()
+    before = count()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer, compile=True)
+    with pytest.warns(hs.Notice, match="cannot be one compiled program"):
+        model.fit(1, make_batches(), progress=False)
+    assert count() - before == STEPS

@@ -10,7 +10,7 @@ of them was not finite, else 0.0.
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, cast
 
@@ -295,7 +295,9 @@ class GradScaler(torch.amp.GradScaler):
         if "scale_factor" in state_dict:  # MegEngine's word; its other keys are torch's
             state_dict = {"scale": state_dict["scale_factor"], **state_dict}
         if self._enabled and state_dict:  # torch refuses an empty one
-            _check_saved_state(SavedValue(state_dict, "GradScaler.load_state_dict"))
+            saved = SavedValue(state_dict, "GradScaler.load_state_dict")
+            _check_saved_state(saved)
+            state_dict = {**state_dict, "scale": _saved_scale(saved)}
         defaults = {**asdict(self.settings), **asdict(SkipCounts())}
         extra = {**defaults, **state_dict.get("halfstep", {})}
         settings = ScalerSettings(**{f.name: extra[f.name] for f in fields(ScalerSettings)})
@@ -440,9 +442,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def _check_saved_state(saved: SavedValue) -> None:
     """ValueError for a state that could not be loaded, or not be trained with. Changes nothing."""
-    scale = saved.field("scale")
-    if not (isinstance(scale.value, Tensor) and scale.value.numel() == 1):
-        scale.number(minimum=0)
+    _saved_scale(saved)
     for name in ("growth_factor", "backoff_factor"):
         saved.field(name).number(finite=True, minimum=0)
     for name in ("growth_interval", "_growth_tracker"):
@@ -455,6 +455,17 @@ def _check_saved_state(saved: SavedValue) -> None:
             value.whole_number()
         elif name == "fallen":
             value.flag()
+
+
+def _saved_scale(saved: SavedValue) -> float:
+    """The scale of a saved state, which MegEngine's holds as a tensor. ValueError for no number."""
+    scale = saved.field("scale")
+    if isinstance(scale.value, Tensor):
+        tensor = scale.value
+        if tensor.numel() != 1 or tensor.is_meta or tensor.is_complex():
+            scale.refuse("one number")
+        scale = replace(scale, value=tensor.item())
+    return scale.number(finite=True, minimum=0)
 
 
 def _pair_outputs_with_seeds(

@@ -169,6 +169,8 @@ def train(
                 err=True,
             )
         if finished is not None and finished.missing is None:
+            if finished.lost_lines is not None:
+                echo(f"note: {out}: {finished.lost_lines}", err=True)
             echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
             summary = finished.summary(out)
         else:

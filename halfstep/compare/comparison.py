@@ -31,11 +31,12 @@ from halfstep.experiment.build import (
 from halfstep.experiment.datasets import TrainTestData, load_train_test_data
 from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, describe_environment
 from halfstep.experiment.output_folder import run_folder
+from halfstep.experiment.saved_comparison import read_result
 from halfstep.experiment.settings import Settings
 from halfstep.experiment.typed_command import command_for_all
 from halfstep.model import Model
 from halfstep.precision.advice import HalfUnits, find_half_units, precisions_to_compare
-from halfstep.utils.files import read_json, write_json
+from halfstep.utils.files import write_json
 from halfstep.utils.rng import seed_everything
 from halfstep.utils.text import list_some, plural
 from halfstep.utils.user_code import failing_sample
@@ -83,7 +84,7 @@ def compare(
         before = output_folder.check_same_comparison(out, spec, machine)
         earlier_runs = []
         if before is not None:
-            earlier_runs = output_folder.finished_runs_beside(out, before, settings)
+            earlier_runs = output_folder.finished_runs_beside(out, before, settings, data.test.size)
             spec = _add_earlier_runs(spec, before, earlier_runs, progress)
             usual = precisions_to_compare(find_half_units(settings.torch_device))
             command = command_for_all(command, spec["precisions"], spec["seeds"], usual)
@@ -153,7 +154,7 @@ def _train_all(
     retry: bool,
 ) -> dict[str, Any]:
     """Trains the runs that have no result yet. Returns the summary."""
-    results = _read_results(settings, out, skip_failed=retry)
+    results = _read_results(settings, out, data.test.size, skip_failed=retry)
     finished = {(result["precision"], result["seed"]) for result in results}
     progress.begin(settings, data, len(results))
     results += earlier_runs
@@ -176,13 +177,22 @@ def _train_all(
     return content
 
 
-def _read_results(settings: Settings, out: Path, *, skip_failed: bool) -> list[Result]:
+def _read_results(
+    settings: Settings, out: Path, image_count: int, *, skip_failed: bool
+) -> list[Result]:
     """Results of the runs that are finished."""
     results: list[Result] = []
     for precision, seed in settings.precision_seed_pairs:
-        result = read_json(run_folder(out, precision, seed) / output_folder.RESULT_FILE)
+        path = run_folder(out, precision, seed) / output_folder.RESULT_FILE
+        result = read_result(path, image_count)
         if result is None:
             continue
+        if (result["precision"], result["seed"]) != (precision, seed):
+            raise ValueError(
+                f"{path}: expected the result of {precision} with seed {seed}, got that of "
+                f"{result['precision']!r} with seed {result['seed']}. Remove that file, or name "
+                "another folder: --out"
+            )
         if skip_failed and result["status"] == "failed":
             continue
         results.append(result)

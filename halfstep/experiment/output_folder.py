@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from halfstep.checkpoint import lock
+from halfstep.experiment.saved_comparison import check_summary, read_result
 from halfstep.experiment.settings import Settings
 from halfstep.utils.files import read_json
 from halfstep.utils.text import printable
@@ -105,6 +106,7 @@ def check_same_comparison(
             f"out: {out}/{SUMMARY_FILE} is not a comparison of this version. "
             "Name another folder: --out"
         )
+    check_summary(out / SUMMARY_FILE, before)
 
     fixed_settings = [name for name in spec if name not in CHANGEABLE_SETTINGS]
     spec_changes = _list_changes(before["spec"], spec, fixed_settings)
@@ -127,16 +129,19 @@ def check_same_comparison(
 
 
 def finished_runs_beside(
-    out: Path, before: Mapping[str, Any], settings: Settings
+    out: Path, before: Mapping[str, Any], settings: Settings, image_count: int
 ) -> list[dict[str, Any]]:
-    """Results of the folder's precisions and seeds that `settings` do not ask for."""
+    """Results of the folder's precisions and seeds that `settings` do not ask for.
+
+    `image_count`: of the test images.
+    """
     requested = set(settings.precision_seed_pairs)
     results = []
     for seed in before["spec"]["seeds"]:
         for precision in before["spec"]["precisions"]:
             if (precision, seed) in requested:
                 continue
-            result = read_json(run_folder(out, precision, seed) / RESULT_FILE)
+            result = read_result(run_folder(out, precision, seed) / RESULT_FILE, image_count)
             if result is not None and (result["precision"], result["seed"]) == (precision, seed):
                 results.append(result)
     return results

@@ -29,6 +29,8 @@ class FinishedRun:
     history: list[dict[str, Any]]
     missing: str | None = None
     """What its files lack, in words; None where they are whole."""
+    lost_lines: str | None = None
+    """What its log lacks and nothing can write again, in words; None where it is whole."""
 
     def summary(self, out: Path) -> dict[str, Any]:
         """What `halfstep train --json` prints for it."""
@@ -61,6 +63,7 @@ def finished_run(folder: Path, epochs: int) -> FinishedRun | None:
             steps=loop_state["global_step"],
             history=loop_state["history"],
             missing=_missing_parts(folder, tree),
+            lost_lines=_lost_lines(folder, tree),
         )
     if finished is None or finished.missing is not None:
         refuse_fewer_epochs(folder, epochs)
@@ -145,6 +148,23 @@ def _missing_lines(folder: Path, tree: Any) -> str | None:
     log = folder / LOG_FILE
     if waiting and log.is_file() and log.stat().st_size < state["offset"] + len(waiting.encode()):
         return f"{LOG_FILE} lacks its last lines, which could not be written then"
+    return None
+
+
+def _lost_lines(folder: Path, tree: Any) -> str | None:
+    """Lines that were in the log when the checkpoint was saved, and are not any more."""
+    from halfstep.utils.saved_state import SavedValue
+
+    try:
+        offset = SavedValue(tree["writers"]["JSONLLog"], "").field("offset").whole_number()
+    except (KeyError, TypeError, ValueError):  # a builder's run without this log, or a damaged tree
+        return None
+    log = folder / LOG_FILE
+    if not log.is_file():
+        return f"{LOG_FILE} is missing, and its lines are nowhere else"
+    size = log.stat().st_size
+    if size < offset:
+        return f"{LOG_FILE} has {size} bytes of {offset}, and the rest is nowhere else"
     return None
 
 

@@ -67,7 +67,7 @@ def read_log(path: Path) -> LogRows:
         if line.strip():
             try:
                 row = json.loads(line.decode())
-            except ValueError:
+            except (ValueError, RecursionError):
                 if number == len(lines):  # without a line end: it was being written at a kill
                     break
                 row = None

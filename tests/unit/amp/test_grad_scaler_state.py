@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from halfstep.amp import GradScaler
 from tests.support.scaler_runs import (
@@ -97,3 +98,32 @@ def test_a_state_of_torchs_keeps_the_settings_and_begins_the_counts() -> None:
     bad_state = {**make_torch_scaler().state_dict(), "halfstep": {"max_skips": 0}}
     with pytest.raises(ValueError, match="max_skips: expected an int of at least 1"):
         scaler.load_state_dict(bad_state)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        float("nan"),
+        float("inf"),
+        torch.tensor(float("nan")),
+        torch.tensor(1j),
+        torch.ones(2),
+        torch.ones((), device="meta"),
+        "8",
+    ],
+    ids=str,
+)
+def test_a_scale_that_nothing_can_be_trained_with_is_refused(scale: Any) -> None:
+    scaler = make_scaler()
+    state = scaler.state_dict()
+    with pytest.raises(ValueError, match=r"load_state_dict: scale: expected .*Nothing was loaded"):
+        scaler.load_state_dict({**state, "scale": scale})
+    assert scaler.state_dict() == state
+
+
+def test_a_saved_tensor_becomes_a_number() -> None:
+    """MegEngine saves its scale so. A tensor of one element has no place in torch's own code."""
+    scaler = make_scaler()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": torch.tensor([8.0])})
+    assert scaler.state_dict()["scale"] == 8.0
+    assert scaler.scale(torch.ones(())).item() == 8.0

@@ -115,6 +115,22 @@ def test_damaged_weights_of_a_finished_run_are_written_again(name: str, has_reco
     assert "nothing was done" in train("r", 2, "--resume", "auto")
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(cut, "log.jsonl has .* bytes of"), (empty, "has 0 bytes"), (Path.unlink, "is missing")],
+)
+def test_a_log_that_has_lost_lines_is_not_passed_over(
+    damage: Callable[[Path], None], words: str
+) -> None:
+    train("r", 1)
+    assert "note:" not in train("r", 1, "--resume", "auto")
+    damage(Path("r/log.jsonl"))
+    output = train("r", 1, "--resume", "auto")
+    note = next(line for line in output.splitlines() if line.startswith("note:"))
+    assert re.search(f"{words}.*nowhere else", note), note
+    assert "nothing was done" in output
+
+
 def test_a_finished_run_of_an_earlier_version_is_left_as_it_is() -> None:
     """Without a record its weights are compared with the checkpoint, bit for bit."""
     train("r", 1, "--ema", "0.9", "--precision", "O2")

@@ -274,7 +274,7 @@ def test_an_unfinished_last_line_of_a_log_is_left_out(tmp_path: Path) -> None:
     log.write_bytes(b"".join(lines[:20]) + unfinished)
     by_logs = diff(tmp_path / "a", tmp_path / "b")[0]
     assert (by_logs.step, by_logs.equal_until) == (None, 20)
-    for bad_line in (b'{"kind": "st\n', b"3\n", b"\xff\n"):
+    for bad_line in (b'{"kind": "st\n', b"3\n", b"\xff\n", b"[" * 100_000 + b"\n"):
         log.write_bytes(b"".join([*lines[:2], bad_line, *lines[2:]]))
         with pytest.raises(ValueError, match=r"b/log.jsonl, line 3: expected a JSON object, got"):
             diff(tmp_path / "a", tmp_path / "b")

@@ -272,7 +272,7 @@ def test_the_bare_name_of_a_table_is_answered_with_csv(run_line: CommandLine) ->
 
 
 def test_find_lr_for_a_table(run_line: CommandLine) -> None:
-    line = "find-lr --data csv:houses.csv --updates 20 --batch 16"
+    line = "find-lr --data csv:houses.csv --updates 60"
     code, printed = run_line(f"{line} --target price")
     assert code == 0, printed
     assert "<- suggested" in printed

@@ -23,9 +23,27 @@ from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import first_line
+
+# The words of other libraries.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("dirpath", "dirname", "filepath", "path", "output_dir", "save_dir"), "folder"),
+    "monitor": "best",
+    **dict.fromkeys(("save_top_k", "save_total_limit", "max_to_keep", "n_saved"), "keep"),
+    **dict.fromkeys(("every_n_train_steps", "every_n_steps", "save_steps"), "every_steps"),
+    **dict.fromkeys(("every_n_epochs", "period"), "every_epochs"),
+    "train_time_interval": "every_seconds",
+}
+# Options that nothing stands for.
+MISPLACED_OPTIONS = {
+    "save_best_only": "write hs.Checkpoint('runs/mine', best='loss', keep=1)",
+    "save_last": "the newest checkpoint is always there; leave it out",
+    "save_weights_only": "weights alone are written by model.save('weights.safetensors')",
+    "filename": "a checkpoint is a folder named by its step; write hs.Checkpoint('runs/mine')",
+    "save_freq": "write every_epochs=1, or every_steps=100",
+}
 
 MAX_ERROR_CHARS = 120  # of the error's first line, in a checkpoint that was saved after it
 
@@ -44,6 +62,7 @@ class Checkpoint(Callback):
     last = True
     writes = True
 
+    @suggest_keywords("Checkpoint", names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
     def __init__(
         self,
         folder: str | Path,

@@ -25,13 +25,20 @@ from halfstep.engine.run import ROW_COLUMNS, score_name
 from halfstep.errors import Notice
 from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = ROW_COLUMNS
 POSITION_FIELDS = ("epoch", "step", "global_step")
 
 row_values = attrgetter(*LOG_FIELDS)
+
+# The words of other libraries.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("filename", "filepath", "folder", "save_dir"), "path"),
+    "flush_logs_every_n_steps": "every",
+}
+MISPLACED_OPTIONS = {"append": "a run that is resumed goes on in its file; leave it out"}
 
 # Files that cannot be synced at all, such as those of some network and FUSE file systems.
 NO_SYNC_ERRORS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
@@ -49,6 +56,7 @@ class _Log(Callback):
 
     writes = True
 
+    @suggest_keywords("CSVLog and JSONLLog", names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
     def __init__(
         self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False
     ) -> None:

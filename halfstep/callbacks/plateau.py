@@ -15,7 +15,7 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import plural
 
@@ -55,6 +55,17 @@ HIGHER_IS_BETTER = (
 
 # Runs of letters: "top5_acc" is top, acc. "f1" is the only word with a digit.
 METRIC_WORD = re.compile(r"f1(?!\d)|[^\W\d_]+")
+
+# The words of other libraries.
+FOREIGN_OPTIONS = {
+    "monitor": "metric",
+    **dict.fromkeys(("threshold", "early_stopping_threshold", "delta"), "min_delta"),
+    "early_stopping_patience": "patience",
+    "restore_best_weights": "restore_best",
+    "start_from_epoch": "start_epoch",
+}
+# Options that nothing stands for.
+NO_VERBOSE = {"verbose": "a message is always printed; leave it out"}
 
 
 def is_lower_better(owner: str, metric: str, mode: Mode) -> bool:
@@ -205,6 +216,7 @@ class EarlyStopping(Callback):
     unless it is given more patience.
     """
 
+    @suggest_keywords("EarlyStopping", names=FOREIGN_OPTIONS, advice=NO_VERBOSE)
     def __init__(
         self,
         metric: str = "loss",
@@ -318,6 +330,11 @@ class ReduceLROnPlateau(Callback):
     not counted. `min_lr` is one number, or one per parameter group.
     """
 
+    @suggest_keywords(
+        "ReduceLROnPlateau",
+        names=FOREIGN_OPTIONS,
+        advice={**NO_VERBOSE, "optimizer": "it moves the rates of the Model's optimizer"},
+    )
     def __init__(
         self,
         metric: str = "loss",

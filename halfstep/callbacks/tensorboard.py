@@ -5,6 +5,13 @@ from typing import Any
 
 from halfstep.engine import Callback, Row, Run
 from halfstep.utils.checks import whole_number
+from halfstep.utils.keywords import suggest_keywords
+
+# The words of other libraries.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("log_dir", "logdir", "save_dir"), "folder"),
+    "update_freq": "every",
+}
 
 
 class TensorBoard(Callback):
@@ -18,6 +25,7 @@ class TensorBoard(Callback):
 
     writes = True
 
+    @suggest_keywords("TensorBoard", names=FOREIGN_OPTIONS)
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         self.path = Path(folder)
         self.every = whole_number("TensorBoard: every", every, minimum=1)

@@ -10,16 +10,24 @@ from halfstep.cli.options import (
     AccumulateOption,
     BatchOption,
     BuildOption,
+    ClassWeightsOption,
     ClipNormOption,
     DataOption,
     DataPathOption,
     DeviceOption,
+    DropOption,
     JsonOption,
     NetOption,
     OptimizerOption,
     PrecisionOption,
     SamplesOption,
     SeedOption,
+    SizeOption,
+    SkipDamagedOption,
+    SplitSeedOption,
+    TargetOption,
+    TaskOption,
+    TestShareOption,
     option_flag,
 )
 from halfstep.cli.output import echo, print_json
@@ -35,6 +43,8 @@ names the rate at which the smoothed loss falls fastest. Nothing is kept of this
 \b
 halfstep find-lr  the MLP of halfstep train
 halfstep find-lr --net resnet18 --data cifar10 --precision O2 --optimizer adamw --plot lr.svg
+halfstep find-lr --net resnet18 --data photos/ --size 128
+halfstep find-lr --data csv:houses.csv --target price
 halfstep find-lr --build train:build --json
 """
 
@@ -44,6 +54,14 @@ def find_lr(
     net: NetOption = "mlp",
     data: DataOption = "sample",
     path: DataPathOption = None,
+    size: SizeOption = None,
+    test_share: TestShareOption = None,
+    split_seed: SplitSeedOption = None,
+    skip_damaged: SkipDamagedOption = None,
+    class_weights: ClassWeightsOption = None,
+    target: TargetOption = None,
+    task: TaskOption = None,
+    drop: DropOption = None,
     precision: PrecisionOption = "fp32",
     batch: BatchOption = 64,
     optimizer: OptimizerOption = "momentum",

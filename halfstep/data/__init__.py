@@ -3,6 +3,8 @@
 Readers, an order of samples without a table, pipelines, transforms.
 """
 
+from typing import TYPE_CHECKING
+
 from halfstep.data.class_weights import class_weights
 from halfstep.data.contact_sheet import sheet
 from halfstep.data.download.find import find
@@ -23,6 +25,7 @@ from halfstep.data.transforms.mixing import CutMix, MixUp
 from halfstep.data.transforms.random_apply import RandomApply
 from halfstep.data.transforms.trivial_augment import TrivialAugment
 from halfstep.data.transforms.values import Cast, Flatten, Normalize, OneHot, Rescale
+from halfstep.utils.foreign_names import DATA_NAMES, missing_names
 
 __all__ = [
     "Cast",
@@ -64,3 +67,6 @@ __all__ = [
     "sample",
     "sheet",
 ]
+
+if not TYPE_CHECKING:  # type checkers know every other name as wrong
+    __getattr__ = missing_names(__name__, __all__, DATA_NAMES)

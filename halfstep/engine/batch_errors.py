@@ -5,6 +5,7 @@ failed, so that it costs nothing until then. What the step had in hand comes fro
 step/batch_context.py.
 """
 
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import NonFiniteError, UncapturableError
 from halfstep.step.batch_context import BatchContext, batch_context
-from halfstep.utils.text import dtype_name
+from halfstep.step.objective import inputs_and_target
+from halfstep.utils.text import dtype_name, plural
 
 DEVICE_ASSERT_ADVICE = (
     "the usual cause is a label or an index out of range: "
@@ -77,7 +79,9 @@ def explain_batch_error(
     columns = _as_columns(context.batch if args is None else args, names)
     explanation = None
     with suppress(Exception):  # a look at an error may not hide it behind another one
-        explanation = _explain_labels(context, columns)
+        explanation = _explain_call(error, context, net)
+        if explanation is None:
+            explanation = _explain_two_losses(context) or _explain_labels(context, columns)
         if explanation is None and net is not None:
             explanation = _explain_input(error, columns, net)
     if explanation is not None:
@@ -121,6 +125,60 @@ def _find_nonfinite(columns: list[Column]) -> str:
             row = int((~is_finite).reshape(len(x), -1).any(1).nonzero()[0])
             return f" The batch itself is the cause: {column} holds nan or inf, first in row {row}."
     return ""
+
+
+# Functions that do not fit the batch.
+
+
+def _explain_call(error: Exception, context: BatchContext, net: nn.Module | None) -> str | None:
+    """What is wrong where forward= or the network cannot take the items of the batch."""
+    batch = context.batch
+    forward = context.forward
+    if not isinstance(error, TypeError) or not batch or forward is None:
+        return None
+    names = "*batch" if len(batch) > 3 else ", ".join("xyz"[: len(batch)])
+    signature = inspect.signature(forward)
+    if not _accepts(signature, (net, *batch)):
+        name = getattr(forward, "__name__", type(forward).__name__)
+        return (
+            f"forward: expected a function of the network and the {plural(len(batch), 'item')} of "
+            f"a batch, got {name}{signature}; write it as forward=lambda net, {names}: …"
+        )
+
+    # By convention the network is called with all of the batch but the target.
+    if net is None or forward is not inputs_and_target:
+        return None
+    signature = inspect.signature(net.forward)
+    if _accepts(signature, batch[:-1]):
+        return None
+    return (
+        f"{type(net).__name__}: forward{signature} cannot take {plural(len(batch) - 1, 'input')}; "
+        f"say how to use a batch: forward=lambda net, {names}: …"
+    )
+
+
+def _accepts(signature: inspect.Signature, args: Sequence[Any]) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _explain_two_losses(context: BatchContext) -> str | None:
+    """Whether forward= returned the loss itself, and one of torch's losses was called with it."""
+    loss = context.loss
+    kind = loss if inspect.isfunction(loss) else type(loss)
+    if not context.loss_arguments or not kind.__module__.startswith("torch.nn"):
+        return None
+    first = context.loss_arguments[0]
+    if not isinstance(first, Tensor) or first.dim() != 0:
+        return None
+    return (
+        f"forward: expected (outputs, target) for the loss {kind.__name__}, received a single "
+        "number first, as if it were the loss itself; return (outputs, target), or give loss=None "
+        "where forward= returns the loss"
+    )
 
 
 # Labels that a loss cannot take.

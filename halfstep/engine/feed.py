@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Loader
 from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
@@ -241,6 +242,11 @@ def _check_generators(loader: Loader, saved: SavedValue) -> None:
 def columns_dataset(columns: Any, *, seed: int = 0) -> Dataset:
     """A data set of whole tensors or arrays, or of a torch Dataset's samples."""
     return Dataset(columns, seed=seed)
+
+
+def is_data_set(value: Any) -> bool:
+    """Whether it is a whole data set or loader, and so no batch."""
+    return isinstance(value, Dataset | Loader | DataLoader | TorchDataset)
 
 
 def as_batches(data: Any) -> Dataset | Loader:

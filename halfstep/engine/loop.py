@@ -18,6 +18,7 @@ from halfstep.engine.feed import Args, Feed
 from halfstep.engine.limits import TimeLimit
 from halfstep.engine.run import (
     ExtraColumns,
+    HistoryEntries,
     Row,
     Run,
     StepPosition,
@@ -511,7 +512,7 @@ class Loop:
         run.global_step = state["global_step"]
         run.position = state["global_step"]
         run.epoch_over = state["epoch_over"]
-        run.history = [dict(entry) for entry in state["history"]]
+        run.history = HistoryEntries(dict(entry) for entry in state["history"])
         self.pending = state["pending"]
         self._losses = list(state["losses"])
         self._parts = dict(state.get("parts", {}))

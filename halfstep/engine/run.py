@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from halfstep.errors import closest_name
 from halfstep.step import Record
 from halfstep.step.state import ROW_FIELDS, row_columns
 
@@ -16,6 +17,32 @@ from halfstep.step.state import ROW_FIELDS, row_columns
 LOSS, CYCLE_LOSS, SCALE, GRAD_NORM, SKIPPED, UPDATED = row_columns(
     ("loss", "cycle_loss", "scale", "grad_norm", "skipped", "updated")
 )
+
+
+class HistoryEntries(list[dict[str, Any]]):
+    """The entries of a run's history, in order. By a name: its value in each entry.
+
+    `history[-1]` is the newest entry, `history["loss"]` the curve of the loss. An entry that has no
+    such value, as one without an evaluation, has None there.
+    """
+
+    @overload
+    def __getitem__(self, key: SupportsIndex, /) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: slice, /) -> list[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, key: str, /) -> list[Any]: ...
+    def __getitem__(self, key: SupportsIndex | slice | str, /) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        names = list(dict.fromkeys(name for entry in self for name in entry))
+        if key not in names:
+            close = closest_name(key, names)
+            suggestion = f"did you mean {close!r}? " if close else ""
+            raise KeyError(
+                f"history: no entry has {key!r}; {suggestion}names are: {', '.join(names) or '-'}"
+            )
+        return [entry.get(key) for entry in self]
 
 
 @dataclass(repr=False)
@@ -63,8 +90,8 @@ class Run:
     """The scores of an evaluation, as far as they are known before the first."""
     valid_sets: tuple[str, ...] = ()
     """The names of the validation sets; an only one has the name ""."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """One entry for each evaluation or epoch end.
+    history: HistoryEntries = field(default_factory=HistoryEntries)
+    """One entry for each evaluation or epoch end; `history["loss"]` is the loss of each.
 
     It holds epoch, step, the mean training loss since the last entry (with its parts and the
     metrics on training data), and the scores.

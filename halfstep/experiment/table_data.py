@@ -21,7 +21,9 @@ MAX_NAMED = 10
 
 
 def is_table(name: str) -> bool:
-    """Whether the data is csv:FILE."""
+    """Whether the data is csv:FILE. A ValueError for the bare name of such a file."""
+    if name.lower().endswith(".csv") and Path(name).is_file():
+        raise ValueError(f"--data: expected a table as csv:FILE, got {name!r}; write csv:{name}")
     return name.startswith(CSV_PREFIX)
 
 

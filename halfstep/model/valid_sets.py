@@ -8,8 +8,10 @@ from torch import Tensor
 
 from halfstep.engine import Feed
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE
+from halfstep.engine.feed import is_data_set
 from halfstep.engine.run import score_name
 from halfstep.metrics.metric_group import is_valid_name
+from halfstep.utils.text import write_line
 
 ONE_SET = ""  # the name of the only data set, which stands in no score
 
@@ -19,6 +21,14 @@ EvaluateFeed = Callable[[str, Feed, Callable[[], bool]], dict[str, Any] | None]
 
 def named_sets(owner: str, data: Any) -> dict[str, Any]:
     """Data sets by name: the entries of a dict of them, or the only one as ONE_SET."""
+    if isinstance(data, list | tuple) and data and all(map(is_data_set, data)):
+        raise TypeError(
+            write_line(
+                f"{owner}: several data sets are given by name, got a {type(data).__name__} of "
+                f"{len(data)}",
+                '{"clean": first, "noisy": second}',
+            )
+        )
     if not isinstance(data, Mapping):
         return {ONE_SET: data}
     if not data:

@@ -26,6 +26,7 @@ from halfstep.preflight.lr_curve import (
 from halfstep.preflight.trial_backup import add_data, undone_trial
 from halfstep.step import TrainStep
 from halfstep.utils.checks import finite_number, whole_number
+from halfstep.utils.keywords import suggest_keywords
 
 MIN_UPDATES = 10
 
@@ -33,6 +34,17 @@ MIN_UPDATES = 10
 ENDLESS_EPOCHS = 1 << 62
 
 
+# The words of other learning rate finders.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("min_lr", "start_lr", "init_lr", "lr_min"), "low"),
+    **dict.fromkeys(("max_lr", "end_lr", "final_lr", "lr_max"), "high"),
+    **dict.fromkeys(("num_training", "num_iter", "num_it", "steps", "num_steps"), "updates"),
+    **dict.fromkeys(("train_dataloaders", "train_loader", "dataloader", "loader"), "data"),
+    "net": "model",
+}
+
+
+@suggest_keywords("find_lr", names=FOREIGN_OPTIONS)
 def find_lr(
     model: Model, data: Any, *, low: float = 1e-7, high: float = 10.0, updates: int = 100
 ) -> LRCurve:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halfstep.engine import Feed
+from halfstep.engine.batch_errors import describe_value
 from halfstep.model import Model
 from halfstep.model.resume_backup import ResumeBackup
 from halfstep.precision import Applied, Precision, PrecisionName
@@ -29,6 +30,7 @@ from halfstep.report.number_format import format_bytes
 from halfstep.step import TrainStep
 from halfstep.step.load_backup import ModuleBackup
 from halfstep.utils import rng
+from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.python_state import PythonState
 from halfstep.utils.text import dtype_name, plural, printable
 
@@ -154,6 +156,21 @@ class NetSummary:
             console.print(line, markup=False, emoji=False)
 
 
+# The words of other summaries.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("input_size", "input_shape", "input_data", "batch", "x"), "data"),
+    "model": "net",
+    **dict.fromkeys(("verbose", "print_fn"), "show"),
+}
+# Options that nothing stands for.
+MISPLACED_OPTIONS = {
+    **dict.fromkeys(("depth", "max_depth"), "the fields of the result, .layers, have all levels"),
+    "device": "the network is run where it is; write net.to('cuda') first",
+    "batch_size": "it is the first number of a shape; write hs.summary(net, (64, 3, 32, 32))",
+}
+
+
+@suggest_keywords("summary", names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
 def summary(
     net: nn.Module | Model,
     data: Any = None,
@@ -206,7 +223,11 @@ def summary(
                 wanted or Precision.parse("fp32"), device, deterministic=False, benchmark=False
             )
             with flags:
-                trace = trace_forward(module, batch, applied, _objective_of(model))
+                try:
+                    trace = trace_forward(module, batch, applied, _objective_of(model))
+                except Exception as error:
+                    error.add_note(_describe_inputs(batch))
+                    raise
     result = _summarize(module, model, trace, applied, optimizer, batch)
     if show:
         result.show()
@@ -219,6 +240,17 @@ def format_operations(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.3g} {prefix}"
     return f"{count:g} "
+
+
+def _describe_inputs(batch: Batch) -> str:
+    """What the network was called with when it raised an error."""
+    named = {f"item {i}": value for i, value in enumerate(batch.inputs)}
+    named.update(batch.named_inputs)
+    described = [f"{name} ({describe_value(value)})" for name, value in named.items()]
+    return (
+        f"in summary, on {', '.join(described)}; a shape has the size of the batch first, as in "
+        "hs.summary(net, (64, 3, 32, 32))"
+    )
 
 
 def _device_of(net: nn.Module) -> torch.device:

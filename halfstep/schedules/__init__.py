@@ -1,5 +1,7 @@
 """Learning rates by update number: formulas, tables, functions and torch's own schedulers."""
 
+from typing import TYPE_CHECKING
+
 from halfstep.schedules.formulas import (
     constant,
     cosine,
@@ -15,6 +17,7 @@ from halfstep.schedules.formulas import (
 from halfstep.schedules.group_schedules import resolve
 from halfstep.schedules.schedule import Schedule, tables
 from halfstep.schedules.torch_schedulers import from_torch
+from halfstep.utils.foreign_names import missing_names
 
 __all__ = [
     "Schedule",
@@ -32,3 +35,6 @@ __all__ = [
     "tables",
     "warmup_cosine",
 ]
+
+if not TYPE_CHECKING:  # type checkers know every other name as wrong
+    __getattr__ = missing_names(__name__, __all__)

@@ -93,7 +93,8 @@ class Accumulate:
                 else:
                     loss_value = self._add_mean(state, loss, count)
         except Exception as error:
-            attach_batch(error, batch)  # for a message about the batch: engine/batch_errors.py
+            # For a message about the batch: engine/batch_errors.py.
+            attach_batch(error, batch, self.objective.forward)
             raise
         cycle.micro += 1
         return MicroBatch(loss_value, parts, counts)

@@ -19,6 +19,7 @@ class BatchContext:
     batch: tuple[Any, ...] = ()
     loss: Any = None
     loss_arguments: tuple[Any, ...] = ()
+    forward: Any = None  # what calls the network with the batch
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Empty in a copy or a pickle: an error must pass to another process as it always did."""
@@ -31,11 +32,12 @@ def batch_context(error: BaseException) -> BatchContext:
     return context if isinstance(context, BatchContext) else BatchContext()
 
 
-def attach_batch(error: BaseException, batch: tuple[Any, ...]) -> None:
+def attach_batch(error: BaseException, batch: tuple[Any, ...], forward: Any) -> None:
     """Notes the batch that was in hand, unless a deeper place has noted one."""
     context = batch_context(error)
     if not context.batch:
         context.batch = batch
+        context.forward = forward
     _attach(error, context)
 
 

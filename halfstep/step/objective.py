@@ -59,7 +59,8 @@ class Objective:
         self.net = net
         self.loss = loss
         self.count_fn = count_fn
-        self.forward = forward or _forward_by_convention(loss)
+        # By convention the last item of a batch is the target; without a loss all of it goes in.
+        self.forward = forward or (whole_batch if loss is None else inputs_and_target)
         self.terms = loss_terms(loss)
         self.hf_count_fn: Callable[[Any], Count] | None = None
         if loss is None and forward is None and count_fn is None:
@@ -223,27 +224,22 @@ class Objective:
         return None
 
 
-def _forward_by_convention(loss: Any) -> Callable[..., Any]:
-    """(net, *batch) → the arguments of the loss. The last item of the batch is the target.
+def inputs_and_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
+    """The arguments of the loss: the last item of the batch is the target."""
+    if len(batch) < 2:
+        received = f"one {type(batch[0]).__name__}" if batch else "nothing"
+        raise ValueError(
+            f"step: expected inputs and a target, received {received}; "
+            "say how to use it, for instance forward=lambda net, b: (net(b['x']), b['y'])"
+        )
+    return net(*batch[:-1]), batch[-1]
 
-    Without a loss the whole batch goes to the network.
-    """
 
-    def inputs_and_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
-        if len(batch) < 2:
-            received = f"one {type(batch[0]).__name__}" if batch else "nothing"
-            raise ValueError(
-                f"step: expected inputs and a target, received {received}; "
-                "say how to use it, for instance forward=lambda net, b: (net(b['x']), b['y'])"
-            )
-        return net(*batch[:-1]), batch[-1]
-
-    def whole_batch(net: nn.Module, *batch: Any) -> Any:
-        if len(batch) == 1 and isinstance(batch[0], dict):
-            return net(**batch[0])
-        return net(*batch)
-
-    return whole_batch if loss is None else inputs_and_target
+def whole_batch(net: nn.Module, *batch: Any) -> Any:
+    """What a network with its own loss returns for the whole batch."""
+    if len(batch) == 1 and isinstance(batch[0], dict):
+        return net(**batch[0])
+    return net(*batch)
 
 
 def loss_arguments(out: Any, min_dtype: torch.dtype) -> tuple[Any, ...]:

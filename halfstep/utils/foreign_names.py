@@ -1,6 +1,7 @@
 """Names of other libraries under `hs.`: each answered with what to write here."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 from halfstep.errors import closest_name
 from halfstep.utils.text import write_line
@@ -61,11 +62,45 @@ NAMES: dict[str, tuple[str, str]] = {
 }
 
 
-def missing_name_message(name: str, known: Iterable[str]) -> str:
-    """What to write instead of a name that halfstep does not have."""
-    if name in NAMES:
-        problem, line = NAMES[name]
-        return write_line(f"module 'halfstep' has no attribute {name!r}: {problem}", line)
+# Names of torchvision and others under `hs.data`.
+_BATCHES = "hs.data.Dataset((x, y)).shuffle().batch(32)"
+DATA_NAMES: dict[str, tuple[str, str]] = {
+    "DataLoader": ("torch's is taken by fit as it is, and a Dataset makes batches", _BATCHES),
+    "TensorDataset": ("it is called Dataset", _BATCHES),
+    "Compose": ("map takes a list", "data.map([hs.data.Flip(), hs.data.ToCHW()], 'image')"),
+    "ToTensor": (
+        "it is two transforms",
+        "data.map([hs.data.ToCHW(), hs.data.Rescale(1 / 255)], 'image')",
+    ),
+    "RandomHorizontalFlip": ("it is called Flip", "hs.data.Flip()"),
+    "RandomCrop": ("it is called PadCrop", "hs.data.PadCrop(32, padding=4)"),
+    "RandAugment": ("there is its trivial form", "hs.data.TrivialAugment()"),
+    "AutoAugment": ("there is its trivial form", "hs.data.TrivialAugment()"),
+    "TrivialAugmentWide": ("it is called TrivialAugment", "hs.data.TrivialAugment()"),
+}
+
+
+def missing_name_message(
+    name: str,
+    known: Iterable[str],
+    module: str = "halfstep",
+    answers: Mapping[str, tuple[str, str]] = NAMES,
+) -> str:
+    """What to write instead of a name that a module does not have."""
+    if name in answers:
+        problem, line = answers[name]
+        return write_line(f"module {module!r} has no attribute {name!r}: {problem}", line)
     close = closest_name(name, known)
     suggestion = f"; did you mean {close!r}?" if close else ""
-    return f"module 'halfstep' has no attribute {name!r}{suggestion}"
+    return f"module {module!r} has no attribute {name!r}{suggestion}"
+
+
+def missing_names(
+    module: str, known: Iterable[str], answers: Mapping[str, tuple[str, str]] | None = None
+) -> Callable[[str], NoReturn]:
+    """A `__getattr__` of a module, which answers a name that it does not have."""
+
+    def refuse(name: str) -> NoReturn:
+        raise AttributeError(missing_name_message(name, known, module, answers or {}))
+
+    return refuse

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from halfstep.utils.checks import whole_number
+from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.saved_state import SavedValue
 
 MAX_SEED = (1 << 63) - 1  # of torch.manual_seed
 
 
+@suggest_keywords(
+    "seed_everything", advice={"workers": "a DataLoader's workers always follow this seed"}
+)
 def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """Seeds Python's, numpy's and torch's generators, on all devices; returns the seed.
 

@@ -4,7 +4,7 @@ A source returns the samples for a tensor of their numbers. `as_source` makes on
 user has: a mapping, a tuple, one tensor or array, a list of samples, a torch Dataset.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -196,7 +196,7 @@ def only_sample(columns: Batch) -> Batch:
     }
 
 
-def as_source(data: Any, columns: str | Sequence[str] | None) -> Source:
+def as_source(data: Any, columns: Any) -> Source:
     """The user's data as a source.
 
     A mapping or a tuple holds columns; a list holds samples, and so does anything else with a
@@ -207,6 +207,11 @@ def as_source(data: Any, columns: str | Sequence[str] | None) -> Source:
         names = None
     elif isinstance(columns, str):
         names = (columns,)
+    elif isinstance(columns, Tensor | np.ndarray):
+        raise TypeError(
+            f"columns: expected names, got a {type(columns).__name__}; inputs and labels are one "
+            "tuple: hs.data.Dataset((x, y))"
+        )
     else:
         names = tuple(columns)
 

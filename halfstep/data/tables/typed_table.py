@@ -22,7 +22,7 @@ from halfstep.data.splits import (
 from halfstep.data.tables.csv_cells import CellColumn, Cells, read_cells
 from halfstep.errors import closest_name
 from halfstep.utils.checks import one_of
-from halfstep.utils.text import list_some, printable
+from halfstep.utils.text import list_some, plural, printable
 
 Kind = Literal["number", "category"]
 Task = Literal["classification", "regression"]
@@ -76,6 +76,13 @@ class Table:
     lines: Tensor
     digests: tuple[bytes, ...]
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """The file, its rows and its columns; not the values."""
+        columns = [f"{name} ({column.kind})" for name, column in self.inputs.items()]
+        if self.target is not None:
+            columns.append(f"{self.target_name} (target, {self.task})")
+        return f"Table({str(self.path)!r}: {plural(self.size, 'row')} of {', '.join(columns)})"
 
     @property
     def size(self) -> int:

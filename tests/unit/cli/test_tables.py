@@ -262,3 +262,27 @@ def test_mistakes_are_answered(line: str, message: str, run_line: CommandLine) -
     code, output = run_line(line)
     assert code == 2
     assert message in output
+
+
+def test_the_bare_name_of_a_table_is_answered_with_csv(run_line: CommandLine) -> None:
+    for options in ("", "--target price"):
+        code, printed = run_line(f"train --data houses.csv --epochs 1 {options}")
+        assert code == 2
+        assert "expected a table as csv:FILE, got 'houses.csv'; write csv:houses.csv" in printed
+
+
+def test_find_lr_for_a_table(run_line: CommandLine) -> None:
+    line = "find-lr --data csv:houses.csv --updates 60"
+    code, printed = run_line(f"{line} --target price")
+    assert code == 0, printed
+    assert "<- suggested" in printed
+    code, printed = run_line(line)
+    assert (code, "--target price" in printed) == (2, True)
+
+
+def test_a_table_is_shown_by_its_columns() -> None:
+    table = hs.data.read_csv("houses.csv", "price")
+    assert repr(table) == (
+        f"Table('houses.csv': {N} rows of area (number), rooms (number), city (category), "
+        "price (target, regression))"
+    )

@@ -410,3 +410,66 @@ def test_a_batch_that_is_not_finite_is_named_with_its_row() -> None:
     with pytest.raises(hs.NonFiniteError) as caught:
         make_model(loss=nan_loss).fit(1, [(IMAGES, LABELS)])
     assert "The batch itself" not in str(caught.value)
+
+
+# Functions that do not fit the batch.
+
+
+class OneInput(nn.Module):
+    """A network of one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(36, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x.flatten(1))
+
+
+def whole(net: nn.Module, b: Any) -> Any:
+    return net(b[0]), b[1]
+
+
+def loss_and_outputs(net: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return F.cross_entropy(net(x), y), net(x)
+
+
+CALL_ERRORS: dict[str, tuple[dict[str, Any], list[Any], str]] = {
+    "forward= takes the batch whole": (
+        {"forward": whole},
+        [(IMAGES, LABELS)],
+        "forward: expected a function of the network and the 2 items of a batch, got "
+        "whole(net: torch.nn.modules.module.Module, b: Any) -> Any; "
+        "write it as forward=lambda net, x, y: …",
+    ),
+    "forward= returns the loss too": (
+        {"forward": loss_and_outputs},
+        [(IMAGES, LABELS)],
+        "forward: expected (outputs, target) for the loss CrossEntropyLoss, received a single "
+        "number first",
+    ),
+    "more inputs than the network has": (
+        {},
+        [(IMAGES, LABELS, LABELS, LABELS)],
+        "cannot take 3 inputs; say how to use a batch: forward=lambda net, *batch: …",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CALL_ERRORS)
+def test_a_call_that_does_not_fit_the_batch_says_how_to_write_it(case: str) -> None:
+    options, data, expected = CALL_ERRORS[case]
+    net = OneInput()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = Model(net, nn.CrossEntropyLoss(), optimizer, **options)
+    with pytest.raises(ValueError, match=re.escape(expected)) as caught:
+        model.fit(1, data, progress=False)
+    assert str(caught.value).startswith("step 1: ")
+
+
+def test_a_type_error_inside_forward_stays_as_it_is() -> None:
+    def forward(net: nn.Module, x: Tensor, y: Tensor) -> Any:
+        return net(x), y + "one"  # type: ignore[operator]
+
+    with pytest.raises(TypeError, match="unsupported operand"):
+        make_model(forward=forward).fit(1, make_data(), progress=False)

@@ -240,3 +240,16 @@ def test_a_run_with_one_set_goes_on_with_several(tmp_path: Path) -> None:
     run = fit_data(make_model(accuracy()), valid=two_sets(), callbacks=again, resume="auto")
     assert "valid_acc" in run.history[0]
     assert "valid_noisy_acc" in run.history[1]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_several_sets_without_names_are_refused_before_training(kind: type) -> None:
+    loaders = kind(DataLoader(make_batches(), batch_size=None) for _ in range(2))  # type: ignore[arg-type]
+    model = make_model(accuracy())
+    before = [p.clone() for p in model.net.parameters()]
+    expected = f"valid: several data sets are given by name, got a {kind.__name__} of 2; write {{"
+    with pytest.raises(TypeError, match=re.escape(expected)):
+        fit_data(model, valid=loaders)
+    assert all(map(torch.equal, before, model.net.parameters()))
+    with pytest.raises(TypeError, match="evaluate: several data sets"):
+        model.evaluate(loaders)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from halfstep.data import Dataset, Loader
 from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, WORKERS_RUNNING
@@ -56,9 +56,13 @@ class Feed:
 
     @property
     def samples(self) -> int | None:
-        """Samples in a pass, for a Dataset whose batches no stage reorders or repeats."""
+        """Samples in a pass, where the batches are all of one size but the last; else None.
+
+        They are so for a Dataset whose batches no stage reorders or repeats, and for a DataLoader
+        that batches the samples of its own sampler.
+        """
         if not isinstance(self.data, Dataset):
-            return None
+            return self._loader_samples
         plan = self.data.plan
         if plan.batch_stages:
             return None
@@ -66,6 +70,18 @@ class Feed:
         batches = self.limit.apply(plan.batch_count)
         assert batches is not None
         return min(samples, batches * plan.batch_size)
+
+    @property
+    def _loader_samples(self) -> int | None:
+        loader = self.data.batches
+        if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+            return None
+        sampler = loader.sampler
+        batches = self.size
+        if batches is None or not hasattr(sampler, "__len__"):
+            return None
+        assert loader.batch_size is not None
+        return min(len(sampler), batches * loader.batch_size)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class Feed:
         that batches the samples of its own sampler.
         """
         if not isinstance(self.data, Dataset):
-            return self._loader_samples
+            return self._count_loader_samples(self.data.batches)
         plan = self.data.plan
         if plan.batch_stages:
             return None
@@ -71,12 +71,10 @@ class Feed:
         assert batches is not None
         return min(samples, batches * plan.batch_size)
 
-    @property
-    def _loader_samples(self) -> int | None:
-        loader = self.data.batches
+    def _count_loader_samples(self, loader: Any) -> int | None:
         if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
             return None
-        sampler = loader.sampler
+        sampler: Any = loader.sampler
         batches = self.size
         if batches is None or not hasattr(sampler, "__len__"):
             return None

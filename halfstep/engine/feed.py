@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Loader
@@ -57,9 +57,13 @@ class Feed:
 
     @property
     def samples(self) -> int | None:
-        """Samples in a pass, for a Dataset whose batches no stage reorders or repeats."""
+        """Samples in a pass, where the batches are all of one size but the last; else None.
+
+        They are so for a Dataset whose batches no stage reorders or repeats, and for a DataLoader
+        that batches the samples of its own sampler.
+        """
         if not isinstance(self.data, Dataset):
-            return None
+            return self._count_loader_samples(self.data.batches)
         plan = self.data.plan
         if plan.batch_stages:
             return None
@@ -67,6 +71,16 @@ class Feed:
         batches = self.limit.apply(plan.batch_count)
         assert batches is not None
         return min(samples, batches * plan.batch_size)
+
+    def _count_loader_samples(self, loader: Any) -> int | None:
+        if type(loader) is not DataLoader or type(loader.batch_sampler) is not BatchSampler:
+            return None
+        sampler: Any = loader.sampler
+        batches = self.size
+        if batches is None or not hasattr(sampler, "__len__"):
+            return None
+        assert loader.batch_size is not None
+        return min(len(sampler), batches * loader.batch_size)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,13 +14,21 @@ from torch.utils._pytree import tree_leaves
 from halfstep.errors import Notice
 from halfstep.metrics.broadcasts import BroadcastCheck
 from halfstep.utils.checks import whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import describe_value
 
 COUNTER_NAMES = ("total", "count")
 
 # So many scores of one batch are taken for probabilities where all are between 0 and 1.
 MIN_PROBABILITIES = 8
+
+# Options of torchmetrics' and torchvision's accuracies, which have other names here or none.
+FOREIGN_OPTIONS = {"top_k": "top", "topk": "top", "k": "top"}
+NEEDLESS_OPTIONS = {
+    "task": "write Accuracy(): the shapes of the scores and labels say what the task is",
+    "num_classes": "write Accuracy(): the scores have one column for each class",
+    "average": "every sample counts once; torchmetrics' own classes have other averages",
+}
 
 
 class Ratio:
@@ -122,6 +130,7 @@ class Accuracy(Ratio):
     labels that no score stands for and labels of several classes at once are refused.
     """
 
+    @suggest_keywords("Accuracy", names=FOREIGN_OPTIONS, advice=NEEDLESS_OPTIONS)
     def __init__(self, top: int = 1, *, ignore_index: int = -100, threshold: float = 0.0) -> None:
         super().__init__(torch.int64)
         self.top = whole_number("Accuracy: top", top, minimum=1, of_what="classes")

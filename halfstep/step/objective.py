@@ -1,7 +1,7 @@
 """From a batch to its loss, in float32 or wider, and the number of terms that the loss averages."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -270,7 +270,21 @@ def find_loss(out: Any) -> Tensor:
             "loss=None: expected the network to return its loss (a tensor, .loss or ['loss']), "
             f"received {received}; {advice}"
         )
+    if loss is not out and isinstance(out, (tuple, list)) and loss.numel() > 1:
+        _refuse_loss_behind_outputs(out)
     return loss
+
+
+def _refuse_loss_behind_outputs(out: Sequence[Any]) -> None:
+    """A ValueError where (outputs, loss) came: the sum of the outputs would be minimized."""
+    for position, item in enumerate(out[1:], 1):
+        if isinstance(item, Tensor) and item.dim() == 0 and item.is_floating_point():
+            raise ValueError(
+                "loss=None: expected the network to return its loss first, received a tensor of "
+                f"shape {list(out[0].shape)} first and one number at position {position}; write "
+                f"forward=lambda net, *batch: net(*batch)[{position}], or return the sum of the "
+                "first where it is the loss of each sample"
+            )
 
 
 def check_loss(loss: Any) -> Tensor:

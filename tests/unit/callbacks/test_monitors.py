@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import halfstep as hs
 from halfstep.callbacks import History, Lambda, LossMonitor, LRMonitor, ProgressLines
@@ -279,6 +280,24 @@ def test_progress_lines_of_data_that_does_not_say_its_size(
     make_model().fit(2, batches, callbacks=[ProgressLines(5)])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[1] for line in lines] == ["    ?]"] * 3 + ["   78]"] * 3
+
+
+@pytest.mark.parametrize(("drop_last", "total"), [(False, 78), (True, 70)])
+def test_progress_lines_know_the_samples_of_a_data_loader(
+    capsys: pytest.CaptureFixture[str], drop_last: bool, total: int
+) -> None:
+    samples = TensorDataset(*next(iter(make_samples(78).batch(78))))
+    loader = DataLoader(samples, batch_size=10, drop_last=drop_last)
+    make_model().fit(1, loader, callbacks=[ProgressLines(5)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[1] for line in lines] == [f"   {total}]"] * 2
+
+    # Batches of the user's own sampler may have any size: known after one epoch.
+    sizes = [list(range(8)), list(range(8, 78))]
+    loader = DataLoader(samples, batch_sampler=sizes)
+    make_model().fit(2, loader, callbacks=[ProgressLines(5)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[1] for line in lines] == ["    ?]", "   78]"]
 
 
 def test_the_seeds_whole_log(capsys: pytest.CaptureFixture[str]) -> None:

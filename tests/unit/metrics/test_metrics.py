@@ -855,3 +855,19 @@ def test_metrics_that_take_no_labels_are_refused(name: str) -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     with pytest.raises(TypeError, match=rf"{name}.update\(value.*aggregates values.*hs.metrics.Lo"):
         as_metric(getattr(torchmetrics, name)())
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("top_k", "did you mean 'top'"),
+        ("topk", "did you mean 'top'"),
+        ("ignore_indx", "did you mean 'ignore_index'"),
+        ("task", r"write Accuracy\(\)"),
+        ("num_classes", r"write Accuracy\(\)"),
+    ],
+)
+def test_options_of_other_accuracies_are_answered_with_those_here(option: str, answer: str) -> None:
+    options: dict[str, Any] = {option: 5}
+    with pytest.raises(TypeError, match=f"Accuracy: unknown option '{option}'; {answer}"):
+        Accuracy(**options)

@@ -317,6 +317,20 @@ def run_dict_network(*batch: Any, loss: Any = None, **options: Any) -> None:
     assert_updates(hs.TrainStep(net, loss, optimizer, **options), *batch)
 
 
+class OutputsThenLoss(nn.Linear):
+    """Returns (outputs, loss), as many published language models do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        out = super().forward(x)
+        return out, mse_loss(out, y)
+
+
+def run_outputs_then_loss(**options: Any) -> None:
+    net = OutputsThenLoss(3, 2).to(DEVICE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert_updates(hs.TrainStep(net, None, optimizer, **options), X, Y)
+
+
 def load_edited_state(edit: Callable[[dict[str, Any]], Any]) -> None:
     saved = build().state_dict()
     edit(saved)
@@ -751,6 +765,11 @@ STEPS = {
             run_dict_network(X, Y),
             run_dict_network(X, Y, loss=lambda out, y: own_loss(out["out"], y)),
         ),
+    ),
+    "loss behind outputs": Case(
+        run_outputs_then_loss,
+        ("its loss first", "shape [", "position 1", "forward=lambda net, *batch: net(*batch)[1]"),
+        lambda: run_outputs_then_loss(forward=lambda net, *batch: net(*batch)[1]),
     ),
     "saved keys": Case(
         lambda: load_edited_state(lambda s: s.pop("net")),

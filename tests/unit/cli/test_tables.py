@@ -68,6 +68,8 @@ def test_a_regression_equals_a_plain_torch_loop(
     code, output = run_line(line)
     assert code == 0, output
     assert "note: data: target 'price': a regression, of 24" in output
+    assert "learns from 2 numbers (area, rooms) and 1 category (city). --drop leaves" in output
+    assert "note: net: the usual network, mlp. --net resnet18 chooses another" in output
 
     # numpy reads and standardises, torch trains; only the split and the order are halfstep's.
     train, test = hs.data.read_csv("houses.csv", "price").split()

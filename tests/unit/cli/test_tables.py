@@ -142,8 +142,8 @@ def test_empty_cells_that_training_never_had_are_named(run_line: CommandLine) ->
     filled, as_mean = rows_of(output.partition("note")[0])[:2]
     assert float(filled["price"]) == pytest.approx(float(as_mean["price"]), rel=1e-5)
     assert (
-        "note: data: new.csv: column 'area' has no value in 1 of 3 rows, which training rows always "
-        f"had: taken as the mean of the training rows, {mean:.5g}\n"
+        "note: data: new.csv: column 'area' has no value in 1 of 3 rows, which training rows "
+        f"always had: taken as the mean of the training rows, {mean:.5g}\n"
     ) in output
     assert "column 'city' has no value in 1 of 3 rows, which training rows always had: " in output
     assert "column 'rooms'" not in output

@@ -523,6 +523,10 @@ def test_a_network_that_learned_nothing_gets_no_verdict() -> None:
     assert rows[0]["verdict"] == "reference"
     assert rows[0]["chance"] is None
 
+    # With class weights a network is not trained for accuracy: no share of a class is its chance.
+    rows = summary.build_rows({**spec, "class_weights": "balanced"}, dead["runs"])
+    assert [row["at_chance"] for row in rows] == [False, False]
+
 
 # The command
 

@@ -29,6 +29,7 @@ COMMANDS = (
     "train",
     "eval",
     "predict",
+    "find-lr",
     "info",
     "bench",
     "data",

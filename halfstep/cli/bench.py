@@ -3,7 +3,7 @@
 The measurement stands in bench_timing.py, which needs torch; help and completion do not.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -110,21 +110,34 @@ def _measure(
 
 
 def _step_times(rows: list[dict[str, Any]]) -> list["StepTime"]:
-    """What `advise` decides by: fp32, and the precisions beside it, in units of its time.
+    """What `advise` decides by: the times of fp32 and of the precisions beside it.
 
     Empty without fp32, as there is nothing to compare with.
     """
-    from halfstep.precision.advice import FASTER_SHARE, StepTime
+    from halfstep.precision.advice import StepTime
 
     fp32_rows = [row for row in rows if row["way"] == "fp32"]
     if not fp32_rows:
         return []
     steps = []
     for row in [*fp32_rows, *_rows_beside_fp32(rows)]:
-        _, high = row["ratio_quartiles"]
-        ms = row["ratio"] * fp32_rows[0]["ms"]
-        steps.append(StepTime(row["way"], ms, is_faster=high < FASTER_SHARE))
+        steps.append(StepTime(row["way"], row["ms"], is_faster=_pace(row) == "faster"))
     return steps
+
+
+def _pace(row: dict[str, Any]) -> Literal["faster", "slower", "equal", "unclear"]:
+    """Beside fp32, by 5 % or more, in three quarters of the rounds and by the medians."""
+    from halfstep.precision.advice import FASTER_SHARE
+
+    low, high = row["ratio_quartiles"]
+    ratios = (low, row["ratio"], high)
+    if max(ratios) < FASTER_SHARE:
+        return "faster"
+    if min(ratios) * FASTER_SHARE > 1:
+        return "slower"
+    if min(ratios) >= FASTER_SHARE and max(ratios) * FASTER_SHARE <= 1:
+        return "equal"
+    return "unclear"
 
 
 def _rows_beside_fp32(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -136,22 +149,20 @@ def _rows_beside_fp32(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _in_words(units: "HalfUnits", rows: list[dict[str, Any]]) -> list[str]:
     """A sentence for each precision: faster or slower than fp32, and why slower."""
-    from halfstep.precision.advice import FASTER_SHARE, describe_pace, why_slow
+    from halfstep.precision.advice import describe_pace, why_slow
 
     sentences = []
     for row in _rows_beside_fp32(rows):
-        low, high = row["ratio_quartiles"]
-        is_faster = high < FASTER_SHARE
-        is_slower = low * FASTER_SHARE > 1
-        is_equal = low >= FASTER_SHARE and high * FASTER_SHARE <= 1
-        if is_faster or is_slower or is_equal:
-            sentence = f"{row['way']} is {describe_pace(row['ratio'], 1, 'fp32')} here"
-        else:
+        pace = _pace(row)
+        if pace == "unclear":
+            low, high = row["ratio_quartiles"]
             sentence = (
                 f"{row['way']} takes {low:.2f} to {high:.2f} × the time of fp32 in half of the "
                 "rounds: faster or slower is not clear"
             )
-        reason = why_slow(units, [row["way"]]) if is_slower else ""
+        else:
+            sentence = f"{row['way']} is {describe_pace(row['ratio'], 1, 'fp32')} here"
+        reason = why_slow(units, [row["way"]]) if pace == "slower" else ""
         sentences.append(f"{sentence}: {reason}" if reason else sentence)
     return sentences
 

@@ -130,17 +130,19 @@ def wait_for_device(device: torch.device) -> None:
 def _row(
     name: str, times_ms: list[float], fp32_ms: list[float] | None, batch_size: int
 ) -> dict[str, Any]:
-    """The figures of one way: quartiles, throughput, and the ratio to fp32 by round.
+    """The figures of one way: quartiles, throughput, and the ratio to fp32.
 
-    Ways take turns, so that a ratio by round says more than that of the medians where other load
-    comes and goes.
+    The ratio is that of the medians, so that the figures of the table agree. Its quartiles are
+    those of the ratios by round: ways take turns, so these say whether a lead is sure where other
+    load comes and goes.
     """
     low, median, high = statistics.quantiles(times_ms, n=4)
     ratio = None
     ratio_quartiles = None
     if fp32_ms is not None:
+        ratio = median / statistics.median(fp32_ms)
         ratios = [a / b for a, b in zip(times_ms, fp32_ms, strict=True)]
-        low_ratio, ratio, high_ratio = statistics.quantiles(ratios, n=4)
+        low_ratio, _, high_ratio = statistics.quantiles(ratios, n=4)
         ratio_quartiles = [low_ratio, high_ratio]
     return {
         "way": name,

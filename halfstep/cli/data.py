@@ -145,7 +145,7 @@ def check(
     halfstep data check photos/ --json
     halfstep data check csv:houses.csv --target price
 
-    Exit code: 0 whole, 1 damaged or incomplete, 2 not found or a mistake.
+    Exit code: 0 nothing is damaged, 1 damaged or incomplete, 2 not found or a mistake.
     """
     from halfstep.cli.data_check import check_dataset, check_table
 
@@ -218,7 +218,7 @@ def _print_check(result: dict[str, Any]) -> None:
             echo(f"damaged: {printable(message)}")
 
     damage_count = sum(len(part["damage"]) for part in result["parts"])
-    echo(f"\n{damage_count} damaged" if damage_count else "\nwhole: every sample can be read")
+    echo(f"\n{damage_count} damaged" if damage_count else "\nnothing is damaged")
     for note in result["notes"]:
         echo(f"note: {printable(note)}", err=True)
 
@@ -242,7 +242,7 @@ def _format_sizes(sizes: list[tuple[tuple[int, int, int], int]], samples: int) -
 def _class_lines(counts: dict[str, int], weights: dict[str, float]) -> list[str]:
     """A line with a bar for each class, or one line for all of them where they are many.
 
-    Where classes differ in size, with their weights in --class-weights balanced.
+    Where classes differ in size, with their weights, and a last line that says what these are.
     """
     if not counts:
         return []
@@ -261,4 +261,6 @@ def _class_lines(counts: dict[str, int], weights: dict[str, float]) -> list[str]
         if fewest < most:
             line = f"{line:<{name_width + count_width + BAR_WIDTH + 6}}  weight {weight:.4g}"
         lines.append(line.rstrip())
+    if fewest < most:
+        lines.append("weight: of a sample of the class in the loss, with --class-weights balanced")
     return lines

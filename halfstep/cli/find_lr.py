@@ -28,9 +28,10 @@ from halfstep.cli.options import (
     TargetOption,
     TaskOption,
     TestShareOption,
+    is_typed,
     option_flag,
 )
-from halfstep.cli.output import echo, print_json
+from halfstep.cli.output import echo, note_usual_net, print_json
 
 # What a builder does not decide.
 BESIDE_BUILD = {"build", "seed", "device"}
@@ -43,7 +44,7 @@ names the rate at which the smoothed loss falls fastest. Nothing is kept of this
 \b
 halfstep find-lr  the MLP of halfstep train
 halfstep find-lr --net resnet18 --data cifar10 --precision O2 --optimizer adamw --plot lr.svg
-halfstep find-lr --net resnet18 --data photos/ --size 128
+halfstep find-lr --net resnet18 --data photos/ --size 224
 halfstep find-lr --data csv:houses.csv --target price
 halfstep find-lr --build train:build --json
 """
@@ -54,6 +55,13 @@ def find_lr(
     net: NetOption = "mlp",
     data: DataOption = "sample",
     path: DataPathOption = None,
+    precision: PrecisionOption = "fp32",
+    batch: BatchOption = 64,
+    optimizer: OptimizerOption = "momentum",
+    accumulate: AccumulateOption = 1,
+    clip_norm: ClipNormOption = None,
+    seed: SeedOption = 0,
+    samples: SamplesOption = None,
     size: SizeOption = None,
     test_share: TestShareOption = None,
     split_seed: SplitSeedOption = None,
@@ -62,13 +70,6 @@ def find_lr(
     target: TargetOption = None,
     task: TaskOption = None,
     drop: DropOption = None,
-    precision: PrecisionOption = "fp32",
-    batch: BatchOption = 64,
-    optimizer: OptimizerOption = "momentum",
-    accumulate: AccumulateOption = 1,
-    clip_norm: ClipNormOption = None,
-    seed: SeedOption = 0,
-    samples: SamplesOption = None,
     device: DeviceOption = "auto",
     build: BuildOption = None,
     low: Annotated[float, typer.Option(help="the lowest rate")] = 1e-7,
@@ -79,14 +80,25 @@ def find_lr(
 ) -> None:
     """The command; its help is HELP. The settings of the run are read from `ctx.params`."""
     from halfstep.experiment import training_run
+    from halfstep.experiment.reading_progress import count_progress
     from halfstep.preflight.lr_curve import check_picture_name
     from halfstep.preflight.lr_range_test import find_lr as run_range_test
 
     if plot is not None:
         check_picture_name(plot, "--plot")
     settings = _run_settings(ctx)
-    built = training_run.build_run(training_run.TrainSettings(**settings))
-    curve = run_range_test(built.model, built.data, low=low, high=high, updates=updates)
+    # The samples are decoded once, and what is chosen for the user is said, as for `train`.
+    built = training_run.build_run(training_run.TrainSettings(**settings), training=True)
+    note_usual_net(ctx)
+    with count_progress("range test, updates", updates, visible=True) as add_updates:
+        curve = run_range_test(
+            built.model,
+            built.data,
+            low=low,
+            high=high,
+            updates=updates,
+            on_update=lambda: add_updates(1),
+        )
     if plot is not None:
         curve.plot(plot)
     if as_json:
@@ -103,14 +115,12 @@ def _run_settings(ctx: typer.Context) -> dict[str, Any]:
     settings = {name: value for name, value in ctx.params.items() if name not in own}
     if settings["build"] is None:
         return settings
-    given = []
-    for name in settings:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in BESIDE_BUILD:
-            given.append(option_flag(name))
-    if given:
+    refused = [
+        option_flag(name) for name in settings if name not in BESIDE_BUILD and is_typed(ctx, name)
+    ]
+    if refused:
         raise ValueError(
-            f"find-lr: {', '.join(sorted(given))} beside --build, whose builder makes the model "
+            f"find-lr: {', '.join(sorted(refused))} beside --build, whose builder makes the model "
             "and its data. Say it there."
         )
     return {name: settings[name] for name in BESIDE_BUILD}

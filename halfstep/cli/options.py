@@ -109,6 +109,12 @@ def option_flag(parameter: str) -> str:
     return f"--{parameter.replace('_', '-')}"
 
 
+def is_typed(ctx: Any, parameter: str) -> bool:
+    """Whether the option stands on the command line, so that its value is not the default."""
+    source = ctx.get_parameter_source(parameter)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 # What is trained, and on what data.
 NetOption = Annotated[
     str,

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from halfstep.cli.options import is_typed
 from halfstep.utils.files import to_json
 from halfstep.utils.text import printable
 
@@ -21,6 +22,13 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 def echo(text: object = "", *, err: bool = False, nl: bool = True, file: Any = None) -> None:
     """Prints a text in which nothing can act on the terminal. The only way that commands print."""
     typer.echo(printable(text, lines=True), err=err, nl=nl, file=file)
+
+
+def note_usual_net(ctx: typer.Context) -> None:
+    """Says which network is trained, where data was requested and a network was not."""
+    if is_typed(ctx, "data") and not is_typed(ctx, "net") and ctx.params["build"] is None:
+        net = ctx.params["net"]
+        echo(f"note: net: the usual network, {net}. --net resnet18 chooses another", err=True)
 
 
 def align_columns(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:

@@ -39,9 +39,10 @@ from halfstep.cli.options import (
     TaskOption,
     TestSamplesOption,
     TestShareOption,
+    is_typed,
     option_flag,
 )
-from halfstep.cli.output import command_line, echo, exit_code, print_json
+from halfstep.cli.output import command_line, echo, exit_code, note_usual_net, print_json
 from halfstep.cli.output_links import refuse_links_out_of
 from halfstep.experiment import training_run
 from halfstep.experiment.run_progress import (
@@ -146,6 +147,7 @@ def train(
     time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
     settings = _read_settings(ctx)
     built = training_run.build_run(settings, training=True)
+    note_usual_net(ctx)
     # What the data decides is written down too, so that every command uses the same.
     settings = replace(_with_epochs(settings, built), **built.chosen)
     _warn_useless_verify(built)
@@ -203,7 +205,7 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
         # The learning rate is written down as the number that None stands for.
         return replace(settings, lr=settings.comparison_settings().lr)
 
-    typed = {name for name in options if _is_typed(ctx, name)}
+    typed = {name for name in options if is_typed(ctx, name)}
     refused = sorted(option_flag(name) for name in typed & names - SETTINGS_BESIDE_BUILD)
     if refused:
         raise ValueError(
@@ -234,12 +236,6 @@ def _read_limit(text: str | None) -> float | None:
         return BatchLimit.of(limit).value
     except ValueError:
         raise ValueError(f"--limit-batches: expected {LIMIT_EXPECTED}, got {text!r}") from None
-
-
-def _is_typed(ctx: typer.Context, name: str) -> bool:
-    """Whether the option stands on the command line, so that its value is not the default."""
-    source = ctx.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _with_epochs(

@@ -265,6 +265,7 @@ def _train_one(
         "acc": None,
         "final_scale": None,
         "correct": None,
+        "chance_correct": None,
         "dtypes": [],
         "choices": {},
     }
@@ -318,7 +319,11 @@ def _final_scores(curves: RunCurves) -> Result:
 
 
 def _inspect_model(model: Model, data: TrainTestData, settings: Settings) -> Result:
-    """Which test samples the model gets right, its dtypes, and the loss scale of the next step."""
+    """Which test samples the model gets right, its dtypes, and the loss scale of the next step.
+
+    Beside them, which samples have the most frequent class: what a network gets right that has
+    learned nothing.
+    """
     batches = data.test_batches(settings.batch)
     outputs = model.predict(batches)
     batches.seek(0)
@@ -334,6 +339,7 @@ def _inspect_model(model: Model, data: TrainTestData, settings: Settings) -> Res
         final_scale = float(model.step.state.scale)
     return {
         "correct": verdict.pack_bits(_correct_samples(outputs, labels)),
+        "chance_correct": verdict.pack_bits(labels == labels.mode().values),
         "dtypes": dtypes,
         "choices": dict(report.choices),
         "final_scale": final_scale,

@@ -27,13 +27,56 @@ def build_rows(spec: Mapping[str, Any], results: Sequence[Result]) -> list[Row]:
             result["seed"]: result for result in results if result["precision"] == precision
         }
     reference = spec["precisions"][0]
+    reference_learned = _has_learned(runs_by_seed[reference], spec)
     table: list[Row] = []
     for precision, runs in runs_by_seed.items():
+        has_learned = _has_learned(runs, spec)
         precision_verdict = _reach_verdict(
             precision, runs, reference, runs_by_seed[reference], spec
         )
-        table.append(_build_row(precision, runs, precision_verdict, spec["samples"]))
+        # Two networks that learned nothing are alike in every precision.
+        if has_learned is False and reference_learned is False:
+            precision_verdict = _verdict_at_chance(precision_verdict)
+        row = _build_row(precision, runs, precision_verdict, spec["samples"])
+        row["chance"] = _chance_share(runs, spec)
+        row["at_chance"] = has_learned is False
+        table.append(row)
     return table
+
+
+def _has_learned(runs: Mapping[int, Result], spec: Mapping[str, Any]) -> bool | None:
+    """Whether a precision is better than always answering the most frequent class.
+
+    None where this is not known: no finished run says how often that is right (earlier versions
+    did not note it), or classes are weighted, so that the network is not trained for accuracy.
+    """
+    runs_with_chance = _runs_with_chance(runs)
+    if not runs_with_chance or spec.get("class_weights") is not None:
+        return None
+    image_count = spec["test_samples"]
+    return verdict.is_above_chance(
+        [verdict.unpack_bits(run["correct"], image_count) for run in runs_with_chance],
+        [verdict.unpack_bits(run["chance_correct"], image_count) for run in runs_with_chance],
+    )
+
+
+def _chance_share(runs: Mapping[int, Result], spec: Mapping[str, Any]) -> float | None:
+    """The share of the most frequent class among the test labels."""
+    for run in _runs_with_chance(runs):
+        return float(verdict.unpack_bits(run["chance_correct"], spec["test_samples"]).mean())
+    return None
+
+
+def _runs_with_chance(runs: Mapping[int, Result]) -> list[Result]:
+    return [run for run in runs.values() if run.get("chance_correct") is not None]
+
+
+def _verdict_at_chance(before: Verdict) -> Verdict:
+    if before.kind == "reference":
+        return Verdict("reference", "reference, at chance level")
+    if before.kind == "failed":
+        return before
+    return Verdict("unknown", verdict.AT_CHANCE, before.difference, before.interval)
 
 
 def shorten_error(error: str) -> str:
@@ -151,6 +194,9 @@ def recommend(
         reason = f"{reference['precision']}, the reference, {reference['verdict']}"
         return _recommendation(None, reason)
 
+    if reference["at_chance"]:
+        return _recommendation(None, _reason_at_chance(reference))
+
     steps = [_step_time(row, reference, results) for row in table]
     precision, reason = advise(units, steps=steps)
     # The growth of a process is too rough to be an argument.
@@ -163,6 +209,16 @@ def recommend(
 
 def _recommendation(precision: str | None, reason: str) -> dict[str, Any]:
     return {"precision": precision, "reason": reason}
+
+
+def _reason_at_chance(reference: Row) -> str:
+    return (
+        f"{reference['precision']}, the reference, is at chance level: "
+        f"{100 * reference['acc']:.2f} % are right, and always answering the most frequent class "
+        f"gives {100 * reference['chance']:.2f} %. Nothing can be concluded about a precision from "
+        "a network that learned nothing: train longer (--epochs), on more samples, or at another "
+        "rate (halfstep find-lr, then --lr)"
+    )
 
 
 def _step_time(row: Row, reference: Row, results: Sequence[Result]) -> StepTime:

@@ -25,6 +25,8 @@ NORMAL_QUANTILE = 1.959963984540054  # 97.5 % of a normal distribution lie below
 
 MAX_SEEDS = 200  # more are not proposed
 
+AT_CHANCE = "at chance level: nothing can be concluded"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -151,6 +153,17 @@ def measure_image_noise(reference: Sequence[Bits], other: Sequence[Bits]) -> Ima
         squared_image_sums=int((image_sums**2).sum()),
         changed=int((changes != 0).sum()),
     )
+
+
+def is_above_chance(runs: Sequence[Bits], chance: Sequence[Bits]) -> bool:
+    """Whether the runs are right more often than always the most frequent class, by the images.
+
+    Both by seed: the images that the run got right, and those of the most frequent class. Seeds
+    cannot lift a network that learned nothing above it, so the test images alone decide.
+    """
+    images = measure_image_noise(chance, runs)
+    mean = 100 * float(np.mean(runs) - np.mean(chance))
+    return mean > images.half_width(mean)
 
 
 def noise_of_counts(

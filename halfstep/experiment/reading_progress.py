@@ -1,9 +1,9 @@
-"""How far the reading of many files is: a bar on a terminal, elsewhere a line now and then."""
+"""How far something countable is: a bar on a terminal, elsewhere a line now and then."""
 
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from halfstep.utils.text import printable
 
@@ -11,10 +11,17 @@ LINE_EVERY_S = 10.0
 MIN_FILES = 200  # fewer are read before a bar is worth it
 
 
-@contextmanager
-def reading_progress(title: str, total: int, *, visible: bool) -> Iterator[Callable[[int], None]]:
+def reading_progress(
+    title: str, total: int, *, visible: bool
+) -> AbstractContextManager[Callable[[int], None]]:
     """A function that adds the number of files read since its last call."""
-    if not visible or total < MIN_FILES:
+    return count_progress(title, total, visible=visible and total >= MIN_FILES)
+
+
+@contextmanager
+def count_progress(title: str, total: int, *, visible: bool) -> Iterator[Callable[[int], None]]:
+    """A function that adds what was done since its last call, out of `total`."""
+    if not visible:
         yield lambda count: None
         return
     if not sys.stderr.isatty():
@@ -39,14 +46,14 @@ def reading_progress(title: str, total: int, *, visible: bool) -> Iterator[Calla
 
 
 def _line_printer(title: str, total: int) -> Callable[[int], None]:
-    files_read = 0
+    done = 0
     next_line_time = time.monotonic() + LINE_EVERY_S
 
     def add(count: int) -> None:
-        nonlocal files_read, next_line_time
-        files_read += count
+        nonlocal done, next_line_time
+        done += count
         if time.monotonic() >= next_line_time:
             next_line_time = time.monotonic() + LINE_EVERY_S
-            print(f"{printable(title)}: {files_read:,} of {total:,}", file=sys.stderr, flush=True)
+            print(f"{printable(title)}: {done:,} of {total:,}", file=sys.stderr, flush=True)
 
     return add

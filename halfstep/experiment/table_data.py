@@ -134,6 +134,7 @@ def _announce(table: Table, train: Table, test: Table, settings: Settings) -> No
         )
     if settings.task is None:
         _notice(_describe_task(table))
+    _notice(_describe_columns(table))
     train_rows = set(train.digests)
     duplicates = sum(digest in train_rows for digest in test.digests)
     if duplicates:
@@ -159,6 +160,17 @@ def _describe_task(table: Table) -> str:
         f"numbers from {low} to {high}. mae is in their unit, loss of the standardised target. "
         "--task classification takes them as classes"
     )
+
+
+def _describe_columns(table: Table) -> str:
+    """Which columns are numbers and which categories, and how to leave some out."""
+    kinds = []
+    for kind, plural_kind in (("number", "numbers"), ("category", "categories")):
+        names = [name for name, column in table.inputs.items() if column.kind == kind]
+        if names:
+            word = kind if len(names) == 1 else plural_kind
+            kinds.append(f"{len(names)} {word} ({printable(list_some(names, MAX_NAMED))})")
+    return f"learns from {' and '.join(kinds)}. --drop leaves columns out"
 
 
 def _notice(text: str) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -46,7 +46,13 @@ FOREIGN_OPTIONS = {
 
 @suggest_keywords("find_lr", names=FOREIGN_OPTIONS)
 def find_lr(
-    model: Model, data: Any, *, low: float = 1e-7, high: float = 10.0, updates: int = 100
+    model: Model,
+    data: Any,
+    *,
+    low: float = 1e-7,
+    high: float = 10.0,
+    updates: int = 100,
+    on_update: Callable[[], None] | None = None,
 ) -> LRCurve:
     """The loss by learning rate, and the rate where it falls fastest: one to begin with.
 
@@ -55,7 +61,7 @@ def find_lr(
     groups keep the proportion of their rates, the highest one goes from `low` to `high`. This is
     the range test of Smith (Cyclical Learning Rates for Training Neural Networks, 2015,
     arXiv:1506.01186); taking the steepest descent of the smoothed loss is the rule of fastai's
-    first finder and of Lightning's.
+    first finder and of Lightning's. `on_update` is called after each update, to show where it is.
     """
     finite_number("low", low, above=0)
     finite_number("high", high, above=low)
@@ -65,7 +71,7 @@ def find_lr(
     growth = math.log(high / low) / (updates - 1)
     rates = [low * math.exp(growth * i) for i in range(updates)]
 
-    watch = RangeTestWatch(updates)
+    watch = RangeTestWatch(updates, on_update)
     with undone_trial(model) as backup, _quiet():
         set_train_mode(model.net, step)
         step.set_learning_rates(_rate_table(rates, shares, int(step.state.updates)))
@@ -92,8 +98,9 @@ def find_lr(
 class RangeTestWatch(Callback):
     """Collects the loss of each update, and ends the run where it diverges or the rates end."""
 
-    def __init__(self, updates: int) -> None:
+    def __init__(self, updates: int, on_update: Callable[[], None] | None = None) -> None:
         self.updates = updates
+        self.on_update = on_update
         self.losses: list[float] = []
         self.stop_reason = ""
         self._width = smoothing_width(updates)
@@ -124,6 +131,8 @@ class RangeTestWatch(Callback):
 
     def _add(self, loss: float) -> None:
         self.losses.append(loss)
+        if self.on_update is not None:
+            self.on_update()
         newest = smooth(self.losses[-math.ceil(3 * self._width) - 1 :], self._width)[-1]
         if len(self.losses) == 1:
             self._first = newest

@@ -10,6 +10,7 @@ from halfstep import checkpoint
 from halfstep.engine import Callback, Row, Run
 from halfstep.errors import Notice
 from halfstep.experiment.builders import Builder, call_builder
+from halfstep.reproduce.idle_generators import describe_generators, generator_of, idle_generators
 from halfstep.reproduce.recorded import (
     LOG,
     RecordedSteps,
@@ -43,8 +44,8 @@ class Difference:
     equal_until: int = 0
     """The last step known to be equal."""
     note: str = ""
-    """Which run is longer, where one is: that alone is no difference. By replay: which run has
-    recorded something else than its replay gives."""
+    """What is no difference: which run is longer, and random generators in other states that
+    nothing drew from. By replay: which run has recorded something else than its replay gives."""
 
     def __str__(self) -> str:
         note = f"; {self.note}" if self.note else ""
@@ -135,8 +136,11 @@ def _compare_checkpoints(a: Path, b: Path) -> Difference | None:
     paths_b = {checkpoint.step_of(path): path for path in checkpoint.listing(b)}
     note = _note_longer_run((a, b), paths_a, paths_b)
 
+    shared_steps = sorted(paths_a.keys() & paths_b.keys())
+    idle: set[str] | None = None  # generators; all checkpoints are read for them
+    ignored: set[str] = set()
     equal_until: int | None = None
-    for step in sorted(paths_a.keys() & paths_b.keys()):
+    for step in shared_steps:
         try:
             tree_a = checkpoint.load(paths_a[step]).tree
             tree_b = checkpoint.load(paths_b[step]).tree
@@ -148,14 +152,29 @@ def _compare_checkpoints(a: Path, b: Path) -> Difference | None:
             for name in differing_leaves("", tree_a, tree_b)
             if not IRRELEVANT_STATE.match(name)
         ]
+        # What nothing drew from decides no step either.
+        if idle is None and any(generator_of(name) for name in names):
+            idle = idle_generators(paths_a.values(), paths_b.values())
+        if idle:
+            ignored |= {generator_of(name) for name in names} & idle
+            names = [name for name in names if generator_of(name) not in idle]
         if names:
             # Random states come last: they follow from what the runs did.
             names.sort(key=lambda name: name.startswith("rng"))
-            return Difference(step, BY_CHECKPOINTS, tuple(names), equal_until or 0, note)
+            notes = _join_notes(note, ignored)
+            return Difference(step, BY_CHECKPOINTS, tuple(names), equal_until or 0, notes)
         equal_until = step
     if equal_until is None:
         return None
-    return Difference(None, BY_CHECKPOINTS, (), equal_until, note)
+    return Difference(None, BY_CHECKPOINTS, (), equal_until, _join_notes(note, ignored))
+
+
+def _join_notes(note: str, ignored: set[str]) -> str:
+    """Which run is longer, and which generators were left out of the comparison."""
+    parts = [note] if note else []
+    if ignored:
+        parts.append(describe_generators(ignored))
+    return "; ".join(parts)
 
 
 # By replay

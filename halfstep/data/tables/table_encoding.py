@@ -80,6 +80,19 @@ class InputEncoding:
         unknown = [code for code, text in enumerate(column.texts) if text not in self.texts]
         return int(torch.isin(column.values, torch.tensor(unknown, dtype=torch.int64)).sum())
 
+    def describe_filled(self, column: Column) -> str:
+        """What is put into empty cells where training rows had none; "" where none are empty."""
+        count = int(column.is_missing.sum())
+        if self.marks_missing or not count:
+            return ""
+        value = "none of its categories"
+        if self.texts is None:
+            value = f"the mean of the training rows, {self.mean:.5g}"
+        return (
+            f"column {printable(self.name)!r} has no value in {count:,} of "
+            f"{len(column.values):,} rows, which training rows always had: taken as {value}"
+        )
+
 
 @dataclass(frozen=True)
 class TableEncoding:
@@ -160,6 +173,9 @@ class TableEncoding:
                     f"{unknown:,} of {cells.size:,} rows that training did not have: "
                     "taken as none of its own"
                 )
+            filled = each.describe_filled(column)
+            if filled:
+                notes.append(f"{printable(cells.path)}: {filled}")
         table = Table(
             path=cells.path,
             inputs=inputs,

@@ -15,6 +15,7 @@ from halfstep.precision.advice import (
 )
 from tests.support.command_line import run_command, run_json
 
+bench_timing: Any = importlib.import_module("halfstep.cli.bench_timing")
 bench: Any = importlib.import_module("halfstep.cli.bench")
 QUICK = shlex.split("bench --net ffnn --batch 8 --seconds 0.1 --device cpu")
 
@@ -59,6 +60,27 @@ def test_bench_says_in_words_what_is_faster_or_slower_and_why() -> None:
     ]
     [sentence] = bench._in_words(HalfUnits("CPU", ()), [*FP32, rows[2]])
     assert sentence == "O2 is 1.31 × as slow as fp32 here: this CPU has no half-precision units"
+
+
+def test_the_figures_of_a_row_agree() -> None:
+    """Rounds as on a busy machine: the median of their ratios is 0.25, that of the medians 0.5."""
+    fp32_ms = [16.0, 16.0, 16.0, 8.0, 8.0, 2.0, 2.0]
+    bf16_ms = [4.0, 4.0, 4.0, 2.0, 8.0, 8.0, 8.0]
+    rows = [
+        bench_timing._row("fp32", fp32_ms, fp32_ms, 64),
+        bench_timing._row("bf16", bf16_ms, fp32_ms, 64),
+    ]
+    fp32, bf16 = rows
+    assert bf16["ratio"] == bf16["ms"] / fp32["ms"] == 0.5
+    assert bf16["samples_per_s"] / fp32["samples_per_s"] == 1 / bf16["ratio"]
+    assert [step.ms_per_step for step in bench._step_times(rows)] == [8.0, 4.0]
+
+    # Rounds that say the opposite of the medians leave it open, in words and in the advice.
+    row = bench_row("bf16", 1.1, 0.4, 0.6)
+    steps = bench._step_times([*FP32, row])
+    assert [step.is_faster for step in steps] == [False, False]
+    [sentence] = bench._in_words(HalfUnits("CPU", ("bf16",)), [*FP32, row])
+    assert sentence.endswith("faster or slower is not clear")
 
 
 def test_bench_recommends_by_the_function_of_compare() -> None:

@@ -81,6 +81,8 @@ def test_check_reads_every_image_and_names_the_damaged_ones(photos: Path) -> Non
     assert test["mean"] == [1.0, 0.0, 0.2]
     assert test["deviation"] == [0.0, 0.0, 0.0]
 
+    assert "\nnothing is damaged\n" in run_command("data", "check", str(photos))
+
     damaged_files = [photos / "train" / "cat" / "0.png", photos / "train" / "dog" / "1.png"]
     for file in damaged_files:
         file.write_bytes(b"no image")

@@ -62,6 +62,7 @@ def test_a_new_user_gets_training_and_one_line_for_each_choice(run_line: Command
         "and 5 to test. --test-share and --split-seed change that\n"
     ) in output
     assert "resized to cover 40 × 40 and cropped to the centre. --size 224 chooses" in output
+    assert "note: net: the usual network, mlp. --net resnet18 chooses another\n" in output
     assert "10 samples of 'cat' and 2 of 'owl', 5 times as many. --class-weights" in output
     settings = read_run_file(Path("r"))
     assert settings is not None

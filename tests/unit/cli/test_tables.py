@@ -68,6 +68,8 @@ def test_a_regression_equals_a_plain_torch_loop(
     code, output = run_line(line)
     assert code == 0, output
     assert "note: data: target 'price': a regression, of 24" in output
+    assert "learns from 2 numbers (area, rooms) and 1 category (city). --drop leaves" in output
+    assert "note: net: the usual network, mlp. --net resnet18 chooses another" in output
 
     # numpy reads and standardises, torch trains; only the split and the order are halfstep's.
     train, test = hs.data.read_csv("houses.csv", "price").split()
@@ -128,6 +130,34 @@ def test_a_regression_equals_a_plain_torch_loop(
         expected = net(all_x[places]).double().numpy()[:, 0] * prices.std() + prices.mean()
     actual = [float(row["price"]) for row in predictions]
     assert actual == pytest.approx(expected.tolist(), rel=1e-3)
+
+
+def test_empty_cells_that_training_never_had_are_named(run_line: CommandLine) -> None:
+    assert run_line("train --data csv:houses.csv --target price --epochs 1 --out r")[0] == 0
+    train, _ = hs.data.read_csv("houses.csv", "price").split()
+    mean = float(train.inputs["area"].values.mean())
+    Path("new.csv").write_text(f"area,rooms,city\n,3,Bern\n{mean},3,Bern\n90,2,\n")
+    code, output = run_line("predict r new.csv")
+    assert code == 0, output
+    filled, as_mean = rows_of(output.partition("note")[0])[:2]
+    assert float(filled["price"]) == pytest.approx(float(as_mean["price"]), rel=1e-5)
+    assert (
+        "note: data: new.csv: column 'area' has no value in 1 of 3 rows, which training rows "
+        f"always had: taken as the mean of the training rows, {mean:.5g}\n"
+    ) in output
+    assert "column 'city' has no value in 1 of 3 rows, which training rows always had: " in output
+    assert "column 'rooms'" not in output
+
+    # Where training rows missed some, the network has an input for it, and nothing is said.
+    lines = Path("houses.csv").read_text().splitlines()
+    lines[1:] = [
+        f",{line.partition(',')[2]}" if i % 4 else line for i, line in enumerate(lines[1:])
+    ]
+    Path("gaps.csv").write_text("\n".join(lines) + "\n")
+    assert run_line("train --data csv:gaps.csv --target price --epochs 1 --out g")[0] == 0
+    code, output = run_line("predict g new.csv")
+    assert "column 'area'" not in output
+    assert "column 'city'" in output
 
 
 def test_a_classification_has_names_weights_and_probabilities(run_line: CommandLine) -> None:
@@ -223,6 +253,9 @@ def test_check_shows_types_and_weights(run_line: CommandLine) -> None:
     kinds = [line.split(";")[2] for line in Path("flowers.csv").read_text().splitlines()[1:]]
     smallest = min(kinds.count(kind) for kind in set(kinds))
     assert f"weight {N / (3 * smallest):.4g}" in output
+    assert (
+        "\nweight: of a sample of the class in the loss, with --class-weights balanced\n" in output
+    )
     code, output = run_line("data check csv:houses.csv --json")
     table = first_json(output)
     assert [column["kind"] for column in table["columns"]] == [

@@ -26,6 +26,7 @@ from halfstep.compare.verdict import pack_bits
 from halfstep.experiment import output_folder
 from halfstep.experiment.output_folder import check_same_comparison
 from halfstep.precision.advice import HalfUnits
+from halfstep.report import write as write_report
 from halfstep.report.report_data import parse_summary
 from halfstep.utils.files import write_json
 from tests.support.report_fixtures import comparison
@@ -39,6 +40,11 @@ from torch import nn
 
 def tiny(classes=10, inputs=784):
     return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 16), nn.ReLU(), nn.Linear(16, classes))
+
+def dead():  # no input reaches the outputs: always the same class
+    net = nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10))
+    nn.init.constant_(net[1].bias, -1e3)
+    return net
 
 class Loud(nn.Module):  # 1e5 is beyond float16
     def __init__(self):
@@ -318,7 +324,7 @@ def test_no_word_of_the_table_is_cut(
 
 
 def test_a_run_that_fails_is_recorded_and_the_others_go_on() -> None:
-    overflowing = settings(net="mine:Loud", precisions=("fp32", "fp16"), seeds=(0,))
+    overflowing = settings(net="mine:Loud", precisions=("fp32", "fp16"), seeds=(0,), samples=2000)
     content = compare(overflowing, "out")
     finished, failed = content["runs"]
     assert finished["status"] == "done"
@@ -493,6 +499,50 @@ def test_samples_per_second_follow_from_the_step() -> None:
     assert row["samples_per_s"] == pytest.approx(64 / 3e-3)
 
 
+def test_a_network_that_learned_nothing_gets_no_verdict() -> None:
+    """A network of dead units gives one answer, so all precisions agree image by image.
+
+    It is said in the table, on the page and in Markdown; a network that learned keeps its verdict.
+    """
+    options: dict[str, Any] = {"samples": 320, "test_samples": 2000, "epochs": 1}
+    dead = compare(settings(**options, net="mine:dead"), "out")
+    labels = hs.data.sample(train=False)[1][:2000]
+    most_frequent = float(torch.bincount(labels).max()) / len(labels)
+    assert [row["verdict"] for row in dead["rows"]] == [
+        "reference, at chance level",
+        "at chance level: nothing can be concluded",
+    ]
+    assert [row["verdict_kind"] for row in dead["rows"]] == ["reference", "unknown"]
+    assert dead["rows"][0]["chance"] == pytest.approx(most_frequent)
+    assert dead["recommendation"]["precision"] is None
+    reason = f"always answering the most frequent class gives {100 * most_frequent:.2f} %. Nothing"
+    assert reason in dead["recommendation"]["reason"]
+    write_report("out")
+    for text in (table.text(dead), Path("out/report.md").read_text()):
+        assert "at chance level: nothing can be concluded" in text
+        assert reason in text
+    page = Path("out/report.html").read_text()
+    assert "at chance level: nothing can be concluded" in page
+    assert reason in page
+
+    options = {**options, "net": "mlp", "lr": 0.1}
+    learned = compare(settings(**options), "learned")
+    assert [row["at_chance"] for row in learned["rows"]] == [False, False]
+    assert learned["rows"][0]["verdict"] == "reference"
+    assert learned["recommendation"]["precision"] is not None
+
+    # Results of an earlier version do not say it: their verdicts stay.
+    spec = dead["spec"]
+    earlier = [{k: v for k, v in run.items() if k != "chance_correct"} for run in dead["runs"]]
+    rows = summary.build_rows(spec, earlier)
+    assert rows[0]["verdict"] == "reference"
+    assert rows[0]["chance"] is None
+
+    # With class weights a network is not trained for accuracy: no share of a class is its chance.
+    rows = summary.build_rows({**spec, "class_weights": "balanced"}, dead["runs"])
+    assert [row["at_chance"] for row in rows] == [False, False]
+
+
 # The command
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -515,7 +565,7 @@ def test_the_command_prints_lines_table_and_report() -> None:
     assert re.fullmatch(r"loss: \d\.\d{6}  \[   32/  160\]", loss_line)
     header = next(i for i, line in enumerate(lines) if line.startswith("precision"))
     assert [line.split()[0] for line in lines[header + 1 : header + 3]] == ["fp32", "O1"]
-    assert "cannot tell from one seed" in lines[header + 2]
+    assert lines[header + 2].endswith("at chance level: nothing can be concluded")  # five steps
     assert Path("out/report.html").is_file()
 
 

@@ -319,3 +319,24 @@ def test_the_simulation_and_a_comparison_compute_the_same_noise(truth: Truth) ->
     seed_part = 100 * math.sqrt(seed_variance / truth.seeds / 300)
     # An estimate by chance larger than the whole is taken for the whole.
     assert noise.seed_part == pytest.approx(min(error, seed_part), rel=1e-12)
+
+
+def test_a_network_that_draws_its_answers_is_at_chance_level() -> None:
+    """Answers that know nothing of the labels pass for learned in at most 2.5 % of 400 tries.
+
+    Two standard errors of that rate are 1.6 points.
+    """
+    g = np.random.default_rng(0)
+    passed = {"drawn": 0, "constant": 0, "a little better": 0}
+    tries = 400
+    for _ in range(tries):
+        labels = g.choice(4, 600, p=(0.4, 0.3, 0.2, 0.1))
+        most_frequent = labels == np.bincount(labels).argmax()
+        drawn = [labels == g.choice(4, 600, p=(0.97, 0.01, 0.01, 0.01)) for _ in range(3)]
+        better = [b | (g.random(600) < 0.2) for b in [most_frequent] * 3]
+        answers = {"drawn": drawn, "constant": [most_frequent] * 3, "a little better": better}
+        for name, runs in answers.items():
+            passed[name] += verdict.is_above_chance(runs, [most_frequent] * 3)
+    assert passed["constant"] == 0
+    assert passed["drawn"] <= (0.025 + 0.016) * tries
+    assert passed["a little better"] == tries

@@ -206,6 +206,57 @@ def test_equal_runs_have_no_difference(tmp_path: Path) -> None:
     assert differences[0].equal_until == 24
 
 
+PROGRAM = """
+import random, sys
+import torch
+from torch import nn
+import halfstep as hs
+
+folder, draws, last_step = sys.argv[1], sys.argv[2] == "draws", int(sys.argv[3])
+torch.manual_seed(0)
+net = nn.Linear(6, 3)
+model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+x = torch.randn(64, 6)
+data = hs.data.Dataset((x, x[:, :3].argmax(1))).batch(8)
+if draws:
+    net.register_forward_pre_hook(lambda module, args: args if random.random() < 2 else None)
+saver = hs.Checkpoint(folder, every_steps=4, every_epochs=None, keep=100)
+model.fit(1, data, callbacks=[saver], progress=False, limit_batches=last_step)
+"""
+
+
+def train_unseeded(folder: Path, draws: str, last_step: int) -> None:
+    """A run in a process of its own, whose Python and numpy generators nobody has seeded."""
+    words = [sys.executable, "-c", PROGRAM, str(folder), draws, str(last_step)]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("last_step", [4, 8])
+def test_generators_that_nothing_drew_from_are_no_difference(
+    last_step: int, tmp_path: Path
+) -> None:
+    """With one checkpoint in each run, and with two."""
+    for name in ("a", "b"):
+        train_unseeded(tmp_path / name, "no draws", last_step)
+    states = [checkpoint.load(checkpoint.latest(tmp_path / name)).tree["rng"] for name in "ab"]
+    assert not torch.equal(states[0]["python"][1], states[1]["python"][1])
+    [difference] = diff(tmp_path / "a", tmp_path / "b")
+    assert (difference.step, difference.equal_until) == (None, last_step)
+    assert difference.note == (
+        "random generators that nothing drew from are in other states (Python's; numpy's)"
+    )
+
+
+def test_generators_that_were_drawn_from_are_a_difference(tmp_path: Path) -> None:
+    """The weights are equal up to here, and the next step may use what is drawn."""
+    for name in ("a", "b"):
+        train_unseeded(tmp_path / name, "draws", 8)
+    [difference] = diff(tmp_path / "a", tmp_path / "b")
+    assert difference.step == 4
+    assert "rng.python.1" in difference.names
+    assert not any(name.startswith("rng.numpy") for name in difference.names)
+
+
 @pytest.mark.parametrize("step", [1, 5, 14])
 def test_the_first_differing_step_and_its_tensors_are_named(tmp_path: Path, step: int) -> None:
     train(tmp_path / "a")

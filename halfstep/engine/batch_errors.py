@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import NonFiniteError, UncapturableError
 from halfstep.step.batch_context import BatchContext, batch_context
+from halfstep.step.loss_shapes import find_shape_problem, loss_name
+from halfstep.step.loss_terms import loss_terms
 from halfstep.utils.text import dtype_name
 
 DEVICE_ASSERT_ADVICE = (
@@ -78,6 +80,8 @@ def explain_batch_error(
     explanation = None
     with suppress(Exception):  # a look at an error may not hide it behind another one
         explanation = _explain_labels(context, columns)
+        if explanation is None:
+            explanation = _explain_target_shape(context, columns)
         if explanation is None and net is not None:
             explanation = _explain_input(error, columns, net)
     if explanation is not None:
@@ -136,8 +140,7 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
         return None
     if out.dim() == 0:
         return None
-    target_columns = [column for column in columns if _is_same_tensor(column.value, target)]
-    column = (target_columns or columns[-1:])[0]
+    column = _find_target(target, columns)
     explanation = _check_labels(out, target, ignore_index, column)
     if explanation is None:
         return None
@@ -145,6 +148,33 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
     if isinstance(context.loss, nn.Module):
         name = type(context.loss).__name__
     return f"{name}: {explanation}"
+
+
+def _explain_target_shape(context: BatchContext, columns: list[Column]) -> str | None:
+    """What is wrong with the shape of the target of an elementwise loss."""
+    if not loss_terms(context.loss).is_elementwise:
+        return None
+    problem = find_shape_problem(context.loss_arguments)
+    if problem is None:
+        return None
+    column = _find_target(context.loss_arguments[1], columns)
+    sentences = [
+        f"{loss_name(context.loss)}: expected {problem.expected}, got {column}, {problem.effect}."
+    ]
+    if problem.fix:
+        fix = Fix(f"lambda y: {problem.fix}", problem.fix)
+        if column.can_map:
+            sentences.append(f"Write {problem.fix} for y.")
+        sentences.append(f"{_advice([fix], column, 'y').strip()}.")
+    if problem.advice:
+        sentences.append(f"{problem.advice}.")
+    return " ".join(sentences)
+
+
+def _find_target(target: Tensor, columns: list[Column]) -> Column:
+    """The column that is the target; the last one where none is."""
+    target_columns = [column for column in columns if _is_same_tensor(column.value, target)]
+    return (target_columns or columns[-1:])[0]
 
 
 def _is_same_tensor(value: Any, target: Tensor) -> bool:

@@ -19,7 +19,6 @@ from halfstep.step.objective import (
     Objective,
     at_least_fp32,
     batch_size,
-    loss_arguments,
     to_device,
 )
 
@@ -127,8 +126,8 @@ class EvalStep:
         try:
             arguments: tuple[Any, ...] = ()
             if objective.loss is not None:
-                arguments = loss_arguments(out, min_dtype)
-            returned = out if objective.loss is None else objective.loss(*arguments)
+                arguments = objective.loss_arguments(out, min_dtype)
+            returned = out if objective.loss is None else objective.call_loss(arguments)
             result = objective.split(returned, arguments, min_dtype, with_outputs=True)
         except Exception as error:
             if objective.loss is not None:

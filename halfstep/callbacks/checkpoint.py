@@ -23,11 +23,38 @@ from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import first_line
 
 MAX_ERROR_CHARS = 120  # of the error's first line, in a checkpoint that was saved after it
+
+
+# Words of other libraries → ours.
+FOREIGN_NAMES = {
+    **dict.fromkeys(("filepath", "dirpath", "directory", "path", "output_dir"), "folder"),
+    **dict.fromkeys(("save_top_k", "max_to_keep", "keep_checkpoint_max"), "keep"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps", "save_checkpoint_steps"), "every_steps"),
+    **dict.fromkeys(("every_n_epochs", "period"), "every_epochs"),
+    "train_time_interval": "every_seconds",
+}
+FOREIGN_ADVICE = {
+    **dict.fromkeys(
+        ("monitor", "metric", "save_best_only"),
+        "best= names the score: hs.Checkpoint('runs/mine', best='loss')",
+    ),
+    **dict.fromkeys(
+        ("filename", "prefix"),
+        "checkpoints are named by their step; give the folder: hs.Checkpoint('runs/mine')",
+    ),
+    **dict.fromkeys(
+        ("save_last", "save_freq"),
+        "the newest is saved at the end of every epoch and of the run; "
+        "say otherwise by every_steps=, every_epochs= or every_seconds=",
+    ),
+    "save_weights_only": "a checkpoint holds a whole run; model.save('w.pt') writes weights",
+    "verbose": "it prints nothing",
+}
 
 
 class Checkpoint(Callback):
@@ -44,6 +71,7 @@ class Checkpoint(Callback):
     last = True
     writes = True
 
+    @suggest_keywords(None, names=FOREIGN_NAMES, advice=FOREIGN_ADVICE)
     def __init__(
         self,
         folder: str | Path,

@@ -25,7 +25,7 @@ from halfstep.engine.run import ROW_COLUMNS, score_name
 from halfstep.errors import Notice
 from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 
 LOG_FIELDS = ROW_COLUMNS
@@ -44,11 +44,19 @@ NO_REPLACEMENT_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, *N
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
+# Words of other libraries → ours.
+FOREIGN_NAMES = {
+    **dict.fromkeys(("filename", "filepath", "file", "folder", "save_dir", "log_dir"), "path"),
+    **dict.fromkeys(("log_every_n_steps", "update_freq", "every_steps"), "every"),
+}
+
+
 class _Log(Callback):
     """Selects the steps and evaluations that become lines; `_add_line` formats one."""
 
     writes = True
 
+    @suggest_keywords(None, names=FOREIGN_NAMES)
     def __init__(
         self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False
     ) -> None:

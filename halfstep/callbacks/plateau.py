@@ -15,13 +15,25 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
-from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.keywords import suggest_keywords, user_stacklevel
 from halfstep.utils.saved_state import SavedValue
 from halfstep.utils.text import plural
 
 Mode: TypeAlias = Literal["auto", "min", "max"]
 
 # Words in the name of a metric that say which of two scores is better.
+# Words of other libraries → ours.
+FOREIGN_NAMES = {
+    "monitor": "metric",
+    "restore_best_weights": "restore_best",
+    "start_from_epoch": "start_epoch",
+    "threshold": "min_delta",
+}
+FOREIGN_ADVICE = {
+    "verbose": "it prints nothing; fit says where it stopped",
+    "optimizer": "it has the optimizer of the Model: give it to fit, callbacks=[…]",
+}
+
 LOWER_IS_BETTER = (
     "loss",
     "losses",
@@ -205,6 +217,7 @@ class EarlyStopping(Callback):
     unless it is given more patience.
     """
 
+    @suggest_keywords(None, names=FOREIGN_NAMES, advice=FOREIGN_ADVICE)
     def __init__(
         self,
         metric: str = "loss",
@@ -318,6 +331,7 @@ class ReduceLROnPlateau(Callback):
     not counted. `min_lr` is one number, or one per parameter group.
     """
 
+    @suggest_keywords(None, names=FOREIGN_NAMES, advice=FOREIGN_ADVICE)
     def __init__(
         self,
         metric: str = "loss",

@@ -5,6 +5,7 @@ from typing import Any
 
 from halfstep.engine import Callback, Row, Run
 from halfstep.utils.checks import whole_number
+from halfstep.utils.keywords import suggest_keywords
 
 
 class TensorBoard(Callback):
@@ -18,6 +19,13 @@ class TensorBoard(Callback):
 
     writes = True
 
+    @suggest_keywords(
+        None,
+        names={
+            **dict.fromkeys(("log_dir", "save_dir", "logdir", "path"), "folder"),
+            **dict.fromkeys(("update_freq", "every_steps"), "every"),
+        },
+    )
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         self.path = Path(folder)
         self.every = whole_number("TensorBoard: every", every, minimum=1)

@@ -276,8 +276,10 @@ def _explain_input(error: Exception, columns: list[Column], net: nn.Module) -> s
     expected = problem.expected
     fixes = problem.fixes
     weight_dtype = weights[0].dtype
-    is_too_wide = x.dtype == torch.float64 and weight_dtype == torch.float32
-    if not x.is_floating_point() or is_too_wide:
+    # A low network casts its inputs: there another dtype is no mistake of the batch.
+    is_full = weight_dtype in (torch.float32, torch.float64)
+    is_other_float = is_full and x.dtype != weight_dtype
+    if not x.is_floating_point() or is_other_float:
         dtype = dtype_name(torch.promote_types(weight_dtype, torch.float32))
         expected = [dtype, *expected]
         fixes = [*fixes, _cast_fix(x, dtype)]

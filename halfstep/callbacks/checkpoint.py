@@ -29,10 +29,13 @@ from halfstep.utils.text import first_line
 
 # The words of other libraries.
 FOREIGN_OPTIONS = {
-    **dict.fromkeys(("dirpath", "dirname", "filepath", "path", "output_dir", "save_dir"), "folder"),
-    "monitor": "best",
+    **dict.fromkeys(("dirpath", "dirname", "filepath", "path", "directory"), "folder"),
+    **dict.fromkeys(("output_dir", "save_dir"), "folder"),
+    **dict.fromkeys(("monitor", "metric"), "best"),
     **dict.fromkeys(("save_top_k", "save_total_limit", "max_to_keep", "n_saved"), "keep"),
+    "keep_checkpoint_max": "keep",
     **dict.fromkeys(("every_n_train_steps", "every_n_steps", "save_steps"), "every_steps"),
+    "save_checkpoint_steps": "every_steps",
     **dict.fromkeys(("every_n_epochs", "period"), "every_epochs"),
     "train_time_interval": "every_seconds",
 }
@@ -41,7 +44,10 @@ MISPLACED_OPTIONS = {
     "save_best_only": "write hs.Checkpoint('runs/mine', best='loss', keep=1)",
     "save_last": "the newest checkpoint is always there; leave it out",
     "save_weights_only": "weights alone are written by model.save('weights.safetensors')",
-    "filename": "a checkpoint is a folder named by its step; write hs.Checkpoint('runs/mine')",
+    **dict.fromkeys(
+        ("filename", "prefix"),
+        "a checkpoint is a folder named by its step; write hs.Checkpoint('runs/mine')",
+    ),
     "save_freq": "write every_epochs=1, or every_steps=100",
 }
 
@@ -62,7 +68,7 @@ class Checkpoint(Callback):
     last = True
     writes = True
 
-    @suggest_keywords("Checkpoint", names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
+    @suggest_keywords(None, names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
     def __init__(
         self,
         folder: str | Path,

@@ -35,8 +35,9 @@ row_values = attrgetter(*LOG_FIELDS)
 
 # The words of other libraries.
 FOREIGN_OPTIONS = {
-    **dict.fromkeys(("filename", "filepath", "folder", "save_dir"), "path"),
-    "flush_logs_every_n_steps": "every",
+    **dict.fromkeys(("filename", "filepath", "file", "folder", "save_dir", "log_dir"), "path"),
+    **dict.fromkeys(("log_every_n_steps", "flush_logs_every_n_steps"), "every"),
+    **dict.fromkeys(("update_freq", "every_steps"), "every"),
 }
 MISPLACED_OPTIONS = {"append": "a run that is resumed goes on in its file; leave it out"}
 
@@ -56,7 +57,7 @@ class _Log(Callback):
 
     writes = True
 
-    @suggest_keywords("CSVLog and JSONLLog", names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
+    @suggest_keywords(None, names=FOREIGN_OPTIONS, advice=MISPLACED_OPTIONS)
     def __init__(
         self, path: str | Path, *, every: int = 1, times: bool = False, overwrite: bool = False
     ) -> None:

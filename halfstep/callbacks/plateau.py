@@ -216,7 +216,7 @@ class EarlyStopping(Callback):
     unless it is given more patience.
     """
 
-    @suggest_keywords("EarlyStopping", names=FOREIGN_OPTIONS, advice=NO_VERBOSE)
+    @suggest_keywords(None, names=FOREIGN_OPTIONS, advice=NO_VERBOSE)
     def __init__(
         self,
         metric: str = "loss",
@@ -331,7 +331,7 @@ class ReduceLROnPlateau(Callback):
     """
 
     @suggest_keywords(
-        "ReduceLROnPlateau",
+        None,
         names=FOREIGN_OPTIONS,
         advice={**NO_VERBOSE, "optimizer": "it moves the rates of the Model's optimizer"},
     )

@@ -20,7 +20,7 @@ from halfstep.callbacks.progress_displays import (
 from halfstep.engine import Callback, Run
 from halfstep.utils.checks import one_of
 from halfstep.utils.saved_state import SavedValue
-from halfstep.utils.text import printable
+from halfstep.utils.text import plural, printable
 
 Style = Literal["auto", "lines"]
 STYLES = ("auto", "lines")
@@ -71,11 +71,7 @@ class ProgressBar(Callback):
         try:
             self._display = start_display(self.style, self.file)
             if self._display is not None and run.resumed is not None:
-                epoch = min(run.epoch + run.epoch_over, run.epochs)
-                self._display.note(
-                    f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, "
-                    f"from {printable(run.resumed)}"
-                )
+                self._display.note(_resume_note(run))
         except (OSError, ValueError):
             self._give_up()
 
@@ -196,7 +192,8 @@ class ProgressBar(Callback):
             numbers.append(labelled("scale", f"{row.scale:g}"))
         skipped = self._skipped()
         if skipped:
-            numbers.append(labelled("skipped", str(skipped)))
+            # Beside numbers of one epoch: this one is of the whole run.
+            numbers.append(labelled("skipped", f"{skipped} in all"))
         return numbers
 
     def _moving_pace(self, run: Run, epoch_steps: int | None) -> list[Number]:
@@ -264,6 +261,18 @@ def add_progress(
 def four_digits(value: float) -> str:
     """Four digits, zeros at the end too, so that a line does not change its length: "0.8520"."""
     return f"{value:#.4g}".removesuffix(".")
+
+
+def _resume_note(run: Run) -> str:
+    """Where a resumed run goes on; of one that has all its epochs, that nothing is left to do."""
+    place = printable(run.resumed)
+    if run.epoch_over and run.epoch >= run.epochs:
+        return (
+            f"{place} has {plural(run.epoch, 'epoch')} already, and fit was asked for "
+            f"{run.epochs}: nothing is trained. To train further: {run.epoch + 1} epochs, or more"
+        )
+    epoch = run.epoch + run.epoch_over
+    return f"goes on after step {run.position}, in epoch {epoch} of {run.epochs}, from {place}"
 
 
 def _epoch(run: Run) -> str:

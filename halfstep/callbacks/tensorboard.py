@@ -9,8 +9,8 @@ from halfstep.utils.keywords import suggest_keywords
 
 # The words of other libraries.
 FOREIGN_OPTIONS = {
-    **dict.fromkeys(("log_dir", "logdir", "save_dir"), "folder"),
-    "update_freq": "every",
+    **dict.fromkeys(("log_dir", "logdir", "save_dir", "path"), "folder"),
+    **dict.fromkeys(("update_freq", "every_steps"), "every"),
 }
 
 
@@ -25,7 +25,7 @@ class TensorBoard(Callback):
 
     writes = True
 
-    @suggest_keywords("TensorBoard", names=FOREIGN_OPTIONS)
+    @suggest_keywords(None, names=FOREIGN_OPTIONS)
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         self.path = Path(folder)
         self.every = whole_number("TensorBoard: every", every, minimum=1)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from halfstep.errors import NonFiniteError, UncapturableError
 from halfstep.step.batch_context import BatchContext, batch_context
+from halfstep.step.loss_shapes import find_shape_problem, loss_name
+from halfstep.step.loss_terms import loss_terms
 from halfstep.step.objective import inputs_and_target
 from halfstep.utils.text import dtype_name, plural
 
@@ -82,6 +84,8 @@ def explain_batch_error(
         explanation = _explain_call(error, context, net)
         if explanation is None:
             explanation = _explain_two_losses(context) or _explain_labels(context, columns)
+        if explanation is None:
+            explanation = _explain_target_shape(context, columns)
         if explanation is None and net is not None:
             explanation = _explain_input(error, columns, net)
     if explanation is not None:
@@ -194,8 +198,7 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
         return None
     if out.dim() == 0:
         return None
-    target_columns = [column for column in columns if _is_same_tensor(column.value, target)]
-    column = (target_columns or columns[-1:])[0]
+    column = _find_target(target, columns)
     explanation = _check_labels(out, target, ignore_index, column)
     if explanation is None:
         return None
@@ -203,6 +206,33 @@ def _explain_labels(context: BatchContext, columns: list[Column]) -> str | None:
     if isinstance(context.loss, nn.Module):
         name = type(context.loss).__name__
     return f"{name}: {explanation}"
+
+
+def _explain_target_shape(context: BatchContext, columns: list[Column]) -> str | None:
+    """What is wrong with the shape of the target of an elementwise loss."""
+    if not loss_terms(context.loss).is_elementwise:
+        return None
+    problem = find_shape_problem(context.loss_arguments)
+    if problem is None:
+        return None
+    column = _find_target(context.loss_arguments[1], columns)
+    sentences = [
+        f"{loss_name(context.loss)}: expected {problem.expected}, got {column}, {problem.effect}."
+    ]
+    if problem.fix:
+        fix = Fix(f"lambda y: {problem.fix}", problem.fix)
+        if column.can_map:
+            sentences.append(f"Write {problem.fix} for y.")
+        sentences.append(f"{_advice([fix], column, 'y').strip()}.")
+    if problem.advice:
+        sentences.append(f"{problem.advice}.")
+    return " ".join(sentences)
+
+
+def _find_target(target: Tensor, columns: list[Column]) -> Column:
+    """The column that is the target; the last one where none is."""
+    target_columns = [column for column in columns if _is_same_tensor(column.value, target)]
+    return (target_columns or columns[-1:])[0]
 
 
 def _is_same_tensor(value: Any, target: Tensor) -> bool:
@@ -304,8 +334,10 @@ def _explain_input(error: Exception, columns: list[Column], net: nn.Module) -> s
     expected = problem.expected
     fixes = problem.fixes
     weight_dtype = weights[0].dtype
-    is_too_wide = x.dtype == torch.float64 and weight_dtype == torch.float32
-    if not x.is_floating_point() or is_too_wide:
+    # A low network casts its inputs: there another dtype is no mistake of the batch.
+    is_full = weight_dtype in (torch.float32, torch.float64)
+    is_other_float = is_full and x.dtype != weight_dtype
+    if not x.is_floating_point() or is_other_float:
         dtype = dtype_name(torch.promote_types(weight_dtype, torch.float32))
         expected = [dtype, *expected]
         fixes = [*fixes, _cast_fix(x, dtype)]

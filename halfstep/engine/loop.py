@@ -147,6 +147,8 @@ class Loop:
                     if self.pending or run.epoch_over:  # a signal may come before the first step
                         self._evaluate_and_visit()
                     self._stop_after_time()
+                if not run.stopped:
+                    self.streaks.warn_at_end()
             except BaseException as error:
                 run.error = error
                 self._rescue_rows()

@@ -9,18 +9,19 @@ import warnings
 from halfstep.engine.run import Row
 from halfstep.errors import Notice
 from halfstep.step.overflow import LONG_STREAK
+from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.text import plural
 
 # So many good updates after a streak that a new one is told again.
 RECOVERED_AFTER = 50
-
-# From warnings.warn to the user's call of fit: warn, _warn, Loop._deliver_rows, run_epochs, fit.
-STACK_LEVEL = 5
 
 
 class StreakWatch:
     """Follows the rows of a run; `warn` says once for each streak what has gone on too long."""
 
     def __init__(self) -> None:
+        self._has_updated = False
+        self._all_skips = 0
         self._first_skip = 0
         self._skips = 0
         self._first_nonfinite = 0
@@ -34,6 +35,7 @@ class StreakWatch:
 
     def take(self, row: Row) -> None:
         """One step. The batches of an open cycle move nothing, and say nothing yet."""
+        self._has_updated = self._has_updated or row.updated
         is_lost = row.updated and not math.isfinite(row.cycle_loss)
         if self._is_quiet and not is_lost and not row.skipped:
             return
@@ -42,6 +44,7 @@ class StreakWatch:
             if self._skips == 0:
                 self._first_skip = row.global_step
             self._skips += 1
+            self._all_skips += 1
             self._good_updates = 0
         elif is_lost:
             if self._first_nonfinite == 0:
@@ -94,6 +97,18 @@ class StreakWatch:
                 "docs/guide/nan.md says how to find the cause"
             )
 
+    def warn_at_end(self) -> None:
+        """At the end of a fit: says where it has made no update at all, and nobody has yet."""
+        if self._has_updated or not self._all_skips or self._has_warned_skips:
+            return
+        _warn(
+            f"no update was made: {plural(self._all_skips, 'update')} of this fit, all that there "
+            "were, had gradients of inf or NaN and were skipped. The weights are what they were "
+            "before. Look for NaN in the data first, "
+            "torch.isfinite(x).all(); where there is none, the loss scale may need more steps to "
+            "come down. docs/guide/nan.md says how to find the cause"
+        )
+
 
 def _warn(text: str) -> None:
-    warnings.warn(text, Notice, stacklevel=STACK_LEVEL + 1)
+    warnings.warn(text, Notice, stacklevel=user_stacklevel())

@@ -402,6 +402,8 @@ def accept_predict_forms(predict: Callable[..., R]) -> Callable[..., R]:
         data = args[0] if args else options.pop("data", None)
         if isinstance(data, np.ndarray):
             (data,) = _convert_columns(self.net, (data,))
+        elif isinstance(data, Mapping) and all(map(_is_array, data.values())):
+            data = {name: _convert_columns(self.net, (x,))[0] for name, x in data.items()}
         return predict(self, data, **options)
 
     return predict_in_any_form

@@ -55,6 +55,7 @@ from halfstep.model.valid_sets import (
 from halfstep.model.weights import Account, load_weights, save_weights
 from halfstep.precision import Precision, PrecisionName
 from halfstep.step import EvalStep, TrainStep
+from halfstep.step.loss_shapes import loss_name
 from halfstep.step.options import (
     AutoFlag,
     CountFunction,
@@ -68,6 +69,7 @@ from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.saved_state import SavedValue
+from halfstep.utils.text import plural
 
 
 class FitInProgress(NamedTuple):
@@ -537,7 +539,9 @@ class Model:
     def predict(
         self, data: Any, *, batch: int = 256, stream: bool = False, targets: bool | None = None
     ) -> Any:
-        """Outputs for a tensor, a data set or batches, in float32 or wider, on the host.
+        """Outputs for a tensor, a dict of them, a data set or batches, on the host.
+
+        They are in float32 or wider. A dict goes to the network by name.
 
         One tensor (or one tuple or dict of them, as the network returns), or with `stream` an
         iterator of batches. `targets`: batches end with one, which is left out. None: they do if
@@ -644,6 +648,20 @@ class Model:
 
     # Looking, saving.
 
+    def __repr__(self) -> str:
+        """The parts by their names, and the size of the network: a notebook shows a Model."""
+        count = sum(p.numel() for p in self.net.parameters())
+        parts = [f"{type(self.net).__name__} with {plural(count, 'parameter')}"]
+        if self.loss is not None:
+            parts.append(loss_name(self.loss))
+        if self.optimizer is not None:
+            parts.append(type(self.optimizer).__name__)
+        if isinstance(self.step, TrainStep):
+            parts.append(f"precision {self.step.precision.name!r}")
+        if len(self.metrics):
+            parts.append(f"metrics {', '.join(self.metrics)}")
+        return f"Model({', '.join(parts)})"
+
     def report(self) -> Any:
         """The dtypes really used, module by module, and every choice made for the user."""
         if not isinstance(self.step, TrainStep):
@@ -703,10 +721,22 @@ def _check_folders(callbacks: Sequence[Callback], *, resumed_step: int | None) -
 
 
 def split_batches(data: Any, batch: int) -> Any:
-    """A tensor or an array in batches; anything else as it is."""
+    """A tensor, an array or a dict of them in batches; anything else as it is."""
     if isinstance(data, Tensor | np.ndarray):
         return [(part,) for part in torch.as_tensor(data).split(batch)]
-    return data
+    is_columns = isinstance(data, Mapping) and bool(data)
+    if not is_columns or not all(isinstance(x, Tensor | np.ndarray) for x in data.values()):
+        return data
+    columns = {name: torch.as_tensor(column) for name, column in data.items()}
+    sizes = {name: len(column) if column.dim() else 0 for name, column in columns.items()}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name!r} of {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"predict: expected as many samples in each column, got {listed}; "
+            "a dict is one batch of inputs by name"
+        )
+    batches = zip(*[column.split(batch) for column in columns.values()], strict=True)
+    return [dict(zip(columns, parts, strict=True)) for parts in batches]
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:

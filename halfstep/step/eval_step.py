@@ -20,7 +20,6 @@ from halfstep.step.objective import (
     Objective,
     at_least_fp32,
     batch_size,
-    loss_arguments,
     to_device,
 )
 from halfstep.step.step_copy import check_functions
@@ -149,8 +148,8 @@ class EvalStep:
         try:
             arguments: tuple[Any, ...] = ()
             if objective.loss is not None:
-                arguments = loss_arguments(out, min_dtype)
-            returned = out if objective.loss is None else objective.loss(*arguments)
+                arguments = objective.loss_arguments(out, min_dtype)
+            returned = out if objective.loss is None else objective.call_loss(arguments)
             result = objective.split(returned, arguments, min_dtype, with_outputs=True)
         except Exception as error:
             if objective.loss is not None:

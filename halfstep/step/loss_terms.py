@@ -111,12 +111,19 @@ _FUNCTION_COUNTS: dict[Callable[..., Any], CountFn] = {
     F.triplet_margin_loss: _count_rows,
 }
 
+# Losses that pair each output with the target at its place.
+_ELEMENTWISE_COUNTS = (_count_elements, _count_kl_terms)
+ELEMENTWISE_FUNCTIONS = frozenset(
+    function for function, count in _FUNCTION_COUNTS.items() if count in _ELEMENTWISE_COUNTS
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """What is known of the terms of a loss."""
 
     is_known: bool
+    is_elementwise: bool = False  # each output is compared with the target at its place
     has_class_weights: bool = False  # which may be 0
     count: CountFn | None = None  # the loss's arguments → n; None: the loss is a sum
     sum_loss: Callable[..., Tensor] | None = None
@@ -129,8 +136,9 @@ def loss_terms(loss: Any) -> LossTerms:
     settings, count_fn = _find_count_fn(loss)
     if count_fn is None:
         return LossTerms(is_known=False)
+    is_elementwise = count_fn in _ELEMENTWISE_COUNTS
     if settings["reduction"] in ("sum", "none"):
-        return LossTerms(is_known=True)
+        return LossTerms(is_known=True, is_elementwise=is_elementwise)
 
     def count(*arguments: Any) -> Count:
         # A module's settings may change. A function's are read once: no tracer follows `inspect`.
@@ -139,6 +147,7 @@ def loss_terms(loss: Any) -> LossTerms:
 
     return LossTerms(
         is_known=True,
+        is_elementwise=is_elementwise,
         has_class_weights=settings.get("weight") is not None,
         count=count,
         sum_loss=_as_sum(loss) if count_fn is _count_class_targets else None,

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from halfstep.precision import Applied
 from halfstep.step.batch_context import attach_loss_arguments
 from halfstep.step.loss_parts import beside_loss, check_part_names, split_loss
+from halfstep.step.loss_shapes import RefuseRepeatedTargets, check_target_shape, loss_name
 from halfstep.step.loss_terms import Count, hugging_face_count, loss_terms
 from halfstep.utils.text import dtype_name
 
@@ -18,6 +19,9 @@ Batch = tuple[Any, ...]
 
 # Names of the parameter of a loss that is its target.
 TARGET_PARAMETERS = ("target", "targets", "label", "labels", "y", "y_true")
+
+# Shapes that a loss of the user's own was checked with are remembered, so many at most.
+MAX_SHAPES_CHECKED = 256
 
 # In place of a target: the loss has three or more arguments, and none is called a target.
 AMBIGUOUS_TARGET = object()
@@ -92,6 +96,12 @@ class Objective:
         # The names of the parts, from the first batch on: a table of records has a column for each.
         self.part_names: tuple[str, ...] | None = None
 
+        # A loss of the user's own is watched at the first batch of each shape. A compiled one would
+        # be compiled twice for that.
+        is_compiled = hasattr(loss, "_torchdynamo_orig_callable") or hasattr(loss, "_orig_mod")
+        self._watches_loss = loss is not None and not self.terms.is_known and not is_compiled
+        self._shapes_checked: set[tuple[Any, ...]] = set()
+
         self._target_position = _find_target_parameter(loss)
         self._observer: Observer | None = None
         self.keeps_outputs = False  # a plain attribute: compiled code reads it
@@ -130,7 +140,7 @@ class Objective:
         """The loss of what forward returned, and n where the loss's own arguments give it."""
         arguments: tuple[Any, ...] = ()
         if self.loss is not None:
-            arguments = loss_arguments(out, min_dtype)
+            arguments = self.loss_arguments(out, min_dtype)
 
         count = None
         needs_count = weighted or self.count_may_be_zero
@@ -147,9 +157,38 @@ class Objective:
             result = self.split(loss, arguments, min_dtype, with_outputs=self.keeps_outputs)
             return result._replace(loss=result.loss / divisor, term_count=count)
 
-        loss = out if self.loss is None else self.loss(*arguments)
+        loss = out if self.loss is None else self.call_loss(arguments)
         result = self.split(loss, arguments, min_dtype, with_outputs=self.keeps_outputs)
         return result._replace(term_count=count)
+
+    def loss_arguments(self, out: Any, min_dtype: torch.dtype) -> tuple[Any, ...]:
+        """What forward returned, as the arguments of the loss, in float32 or wider.
+
+        torch's losses get the .logits of a Hugging Face output, and outputs and target of one shape
+        where they compare them element by element.
+        """
+        arguments = check_loss_arguments(out)
+        if self.terms.is_known and arguments:
+            arguments = (_scores(self.loss, arguments[0]), *arguments[1:])
+        arguments = tuple(at_least_fp32(argument, min_dtype) for argument in arguments)
+        if self.terms.is_elementwise:
+            check_target_shape(self.loss, arguments)
+        return arguments
+
+    def call_loss(self, arguments: tuple[Any, ...]) -> Any:
+        """What the loss returns. One of the user's own is watched for targets that torch repeats.
+
+        Programs and graphs do without: the first batch of each shape has run before them.
+        """
+        if not self._watches_loss or torch.compiler.is_compiling():
+            return self.loss(*arguments)
+        shapes = tuple([getattr(argument, "shape", None) for argument in arguments])
+        if shapes in self._shapes_checked or len(self._shapes_checked) >= MAX_SHAPES_CHECKED:
+            return self.loss(*arguments)
+        with RefuseRepeatedTargets():
+            returned = self.loss(*arguments)
+        self._shapes_checked.add(shapes)
+        return returned
 
     def split(
         self,
@@ -230,7 +269,7 @@ def inputs_and_target(net: nn.Module, *batch: Any) -> tuple[Any, ...]:
         received = f"one {type(batch[0]).__name__}" if batch else "nothing"
         raise ValueError(
             f"step: expected inputs and a target, received {received}; "
-            "say how to use it, for instance forward=lambda net, b: (net(b['x']), b['y'])"
+            f"say how to use it, for instance {_forward_line(net, batch)}"
         )
     return net(*batch[:-1]), batch[-1]
 
@@ -242,14 +281,47 @@ def whole_batch(net: nn.Module, *batch: Any) -> Any:
     return net(*batch)
 
 
-def loss_arguments(out: Any, min_dtype: torch.dtype) -> tuple[Any, ...]:
-    """What forward returned, as the arguments of the loss, in float32 or wider."""
+def _forward_line(net: nn.Module, batch: Batch) -> str:
+    """A forward= for a batch that is one dict, with the names that it has."""
+    names = list(batch[0]) if batch and isinstance(batch[0], dict) else ["x", "y"]
+    targets = [name for name in names if name in TARGET_PARAMETERS]
+    target = (targets or names[-1:] or ["y"])[0]
+    inputs = [name for name in names if name != target] or ["x"]
+    # A network that names its inputs gets them by name, as those of Hugging Face do.
+    arguments = f"b[{inputs[0]!r}]"
+    if set(inputs) <= set(inspect.signature(net.forward).parameters):
+        arguments = ", ".join(f"{name}=b[{name!r}]" for name in inputs)
+    return f"forward=lambda net, b: (net({arguments}), b[{target!r}])"
+
+
+def check_loss_arguments(out: Any) -> tuple[Any, ...]:
+    """What forward returned, if it is a tuple: the arguments of the loss."""
     if not isinstance(out, tuple):
         raise TypeError(
             f"forward: expected a tuple of the loss's arguments, received {type(out).__name__}; "
             "return (outputs, target), or give loss=None and return the loss"
         )
-    return tuple(at_least_fp32(argument, min_dtype) for argument in out)
+    return out
+
+
+def _scores(loss: Any, outputs: Any) -> Any:
+    """The tensor among a network's outputs that a loss of torch takes."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    logits = getattr(outputs, "logits", None)
+    if isinstance(outputs, dict) and logits is None:
+        logits = outputs.get("logits")
+    if isinstance(logits, Tensor):
+        return logits
+    received = type(outputs).__name__
+    part = "net(x)[0]"
+    if isinstance(outputs, dict):
+        received = f"a dict of {', '.join(map(repr, outputs)) or 'nothing'}"
+        part = f"net(x)[{next(iter(outputs), 'logits')!r}]"
+    raise TypeError(
+        f"{loss_name(loss)}: expected the network to return a tensor, or .logits, received "
+        f"{received}; say which part of it, for instance forward=lambda net, x, y: ({part}, y)"
+    )
 
 
 def find_loss(out: Any) -> Tensor:

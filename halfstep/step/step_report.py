@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 KEY_WIDTH = 15  # columns for the names of the choices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
-    """The dtypes really used, module by module, and every choice made for the user."""
+    """The dtypes really used, module by module, and every choice made for the user.
+
+    Printed, and shown at the end of a notebook's cell, it is a table.
+    """
 
     choices: dict[str, str]
     modules: dict[str, ObservedDtypes]
@@ -23,7 +26,7 @@ class Report:
         """The same report with more choices in it."""
         return replace(self, choices={**self.choices, **choices})
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{name:>{KEY_WIDTH}}: {choice}" for name, choice in self.choices.items()]
         if not self.modules:
             advice = "run one step, then the dtypes of each module are listed here"

@@ -21,12 +21,16 @@ _INNER_FILES = (str(Path(__file__).parents[1]), contextlib.__file__)
 
 
 def suggest_keywords(
-    owner: str, *, names: Mapping[str, str] | None = None, advice: Mapping[str, str] | None = None
+    owner: str | None,
+    *,
+    names: Mapping[str, str] | None = None,
+    advice: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A decorator: an unknown keyword is a TypeError with the closest one, before the call.
 
     `names`: words of other libraries → the keyword here. `advice`: → a sentence, where there is no
-    such keyword. The signature stays visible to editors, type checkers and help().
+    such keyword. `owner` begins the message; None: the class of the object. The signature stays
+    visible to editors, type checkers and help().
     """
     renamed = names or {}
     answered = advice or {}
@@ -39,12 +43,14 @@ def suggest_keywords(
             for name in kwargs:
                 if name in known:
                     continue
+                called = owner or type(args[0]).__name__
                 if name in answered:
-                    raise TypeError(f"{owner}: unknown option {name!r}; {answered[name]}")
+                    raise TypeError(f"{called}: unknown option {name!r}; {answered[name]}")
                 close = renamed.get(name) or closest_name(name, known)
                 suggestion = f"did you mean {close!r}? " if close else ""
+                options = ", ".join(known)
                 raise TypeError(
-                    f"{owner}: unknown option {name!r}; {suggestion}options are: {', '.join(known)}"
+                    f"{called}: unknown option {name!r}; {suggestion}options are: {options}"
                 )
             return function(*args, **kwargs)
 

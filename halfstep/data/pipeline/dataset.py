@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -27,6 +27,22 @@ from halfstep.data.pipeline.stages import BufferShuffle, Repeat, Shard, Shuffle,
 from halfstep.data.pipeline.torchvision_maps import TorchvisionMap, describe_cost
 from halfstep.errors import Notice
 from halfstep.utils.checks import whole_number
+from halfstep.utils.text import write_line
+
+# Methods of other libraries' data sets → what does it here, and the line to write. {n} is a fifth
+# of the items.
+FOREIGN_METHODS = {
+    **dict.fromkeys(
+        ("split", "random_split", "train_test_split"),
+        (
+            "take and skip do it, before .shuffle(). Sorted data is mixed before: "
+            "order = torch.randperm(len(x)), then x[order] and y[order]",
+            "valid, train = data.take({n}), data.skip({n})",
+        ),
+    ),
+    "prefetch": ("processes that read ahead do it", "data.workers(2, ahead=2)"),
+    "cache": ("load reads every sample into memory", "data.load()"),
+}
 
 
 class Dataset:
@@ -314,6 +330,17 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"Dataset({'; '.join(self.plan.describe())}; {self.placement})"
+
+    # Hidden from type checkers, which know that a Dataset has none of it.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in FOREIGN_METHODS:
+                problem, line = FOREIGN_METHODS[name]
+                count = max(self.size // 5, 1)
+                message = write_line(f"Dataset.{name}: {problem}", line.format(n=count))
+            raise AttributeError(message)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no pass under way, and starts workers of its own."""

@@ -211,6 +211,8 @@ INPUTS: dict[str, InputCase] = {
     ),
     "int64": InputCase(make_dense, PIXELS.long(), f"{NO_FLOATS} (int64 [8, 6, 6])", CAST),
     "float64": InputCase(make_dense, IMAGES.double(), f"{NO_FLOATS} (float64 [8, 6, 6])", CAST),
+    "float16": InputCase(make_dense, IMAGES.half(), f"{NO_FLOATS} (float16 [8, 6, 6])", CAST),
+    "bfloat16": InputCase(make_dense, IMAGES.bfloat16(), f"{NO_FLOATS} (bfloat16 [8, 6, 6])", CAST),
     "gray": InputCase(make_conv, IMAGES, f"{NO_CHANNELS} (float32 [8, 6, 6])", "hs.data.ToCHW()"),
     "HWC": InputCase(
         make_conv,

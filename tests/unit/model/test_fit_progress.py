@@ -228,8 +228,38 @@ def test_a_resumed_run_says_where_it_goes_on(
     assert lines[0] == f"goes on after step 20, in epoch 2 of 3, from {newest}"
     assert [line.split("  ")[0] for line in lines[1:]] == ["epoch 2/3", "epoch 3/3"]
 
-    fit(3, hs.Checkpoint(tmp_path), resume="auto", progress=False)  # it has all its epochs
+    fit(3, hs.Checkpoint(tmp_path), resume="auto", progress=False)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_that_has_its_epochs_says_that_nothing_is_trained(
+    epochs: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit(2, hs.Checkpoint(tmp_path))
+    capfd.readouterr()
+    run = fit(epochs, hs.Checkpoint(tmp_path), resume="auto")
+    assert run.global_step == 26
+    assert capfd.readouterr().err.splitlines() == [
+        f"{tmp_path / 'step-000000026'} has 2 epochs already, and fit was asked for {epochs}: "
+        "nothing is trained. To train further: 3 epochs, or more"
+    ]
+    fit(3, hs.Checkpoint(tmp_path), resume="auto")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("goes on after step 26, in epoch 3 of 3, from ")
+
+
+def test_skipped_steps_of_the_whole_run_are_said_to_be_so(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Beside means of one epoch: the count goes on from epoch to epoch."""
+    model = make_model(precision=hs.Precision("O2", scale=hs.DynamicScale(init=1024.0)))
+    model.fit(2, data_with_inf(2))
+    lines = capfd.readouterr().err.splitlines()
+    assert [re.findall(r"skipped .*?(?=  )", line) for line in lines] == [
+        ["skipped 1 in all"],
+        ["skipped 2 in all"],
+    ]
 
 
 def test_an_error_leaves_the_line_of_where_it_came(capfd: pytest.CaptureFixture[str]) -> None:

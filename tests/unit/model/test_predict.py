@@ -41,6 +41,34 @@ def test_several_outputs_are_each_joined_over_the_batches(as_dict: bool) -> None
         torch.testing.assert_close(predictions[key], expected[key].detach())
 
 
+class NamedInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.inner(input_ids * attention_mask)
+        return out
+
+
+def test_a_dict_of_tensors_goes_to_the_network_by_name() -> None:
+    net = NamedInputs()
+    mask = (X > 0).float()
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    inputs = {"attention_mask": mask, "input_ids": X}
+    expected = net(X, mask).detach()
+    torch.testing.assert_close(model.predict(inputs, batch=10), expected)
+    torch.testing.assert_close(model.predict({**inputs, "labels": Y}), expected)
+    wide = {name: column.numpy().astype("float64") for name, column in inputs.items()}
+    torch.testing.assert_close(model.predict(wide, batch_size=7), expected)
+
+
+def test_a_dict_of_uneven_columns_is_refused_by_name() -> None:
+    words = r"as many samples in each column, got 'input_ids' of 64, 'attention_mask' of 3"
+    with pytest.raises(ValueError, match=words):
+        hs.Model(NamedInputs()).predict({"input_ids": X, "attention_mask": X[:3]})
+
+
 def test_samples_of_several_lengths_are_refused_and_can_be_streamed() -> None:
     batches = [(torch.ones(2, 5, 6),), (torch.ones(2, 7, 6),)]
     model = hs.Model(nn.Linear(6, 3))

@@ -48,6 +48,18 @@ def linear() -> nn.Module:
     return nn.Linear(3, 2).to(DEVICE)
 
 
+class Pair(nn.Module):
+    """Returns a tuple, as an LSTM does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = self.inner(x)
+        return out, out.detach()
+
+
 def half_linear() -> nn.Module:
     return linear().half()
 
@@ -621,6 +633,23 @@ STEPS = {
         lambda: build(make_optimizer=torch.optim.LBFGS),
         ("LBFGS", "closure", "AdamW"),
         lambda: assert_updates(build(make_optimizer=torch.optim.AdamW)),
+    ),
+    "target shape": Case(
+        lambda: build()(X, torch.zeros(2, 2, 1, device=DEVICE)),
+        ("MSELoss", "expected a target of the outputs' shape [2, 2]", "received [2, 2, 1]"),
+        lambda: assert_updates(build(), X, torch.zeros(2, 2, 1, device=DEVICE).squeeze(-1)),
+    ),
+    "inner target shape": Case(
+        lambda: build(loss=lambda out, y: mse_loss(out, y))(X, Y[:, :1]),
+        ("mse_loss, which the loss calls", "received [2, 1]", "broadcast_tensors(out, y)"),
+        lambda: assert_updates(
+            build(loss=lambda out, y: mse_loss(*torch.broadcast_tensors(out, y))), X, Y[:, :1]
+        ),
+    ),
+    "outputs of several": Case(
+        lambda: build(Pair())(X, Y),
+        ("MSELoss", "expected the network to return a tensor", "received tuple", "(net(x)[0], y)"),
+        lambda: assert_updates(build(Pair(), forward=lambda net, x, y: (net(x)[0], y))),
     ),
     "foreign": Case(
         lambda: run_with_parameters_of(linear()),

@@ -19,8 +19,8 @@ CALLS: list[tuple[str, Callable[..., Any], dict[str, str], dict[str, str]]] = [
     ("summary", hs.summary, net_summary.FOREIGN_OPTIONS, net_summary.MISPLACED_OPTIONS),
     ("Checkpoint", hs.Checkpoint, checkpoint.FOREIGN_OPTIONS, checkpoint.MISPLACED_OPTIONS),
     ("EarlyStopping", hs.EarlyStopping, plateau.FOREIGN_OPTIONS, plateau.NO_VERBOSE),
-    ("CSVLog and JSONLLog", hs.CSVLog, logs.FOREIGN_OPTIONS, logs.MISPLACED_OPTIONS),
-    ("CSVLog and JSONLLog", hs.JSONLLog, logs.FOREIGN_OPTIONS, logs.MISPLACED_OPTIONS),
+    ("CSVLog", hs.CSVLog, logs.FOREIGN_OPTIONS, logs.MISPLACED_OPTIONS),
+    ("JSONLLog", hs.JSONLLog, logs.FOREIGN_OPTIONS, logs.MISPLACED_OPTIONS),
     ("TensorBoard", hs.TensorBoard, tensorboard.FOREIGN_OPTIONS, {}),
 ]
 

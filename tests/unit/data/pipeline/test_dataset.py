@@ -730,3 +730,25 @@ def test_data_that_cannot_be_a_data_set_is_refused(name: str) -> None:
 def test_a_bad_seed_is_refused() -> None:
     with pytest.raises(TypeError, match="seed: expected a whole number, received 'x'"):
         hs.data.Dataset({"a": torch.zeros(3)}, seed="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["split", "random_split", "train_test_split"])
+def test_a_split_is_answered_with_lines_that_work(name: str) -> None:
+    x = torch.arange(50)
+    data = hs.data.Dataset((x, x % 2))
+    with pytest.raises(AttributeError, match=rf"^Dataset\.{name}: take and skip") as caught:
+        getattr(data, name)(0.2)
+    line = str(caught.value).rpartition("; write ")[2]
+    scope = {"data": data}
+    exec(line, scope)
+    valid, train = (scope[part].shuffle().batch(10) for part in ("valid", "train"))
+    assert sorted(i for batch in valid for i in batch[0].tolist()) == list(range(10))
+    assert sorted(i for batch in train for i in batch[0].tolist()) == list(range(10, 50))
+
+
+def test_other_names_that_a_dataset_has_not_are_pythons_own_error() -> None:
+    data = hs.data.Dataset((torch.arange(4),))
+    with pytest.raises(AttributeError, match=r"^'Dataset' object has no attribute 'splitt'$"):
+        data.splitt  # type: ignore[attr-defined]  # noqa: B018
+    assert not hasattr(data, "__array__")
+    assert len(pickle.loads(pickle.dumps(data))) == 4

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed import Ranks, find_ranks
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
@@ -23,6 +24,8 @@ from halfstep.step.accumulate import Accumulate, MicroBatch
 from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fingerprint import combine, fingerprints
+from halfstep.step.lane_accumulate import LaneAccumulate
+from halfstep.step.lanes import new_seed, plan_lanes
 from halfstep.step.network_guard import NetworkGuard
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.optimizer import (
@@ -36,9 +39,11 @@ from halfstep.step.options import (
     AutoFlag,
     CountFunction,
     Decider,
+    Exactness,
     LearningRateTable,
     NonFinite,
     StepOptions,
+    Strategy,
     check_cycle,
     check_optimizer_precision,
     check_switch,
@@ -48,6 +53,7 @@ from halfstep.step.options import (
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
+from halfstep.step.rank_startup import start_alike
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import HostReads, Record, StepState, UpdateResult, with_extras
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
@@ -104,6 +110,9 @@ class TrainStep:
         channels_last: AutoFlag = "auto",
         polish: AutoFlag = "auto",
         cudnn_benchmark: AutoFlag = "auto",
+        strategy: Strategy = "auto",
+        exact: Exactness | None = None,
+        logical: int = 12,
     ) -> None:
         # Check everything that can be refused.
         self.options = StepOptions.from_arguments(locals())
@@ -115,7 +124,20 @@ class TrainStep:
         if self.options.deterministic:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
-        self.notices = check_cycle(self.objective, net, self.options.accumulate)
+
+        # The processes that train together, and the slices of a batch that each computes.
+        self.ranks: Ranks | None = None
+        if self.options.strategy != "none":
+            self.ranks = find_ranks(self.device)
+        is_exact = self.options.exact == "bits"
+        self.lanes = plan_lanes(self.ranks, exact=is_exact, logical=self.options.logical)
+        self.lane_seed = new_seed(self.ranks) if self.lanes is not None else 0
+        self.notices = check_cycle(
+            self.objective,
+            net,
+            self.options.accumulate,
+            lane_count=1 if self.lanes is None else self.lanes.count,
+        )
 
         # Host reads, buffers to roll back, learning rates.
         self.host_reads = HostReads()
@@ -160,6 +182,9 @@ class TrainStep:
         self._zero = torch.zeros((), device=self.device)
         self._false = self._zero.bool()
         self._no_fingerprint = self._zero.long()
+
+        if self.ranks is not None:
+            start_alike(self, self.ranks)
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches become one update.
@@ -320,14 +345,25 @@ class TrainStep:
             self.load_optimizer_state(self.optimizer.state_dict())
 
         self._forward_was_checked = False
-        self.accumulator = Accumulate(
+        accumulator = Accumulate(
             objective=self.objective,
             forward_path=self.compiled,
             applied=self.applied,
             params=self.params,
             options=self.options,
             buffers=self.buffers,
+            in_lanes=self.lanes is not None,
         )
+        self.accumulator: Accumulate | LaneAccumulate = accumulator
+        if self.lanes is not None:
+            self.accumulator = LaneAccumulate(
+                accumulator,
+                self.lanes,
+                self.ranks or Ranks(),
+                self.buffers,
+                self.lane_seed,
+                cycle_length=self.options.accumulate,
+            )
         commit = Commit(
             optimizer=self.optimizer,
             optimizer_kind=self.optimizer_kind,
@@ -345,6 +381,7 @@ class TrainStep:
             self.host_reads,
             is_sum=self.objective.is_sum,
             ignores_targets=self.objective.ignores_targets,
+            in_lanes=self.lanes is not None,
         )
         self._update_on_device = self._paths.device_update(self.update)
 
@@ -455,6 +492,8 @@ class TrainStep:
     def _end_cycle(self, micro_batch: MicroBatch) -> Record:
         """The update that ends a cycle, decided by the device where it can, and its record."""
         state = self.state
+        if isinstance(self.accumulator, LaneAccumulate):
+            self.accumulator.end_cycle(state)
         grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
         if not grad_indices:
             self._check_reach()

@@ -5,7 +5,7 @@ tensors in, tensors out.
 """
 
 from halfstep.distributed.gradient_sum import AllReduceSum, GradientSum, TreeSum
-from halfstep.distributed.host_requests import HostRequests
+from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.distributed.process_group import Ranks, find_ranks, rank_of_environment
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "GradientSum",
     "HostRequests",
     "Ranks",
+    "Request",
     "TreeSum",
     "find_ranks",
     "rank_of_environment",

@@ -28,8 +28,14 @@ class HostRequests:
         self._pending[request] = True
 
     def is_agreed(self, request: Request) -> bool:
-        """Whether some rank had asked for it before the last exchange."""
+        """Whether some rank has asked for it, as of the last exchange."""
         return self._agreed[request]
+
+    def take(self, request: Request) -> bool:
+        """The same, and the request is done with: all ranks take it at the same place."""
+        is_agreed = self._agreed[request]
+        self._agreed[request] = False
+        return is_agreed
 
     def to_exchange(self) -> list[bool]:
         """What this rank asks for; the next exchange begins from nothing."""
@@ -39,4 +45,4 @@ class HostRequests:
 
     def exchanged(self, agreed: list[bool]) -> None:
         """Notes what came back: one flag for each request, set if any rank asked."""
-        self._agreed = agreed
+        self._agreed = [a or b for a, b in zip(self._agreed, agreed, strict=True)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from halfstep.distributed import Ranks, Request
 from halfstep.engine import signals
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.events import Callback, Events
@@ -94,6 +95,10 @@ class Loop:
         self.objective = getattr(step, "objective", None)
         self.train_metrics: TrainMetrics | None = getattr(self.objective, "observer", None)
 
+        # The processes that train together: what one host wants, all must do at the same step.
+        ranks: Ranks | None = getattr(step, "ranks", None)
+        self.ranks = ranks if ranks is not None and ranks.count > 1 else None
+
         self.captured_runner = make_runner()
         run.evaluates = evaluate is not None
         step_options = getattr(step, "options", None)
@@ -152,7 +157,8 @@ class Loop:
                 raise
             finally:
                 self.events.call_end()
-        if self.signals.caught and not signals.QUIET:
+        is_first_rank = self.ranks is None or self.ranks.index == 0
+        if self.signals.caught and not signals.QUIET and is_first_rank:
             print(
                 f"halfstep: {self.signals.caught.name} after step {run.position}; "
                 "where a Checkpoint saves the run, fit(resume='auto') goes on from here",
@@ -167,7 +173,14 @@ class Loop:
     def _stop_after_time(self) -> None:
         """Ends a run whose time is over. It has made a visit: a run that goes on gets somewhere."""
         limit = self.time_limit
-        if limit is not None and limit.is_over and not self._is_finished():
+        if limit is None or self._is_finished():
+            return
+        is_over = limit.is_over
+        if self.ranks is not None:
+            if is_over:
+                self.ranks.requests.ask(Request.TIME_OVER)
+            is_over = self.ranks.requests.take(Request.TIME_OVER)
+        if is_over:
             self.run.stop(limit.reason(self.run.position))
 
     def _begin_steps(self) -> None:
@@ -194,7 +207,7 @@ class Loop:
         limit = self._steps_until_visit()
         if self._batches is None:
             self._batches = self.feed.start()
-        while len(self._positions) < limit and not self.signals.caught:
+        while len(self._positions) < limit and not self._must_stop():
             args = next(self._batches, None)
             if args is None:
                 self._end_pass()
@@ -205,9 +218,25 @@ class Loop:
             if self.feed.pass_is_over:
                 self._end_pass()
                 return
-            is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
-            if self.timing.sink is None and is_late:
+            if self.timing.sink is None and self._visit_is_due():
                 return
+
+    def _must_stop(self) -> bool:
+        """Whether a signal came: to this process, or to any of the ranks that train together."""
+        if self.ranks is None:
+            return self.signals.caught is not None
+        if self.signals.caught:
+            self.ranks.requests.ask(Request.STOP)
+        return self.ranks.requests.is_agreed(Request.STOP)
+
+    def _visit_is_due(self) -> bool:
+        """Whether the host should look in: some time has passed, on the clock of any rank."""
+        is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
+        if self.ranks is None:
+            return is_late
+        if is_late:
+            self.ranks.requests.ask(Request.VISIT)
+        return self.ranks.requests.take(Request.VISIT)
 
     def _run_captured(self, runner: Runner) -> None:
         """The steps up to the next visit, without the host."""
@@ -260,8 +289,8 @@ class Loop:
             )
         run.seconds += time.perf_counter() - self._visit_started
         self.pending = bool(rows)
-        if self.signals.caught:
-            run.stop(self.signals.caught.name)
+        if self._must_stop():
+            run.stop(self._stop_reason())
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step, rows)
@@ -392,8 +421,7 @@ class Loop:
                 run.valid_step = -1
                 run.scores = self.evaluate(self._stop_evaluation)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
-                assert self.signals.caught is not None
-                run.stop(self.signals.caught.name)
+                run.stop(self._stop_reason())
                 return
         if run.epoch_over or run.scores is not None:
             self._append_history()
@@ -407,7 +435,12 @@ class Loop:
         """Called before each batch of an evaluation: whether a signal came in between."""
         self.run.valid_step += 1
         self.events.call_all("valid_step")
-        return self.signals.caught is not None
+        if self.ranks is not None:
+            self.ranks.any_of([], "an evaluation")
+        return self._must_stop()
+
+    def _stop_reason(self) -> str:
+        return self.signals.caught.name if self.signals.caught else "a signal to another rank"
 
     def _evaluation_is_due(self) -> bool:
         run = self.run

@@ -53,7 +53,7 @@ from halfstep.step.options import (
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
-from halfstep.step.rank_startup import start_alike
+from halfstep.step.rank_startup import check_equal_states, start_alike
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import HostReads, Record, StepState, UpdateResult, with_extras
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
@@ -252,6 +252,27 @@ class TrainStep:
         finally:
             self._holds_averages = False
 
+    @contextmanager
+    def evaluation_buffers(self) -> Iterator[None]:
+        """Inside, the buffers are those to evaluate with, the same on all ranks.
+
+        In the middle of a cycle each lane has its own: then they are those of before the cycle.
+        """
+        if self.lanes is None or self.state.cycle.micro == 0 or not self.buffers:
+            yield
+            return
+        own = [buffer.detach().clone() for buffer in self.buffers.tensors()]
+        self.buffers.restore(self.state.cycle.buffers)
+        try:
+            yield
+        finally:
+            self.buffers.restore(own)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether this process holds the whole state: an open cycle in lanes is spread over all."""
+        return self.lanes is None or self.state.cycle.micro == 0
+
     def switch(self, precision: PrecisionName | Precision) -> None:
         """Continues in another precision: same weights and optimizer state, a fresh loss scale."""
         self._check_usable()
@@ -282,6 +303,11 @@ class TrainStep:
         torch's random state is the caller's to save.
         """
         self._check_usable()
+        if not self.can_be_saved:
+            raise ValueError(
+                "state_dict: the update cycle is open, and its sums are spread over lanes and "
+                "ranks; save after a step that updates, or call flush() first"
+            )
         return step_to_dict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -291,6 +317,8 @@ class TrainStep:
         """
         self._check_usable()
         load_step(self, saved)
+        if self.ranks is not None:
+            check_equal_states(self, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainStep":
         """A step over copies of network, loss and optimizer, which trains on by itself."""
@@ -388,6 +416,12 @@ class TrainStep:
         # Cycles are counted by the Update that ran them: a device that stopped says at which one.
         self.cycles_ended = 0
         self.last_steps: dict[int, int] = {}  # cycle → its last step
+
+    def set_lane_seed(self, seed: int) -> None:
+        """The random numbers of the lanes go on as those of the step that this seed is from."""
+        self.lane_seed = seed
+        if isinstance(self.accumulator, LaneAccumulate):
+            self.accumulator.seed = seed
 
     def load_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Loads the optimizer's state unrounded: torch would cast it to its parameter's dtype."""

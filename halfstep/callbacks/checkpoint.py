@@ -163,7 +163,7 @@ class Checkpoint(Callback):
 
     def next_stop(self, run: Run) -> int | None:
         if self._is_due:
-            step = run.model.step
+            step: TrainStep = run.model.step
             return run.position + step.options.accumulate - step.state.cycle.micro
         if self.every_steps is None:
             return None

@@ -203,9 +203,7 @@ def _multiply_(grads: Sequence[Tensor | None], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor.to(dtype))
 
 
-def _buckets(
-    like: Sequence[Tensor], present: Sequence[bool], max_bytes: int
-) -> list[list[int]]:
+def _buckets(like: Sequence[Tensor], present: Sequence[bool], max_bytes: int) -> list[list[int]]:
     """The positions of the gradients to be sent, in groups of one dtype and a limited size.
 
     The same on all ranks. From the last parameter to the first, as backward computes them.

@@ -238,7 +238,7 @@ def _check_devices(ranks: Ranks, device: torch.device) -> None:
 
 
 def _broadcast_in_pieces(tensor: Tensor, ranks: Ranks, what: str) -> None:
-    """Broadcasts the memory of one tensor. Conjugates, complex and odd strides go as real values."""
+    """Broadcasts the values of one tensor, complex ones as real numbers."""
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())

@@ -8,7 +8,7 @@ on every rank, and update.py goes on as for one large batch: all ranks unscale, 
 update the same numbers, so that they skip together and stay equal bit for bit.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -129,7 +129,7 @@ class LaneAccumulate:
         has_several = len(self.lanes.mine) > 1
         if has_several and self.buffers:
             self.buffers.restore(self._lane_buffers[position])
-        random_numbers = nullcontext()
+        random_numbers: AbstractContextManager[None] = nullcontext()
         if self.lanes.count > 1:
             random_numbers = lane_random_numbers(
                 self.seed, state.steps, lane, self.accumulate.applied.device
@@ -252,4 +252,3 @@ class LaneAccumulate:
             table = self._gather_lanes(rows, "the buffers of the network")
             gathered.append(table.view(-1, *values[0].shape))
         self.buffers.restore(mean_buffers(gathered))
-

@@ -111,7 +111,7 @@ class StepOptions:
     itself. "auto": "ddp" where there are several.
     """
     exact: Exactness | None = None
-    """ "bits": the same weights, records and optimizer state for any number of ranks, bit for bit."""
+    """ "bits": the same weights, records and optimizer state for any number of ranks."""
     logical: int = 12
     """With exact="bits": the micro-batches that every batch is cut into, for 1 to so many ranks."""
 

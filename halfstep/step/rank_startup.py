@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def start_alike(step: "TrainStep", ranks: Ranks) -> None:
-    """Gives all ranks rank 0's weights, buffers and random states; checks that the rest is equal."""
+    """Gives all ranks rank 0's weights, buffers and random states; compares the rest."""
     if ranks.count == 1:
         return
     _check_same_network(step, ranks)
@@ -77,7 +77,7 @@ def _check_same_network(step: "TrainStep", ranks: Ranks) -> None:
 def _other_tensors(step: "TrainStep") -> list[Tensor]:
     """Frozen parameters, buffers, averages: what a step holds beside trained parameters."""
     trained = {id(p) for p in step.params}
-    tensors = [p for p in step.net.parameters() if id(p) not in trained]
+    tensors: list[Tensor] = [p for p in step.net.parameters() if id(p) not in trained]
     tensors += step.buffers.tensors()
     tensors += step.state.ema
     return tensors

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
 from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.step.accumulate import Accumulate
 from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.rollback import foreach_copy
 from halfstep.step.state import Cycle, Record, RecordTarget
@@ -124,6 +125,7 @@ class StaticStep:
         if self._cycle_sums or not self.accumulates:
             return
         accumulator = self.step.accumulator
+        assert isinstance(accumulator, Accumulate), "batches in lanes are not captured"
         for p, dtype in zip(accumulator.params, accumulator.sum_dtypes, strict=True):
             self._grad_sums.append(torch.zeros_like(p, dtype=dtype, requires_grad=False))
         for name in CYCLE_SUMS:

@@ -23,7 +23,8 @@ from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.errors import Notice, RankLostError
 
 # torch 2.13 gave it another name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_NAMES_OF_ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
+_all_gather: Any = next((getattr(dist, n) for n in _NAMES_OF_ALL_GATHER if hasattr(dist, n)), None)
 
 # Set by torchrun for each process that it starts.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -23,6 +23,7 @@ from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
+from halfstep.engine.feed import refuse_sharded_data
 from halfstep.engine.limits import BatchLimit, TimeLimit
 from halfstep.engine.loop import Evaluate
 from halfstep.engine.train_metrics import TrainMetrics, train_metric_columns
@@ -446,6 +447,8 @@ class Model:
 
     def _make_feed(self, data: Any) -> Feed:
         feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
+        if self._ranks is not None:
+            refuse_sharded_data(feed)
         return feed
 
     def _resume(self, loop: Loop, source: str | Path | None, backup: ResumeBackup) -> None:
@@ -688,8 +691,11 @@ class Model:
     def save(self, path: str | Path) -> None:
         """Writes the weights in the format of the suffix; with ema=, the averaged ones.
 
-        .safetensors; or .pt and .pth, a state_dict that torch.load reads.
+        .safetensors; or .pt and .pth, a state_dict that torch.load reads. Of several ranks the
+        first one writes.
         """
+        if self._rank > 0:
+            return
         with self._averaged_weights():
             save_weights(self.net, path)
 

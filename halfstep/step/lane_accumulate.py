@@ -19,6 +19,7 @@ from halfstep.distributed import AllReduceSum, GradientSum, Ranks, TreeSum
 from halfstep.step.accumulate import Accumulate, MicroBatch
 from halfstep.step.lanes import Lanes, lane_random_numbers, lanes_of_ranks, mean_buffers
 from halfstep.step.objective import Batch
+from halfstep.step.rank_startup import check_same_batch
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import Cycle, StepState
 
@@ -78,6 +79,8 @@ class LaneAccumulate:
 
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
+        if _is_power_of_two(state.steps + 1):
+            check_same_batch(batch, self.ranks, state.steps + 1)
         pieces = self.lanes.split(batch)
         cycle = state.cycle
         if cycle.micro == 0:
@@ -252,3 +255,7 @@ class LaneAccumulate:
             table = self._gather_lanes(rows, "the buffers of the network")
             gathered.append(table.view(-1, *values[0].shape))
         self.buffers.restore(mean_buffers(gathered))
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

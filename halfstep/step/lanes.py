@@ -6,6 +6,7 @@ many ranks there are: what a lane computes depends on its number alone, never on
 """
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from halfstep.distributed import Ranks
+from halfstep.errors import Notice
 from halfstep.step.fingerprint import mix_bits
 from halfstep.step.objective import Batch, batch_size
 from halfstep.utils import rng
+from halfstep.utils.keywords import user_stacklevel
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,20 @@ def check_can_split(batch: Batch, rows: int) -> None:
                 f"can be divided over ranks; received a list of {len(item)} tensors or dicts. Pad "
                 "and stack them in collate_fn, or train each rank by itself with strategy='none'"
             )
+
+
+def use_one_thread() -> None:
+    """exact="bits" on a CPU: sums over two threads have other bits than over one."""
+    if torch.get_num_threads() == 1:
+        return
+    warnings.warn(
+        f"exact='bits': torch computes with one thread from here on, instead of "
+        f"{torch.get_num_threads()}: each number of threads has bits of its own. Start more ranks "
+        "to use more cores",
+        Notice,
+        stacklevel=user_stacklevel(),
+    )
+    torch.set_num_threads(1)
 
 
 # Random numbers.

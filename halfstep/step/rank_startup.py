@@ -7,10 +7,13 @@ are given to all. What cannot be given is compared, and refused by name.
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from halfstep.distributed import Ranks
 from halfstep.step.fingerprint import fingerprint
+from halfstep.step.objective import Batch
 from halfstep.utils import rng
 
 if TYPE_CHECKING:
@@ -44,6 +47,37 @@ def check_equal_states(step: "TrainStep", ranks: Ranks) -> None:
                     "to go on, in the same state. Load the same file on each of them, before the "
                     "step is built"
                 )
+
+
+def check_same_batch(batch: Batch, ranks: Ranks, step_number: int) -> None:
+    """Refuses ranks that were given other batches: each would train on rows of its own batch.
+
+    Looked at in steps 1, 2, 4, 8, …: it reads the whole batch, and waits for the device.
+    """
+    if ranks.count == 1:
+        return
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    digest = [(tuple(t.shape), int(fingerprint(t))) for t in tensors]
+    digests = ranks.gather_objects(digest, "the comparison of the ranks' batches")
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ValueError(
+                f"step {step_number}: rank {rank} was given another batch than rank 0. Every rank "
+                "is given the whole batch, and computes its part of it. Use no DistributedSampler "
+                "and no sharding of your own, and shuffle by a seed that is the same on all "
+                "ranks: hs.seed_everything(0) before the data is built, or "
+                "hs.data.Dataset(…, seed=0).shuffle()"
+            )
+
+
+def refuse_wrapped(net: object) -> None:
+    """Refuses a network that sums its gradients over ranks by itself."""
+    for module in net.modules() if isinstance(net, nn.Module) else ():
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "net: expected the plain network, received one in DistributedDataParallel, which "
+                "would sum gradients a second time; give ddp.module, and strategy='ddp'"
+            )
 
 
 def _check_same_network(step: "TrainStep", ranks: Ranks) -> None:

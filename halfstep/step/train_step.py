@@ -25,7 +25,7 @@ from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fingerprint import combine, fingerprints
 from halfstep.step.lane_accumulate import LaneAccumulate
-from halfstep.step.lanes import new_seed, plan_lanes
+from halfstep.step.lanes import new_seed, plan_lanes, use_one_thread
 from halfstep.step.network_guard import NetworkGuard
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.optimizer import (
@@ -53,7 +53,11 @@ from halfstep.step.options import (
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
-from halfstep.step.rank_startup import check_equal_states, start_alike
+from halfstep.step.rank_startup import (
+    check_equal_states,
+    refuse_wrapped,
+    start_alike,
+)
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import HostReads, Record, StepState, UpdateResult, with_extras
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
@@ -129,8 +133,12 @@ class TrainStep:
         self.ranks: Ranks | None = None
         if self.options.strategy != "none":
             self.ranks = find_ranks(self.device)
+        if self.ranks is not None:
+            refuse_wrapped(net)
         is_exact = self.options.exact == "bits"
         self.lanes = plan_lanes(self.ranks, exact=is_exact, logical=self.options.logical)
+        if is_exact and self.device.type == "cpu":
+            use_one_thread()
         self.lane_seed = new_seed(self.ranks) if self.lanes is not None else 0
         self.notices = check_cycle(
             self.objective,

@@ -55,8 +55,7 @@ def run_cases(count: int, folder: Path, names: list[str]) -> list[dict[str, Any]
     result = run_ranks(count, __file__, folder, *names)
     assert result.returncode == 0, result.stderr[-4000:]
     return [
-        {name: torch.load(folder / f"{name}-{rank}.pt") for name in names}
-        for rank in range(count)
+        {name: torch.load(folder / f"{name}-{rank}.pt") for name in names} for rank in range(count)
     ]
 
 
@@ -208,12 +207,12 @@ def exact_fp32_cycles() -> dict[str, Any]:
 
 
 @case
-def exact_O1() -> dict[str, Any]:  # noqa: N802 - the name of the precision
+def exact_O1() -> dict[str, Any]:
     return exact_case("O1", accumulate=2)
 
 
 @case
-def exact_O2() -> dict[str, Any]:  # noqa: N802
+def exact_O2() -> dict[str, Any]:
     return exact_case("O2")
 
 

@@ -45,6 +45,8 @@ class StaticStep:
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self.accumulates = step.options.accumulate > 1
+        # The cycle of a step whose batches are divided stays with it: it always runs eagerly.
+        self.keeps_cycle = step.lanes is not None
         self.micro = step.state.cycle.micro  # batches in the open cycle
         self.grad_indices: frozenset[int] = frozenset()  # parameters with a gradient in the cycle
         self._grad_sums: list[Tensor] = []  # one for each parameter
@@ -109,12 +111,14 @@ class StaticStep:
     def take_over_cycle(self) -> None:
         """After eager steps: moves an open cycle into the static tensors."""
         self.micro = self.step.state.cycle.micro
-        if self.accumulates and self.micro > 0:
+        if self.accumulates and self.micro > 0 and not self.keeps_cycle:
             self._store_cycle()
             self._fill_cycle()
 
     def give_back_cycle(self) -> None:
         """After replays: makes the step's own cycle the one that they have left."""
+        if self.keeps_cycle:
+            return
         if self.accumulates and self.micro > 0:
             self._fill_cycle()
         else:

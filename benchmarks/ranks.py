@@ -145,13 +145,15 @@ def main() -> None:
                 f"{row['ms_per_step']:8.2f} ms  {row['ratio_to_torch']:.2f} x"
             )
         if arguments.json:
+            chip = platform.processor() or platform.machine()
             conditions = {
-                "device": f"CPU, {os.cpu_count()} cores, {platform.processor() or platform.machine()}",
+                "device": f"CPU, {os.cpu_count()} cores, {chip}",
                 "torch": torch.__version__,
                 "threads_per_rank": 1,
                 "backend": "gloo",
             }
-            arguments.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1))
+            results = {"conditions": conditions, "rows": rows}
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

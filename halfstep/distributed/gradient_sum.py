@@ -10,8 +10,8 @@ ranks, the same bits on every rank. Two ways:
   same bits for any number of ranks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +26,22 @@ WHAT = "the sum of gradients"  # how an error calls the collective
 class GradientSum(Protocol):
     """Adds lanes, then ranks."""
 
-    def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None: ...
-    def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]: ...
+    def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None:
+        """Takes the gradients of one lane of this rank, to be multiplied by `factor`."""
+
+    def start(self, like: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """All lanes of this rank are there: what can go on in the background begins.
+
+        `like` has the shape and dtype of each gradient, `trained` says which may have one: both
+        are the same on all ranks.
+        """
+
+    def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
+        """The sum over all lanes of all ranks.
+
+        `present` says which parameters have a gradient in any lane; what this rank has none of
+        counts as zero.
+        """
 
 
 class AllReduceSum:
@@ -37,46 +51,39 @@ class AllReduceSum:
         self.ranks = ranks
         self._grads: list[Tensor | None] = []
         self._factor: Tensor | None = None
+        self._buckets: list[tuple[list[int], Tensor, Any]] = []  # positions, values, work
+        # The memory of each bucket, by its positions: new memory costs page faults each step.
+        self._memory: dict[tuple[int, ...], Tensor] = {}
 
     def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None:
-        """Takes the gradients of this rank's only lane, to be multiplied by `factor`."""
         self._grads = grads
         self._factor = factor
 
-    def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-        """The sum over all ranks, for the parameters that have a gradient on any of them.
-
-        `like` has the shape and dtype of each gradient; what this rank has none of counts as zero.
-        """
+    def start(self, like: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Starts the all-reduce of all buckets, one after another."""
         grads = self._grads or [None] * len(like)
         self._grads = []
+        self._buckets = []
+        for indices in _buckets(like, trained, BUCKET_BYTES):
+            flat = self._bucket_memory(indices, like)
+            _flatten(indices, grads, like, self._factor, flat)
+            self._buckets.append((indices, flat, self.ranks.start_all_reduce_(flat, WHAT)))
+
+    def _bucket_memory(self, indices: list[int], like: Sequence[Tensor]) -> Tensor:
+        key = tuple(indices)
+        if key not in self._memory:
+            self._memory[key] = _new_bucket(indices, like)
+        return self._memory[key]
+
+    def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
         sums: list[Tensor | None] = [None] * len(like)
-        buckets = [
-            self._start_bucket(indices, grads, like, sums)
-            for indices in _buckets(like, present, BUCKET_BYTES)
-        ]
-        for finish_bucket in buckets:
-            finish_bucket()
-        return sums
-
-    def _start_bucket(
-        self,
-        indices: list[int],
-        grads: list[Tensor | None],
-        like: Sequence[Tensor],
-        sums: list[Tensor | None],
-    ) -> Callable[[], None]:
-        """Starts the all-reduce of one bucket. The function returned waits for it."""
-        flat = _flatten(indices, grads, like, self._factor)
-        work = self.ranks.start_all_reduce_(flat, WHAT)
-
-        def finish_bucket() -> None:
+        for indices, flat, work in self._buckets:
             if work is not None:
                 with self.ranks.named_errors(WHAT):
                     work.wait()
             _set_views(flat, indices, like, sums)
-
-        return finish_bucket
+        self._buckets = []
+        return [s if is_present else None for s, is_present in zip(sums, present, strict=True)]
 
 
 class _Node(NamedTuple):
@@ -108,8 +115,10 @@ class TreeSum:
             _multiply_(grads, factor)
         _push(self._nodes, _Node(lane, 1, list(grads)))
 
+    def start(self, like: Sequence[Tensor], trained: Sequence[bool]) -> None:
+        """Nothing: which gradients there are decides what is sent."""
+
     def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
-        """The sum over all lanes, for the parameters that have a gradient in any of them."""
         nodes = self._nodes
         self._nodes = []
         if self.ranks.count == 1:
@@ -129,7 +138,9 @@ class TreeSum:
         sums: list[Tensor | None],
     ) -> None:
         """Each rank adds one piece of the bucket in tree order, then all get all pieces."""
-        flat_nodes = torch.stack([_flatten(indices, n.grads, like, None) for n in nodes])
+        flat_nodes = torch.stack([_new_bucket(indices, like) for _ in nodes])
+        for node, flat_node in zip(nodes, flat_nodes, strict=True):
+            _flatten(indices, node.grads, like, None, flat_node)
         element_count = flat_nodes.shape[1]
         rank_count = self.ranks.count
         piece_size = -(-element_count // rank_count)
@@ -226,20 +237,25 @@ def _buckets(like: Sequence[Tensor], present: Sequence[bool], max_bytes: int) ->
     return [*buckets, *open_buckets.values()]
 
 
+def _new_bucket(indices: Sequence[int], like: Sequence[Tensor]) -> Tensor:
+    """Memory for these gradients, one behind another."""
+    first = like[indices[0]]
+    size = sum(_real_size(like[i]) for i in indices)
+    return torch.empty(size, dtype=first.dtype.to_real(), device=first.device)
+
+
 def _flatten(
     indices: Sequence[int],
     grads: Sequence[Tensor | None],
     like: Sequence[Tensor],
     factor: Tensor | None,
-) -> Tensor:
-    """The gradients one behind another in new memory, times `factor`.
+    flat: Tensor,
+) -> None:
+    """Writes the gradients into `flat`, one behind another, times `factor`.
 
     Where there is none stands −0, which changes nothing that it is added to: −0 + 0 is 0.
     """
-    sizes = [_real_size(like[i]) for i in indices]
-    first = like[indices[0]]
-    flat = torch.empty(sum(sizes), dtype=first.dtype.to_real(), device=first.device)
-    targets = flat.split(sizes)
+    targets = flat.split([_real_size(like[i]) for i in indices])
     for i, target in zip(indices, targets, strict=True):
         grad = grads[i]
         if grad is None:
@@ -248,7 +264,6 @@ def _flatten(
             target.copy_(_real_flat(grad, like[i]))
         else:
             torch.mul(_real_flat(grad, like[i]), factor.to(target.dtype), out=target)
-    return flat
 
 
 def _at_start_of_memory(grad: Tensor | None) -> Tensor | None:

@@ -101,12 +101,20 @@ class Ranks:
 
     def any_of(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Each flag, set if it is set on any rank. Carries the hosts' requests along."""
-        all_flags = [*self.requests.to_exchange(), *flags]
+        all_flags = self.own_flags(flags)
         if self.host_group is not None:
             values = torch.tensor(all_flags, dtype=torch.uint8)
             with self.named_errors(what):
                 dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.host_group)
             all_flags = [value != 0 for value in values.tolist()]
+        return self.agreed_flags(all_flags)
+
+    def own_flags(self, flags: Sequence[bool]) -> list[bool]:
+        """What this rank sends in an exchange of flags: its requests, then these flags."""
+        return [*self.requests.to_exchange(), *flags]
+
+    def agreed_flags(self, all_flags: list[bool]) -> list[bool]:
+        """The flags behind the requests that came with them, which are noted."""
         self.requests.exchanged(all_flags[: len(Request)])
         return all_flags[len(Request) :]
 

@@ -23,6 +23,8 @@ from halfstep.step.rank_startup import check_same_batch
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import Cycle, StepState
 
+WHICH_GRADIENTS = "the parameters that have gradients"  # how an error calls the exchange
+
 
 @dataclass
 class LaneState:
@@ -76,6 +78,10 @@ class LaneAccumulate:
         self._lane_states: list[LaneState] = []
         self._lane_buffers: list[list[Tensor]] = []
         self._columns: LaneColumns | None = None
+        # The parameters that have gradients at the end of the cycle: in the lanes of this rank, and
+        # in those of any rank. None before that is known.
+        self._present: list[bool] | None = None
+        self._agreed_present: list[bool] | None = None
 
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
@@ -90,20 +96,17 @@ class LaneAccumulate:
             reports.append(self._run_lane(state, position, piece))
         cycle.micro += 1
         if cycle.micro == self.cycle_length:
-            self._end_lanes()
+            self._end_lanes()  # gradients travel while the ranks exchange their losses
         return self._report_of_all(cycle, reports)
 
     def end_cycle(self, state: StepState) -> None:
         """Sums gradients and combines buffers over all lanes; the update comes next."""
-        cycle = state.cycle
-        if cycle.micro < self.cycle_length:
+        if self._present is None:  # a tail, shorter than a cycle
             self._end_lanes()
-        present = [False] * len(self.params)
-        for lane_state in self._lane_states:
-            for i, grad in enumerate(lane_state.cycle.grads):
-                present[i] = present[i] or grad is not None
-        present = self.ranks.any_of(present, "the parameters that have gradients")
-        cycle.grads = self.gradient_sum.finish(self._gradients_like, present)
+        if self._agreed_present is None:
+            assert self._present is not None
+            self._agreed_present = self.ranks.any_of(self._present, WHICH_GRADIENTS)
+        state.cycle.grads = self.gradient_sum.finish(self._gradients_like, self._agreed_present)
         self._combine_buffers()
         self._lane_states = []
         self._lane_buffers = []
@@ -120,6 +123,8 @@ class LaneAccumulate:
             cycle.buffers = self.buffers.copy(cycle.buffers)
         self._lane_states = []
         self._lane_buffers = []
+        self._present = None
+        self._agreed_present = None
         for _ in self.lanes.mine:
             lane_state = LaneState(Cycle(), state.scale)
             self.accumulate.open_sums(lane_state.cycle)
@@ -146,9 +151,17 @@ class LaneAccumulate:
         return report
 
     def _end_lanes(self) -> None:
+        """The cycle is over: hands what is left to the sum, which may begin."""
         if self.cycle_length > 1:
             for position in range(len(self.lanes.mine)):
                 self._end_lane(position)
+        has_gradient = [False] * len(self.params)
+        for lane_state in self._lane_states:
+            for i, grad in enumerate(lane_state.cycle.grads):
+                has_gradient[i] = has_gradient[i] or grad is not None
+        self._present = has_gradient
+        trained = [p.requires_grad for p in self.params]
+        self.gradient_sum.start(self._gradients_like, trained)
 
     def _end_lane(self, position: int) -> None:
         """Hands the gradients of a lane to the sum, in units of single terms."""
@@ -174,7 +187,7 @@ class LaneAccumulate:
         """
         columns = self._agree_columns()
         rows = torch.stack([self._row(report, columns) for report in reports])
-        table = self._gather_lanes(rows, "the losses of the lanes")
+        table = self._gather_reports(rows)
         loss = table[:, 0]
         terms = table[:, 1]
         has_terms = terms > 0
@@ -232,6 +245,23 @@ class LaneAccumulate:
         for name in columns.metrics:
             numbers += report.counts.get(name, (zero, zero))
         return torch.stack([number.detach().double() for number in numbers])
+
+    def _gather_reports(self, rows: Tensor) -> Tensor:
+        """The rows of all lanes. What the hosts have to say travels along where that is free."""
+        what = "the losses of the lanes"
+        flags = self._present
+        if flags is None:
+            return self._gather_lanes(rows, what)
+        if rows.device.type != "cpu":
+            self._agreed_present = self.ranks.any_of(flags, WHICH_GRADIENTS)
+            return self._gather_lanes(rows, what)
+        own_flags = torch.tensor(self.ranks.own_flags(flags), dtype=rows.dtype)
+        rows = torch.cat([rows, own_flags.expand(len(rows), -1)], dim=1)
+        table = self._gather_lanes(rows, what)
+        flag_columns = table[:, -len(own_flags) :]
+        agreed_flags = (flag_columns != 0).any(0).tolist()
+        self._agreed_present = self.ranks.agreed_flags(agreed_flags)
+        return table[:, : -len(own_flags)]
 
     def _gather_lanes(self, rows: Tensor, what: str) -> Tensor:
         """The rows of all lanes of all ranks, in the order of the lanes."""

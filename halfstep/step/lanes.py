@@ -5,6 +5,7 @@ each rank. With exact="bits" there is a fixed number of them (`logical=`), share
 many ranks there are: what a lane computes depends on its number alone, never on who computes it.
 """
 
+import hashlib
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_map
 
 from halfstep.distributed import Ranks
 from halfstep.errors import Notice
-from halfstep.step.fingerprint import mix_bits
 from halfstep.step.objective import Batch, batch_size
 from halfstep.utils import rng
 from halfstep.utils.keywords import user_stacklevel
@@ -134,27 +134,28 @@ def lane_random_numbers(seed: int, step: int, lane: int, device: torch.device) -
     Afterwards they are where they were: the lanes of other ranks draw nothing here.
     """
     host = rng.host_states()
+    device_generator = None
     device_state = None
-    if device.type == "cuda":
-        device_state = torch.cuda.get_rng_state(device)
-    lane_seed = _mix(seed, step, lane)
+    lane_seed = _hash(seed, step, lane)
     random.seed(lane_seed)
     np.random.seed(lane_seed % (1 << 32))  # noqa: NPY002 - the generator that users draw from
-    torch.manual_seed(lane_seed)
+    torch.default_generator.manual_seed(lane_seed)
+    if device.type == "cuda":
+        device_generator = torch.cuda.default_generators[device.index or 0]
+        device_state = device_generator.get_state()
+        device_generator.manual_seed(lane_seed)
     try:
         yield
     finally:
         rng.set_host_states(host)
-        if device_state is not None:
-            torch.cuda.set_rng_state(device_state, device)
+        if device_generator is not None and device_state is not None:
+            device_generator.set_state(device_state)
 
 
-def _mix(*numbers: int) -> int:
-    """One number below 2^62 of several."""
-    mixed = torch.zeros((), dtype=torch.int64)
-    for number in numbers:
-        mixed = mix_bits(mixed + number + 1)
-    return int(mixed) & ((1 << 62) - 1)
+def _hash(*numbers: int) -> int:
+    """A number below 2^63 that depends on all of them."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
 # Buffers.

@@ -53,7 +53,7 @@ def test_one_process_goes_on_where_two_ranks_stopped(tmp_path: Path, alone: Any)
 
 def test_checkpoints_are_saved_when_the_cycle_has_ended(alone: Any) -> None:
     folder, _ = alone
-    # 13 batches a pass, in cycles of 3 with a tail: they end at 3, 6, 9, 12, 13, 16, 19, 22, 25, 26.
+    # 13 batches a pass, in cycles of 3 with a tail.
     cycle_ends = {3, 6, 9, 12, 13, 16, 19, 22, 25, 26}
     steps = {int(path.name.removeprefix("step-")) for path in folder.glob("step-*")}
     # Every 5th step is due at 5, 10, …, 25; those left by keep=5 are the later ones.

@@ -20,6 +20,13 @@ class Notice(UserWarning):
     """Something the user should know once, about a choice made or a limit of the method."""
 
 
+class RankLostError(RuntimeError):
+    """Another rank of a job did not take part in a collective.
+
+    It has ended, or hangs. The message names the collective; the other rank has its own message.
+    """
+
+
 class UncapturableError(RuntimeError):
     """A step that cannot become a CUDA graph.
 

@@ -103,6 +103,7 @@ class Checkpoint(Callback):
         self._saved_step = -1  # the step of the last checkpoint that holds all of that step
         self._saved_time = time.monotonic()
         self._may_save = False  # the folder was checked and is this run's
+        self._is_due = False  # a save waits for the end of the update cycle
         self._has_abandoned = False  # there may be some of steps that this run left to go back
         self._verified = VerifiedCheckpoints()
 
@@ -134,6 +135,7 @@ class Checkpoint(Callback):
                 self._saved_step = run.position
         self._saved_time = time.monotonic()
         self._has_abandoned = run.resumed is not None
+        self._is_due = False
         self._may_save = True
 
     def _check_writable(self) -> None:
@@ -185,6 +187,9 @@ class Checkpoint(Callback):
             )
 
     def next_stop(self, run: Run) -> int | None:
+        if self._is_due:
+            step: TrainStep = run.model.step
+            return run.position + step.options.accumulate - step.state.cycle.micro
         if self.every_steps is None:
             return None
         return (run.position // self.every_steps + 1) * self.every_steps
@@ -198,7 +203,7 @@ class Checkpoint(Callback):
             is_best = self.best.take(run.scores)
         if is_best:
             self.best_step = run.position
-        save = is_best
+        save = is_best or self._is_due
         if self.every_steps is not None and run.position % self.every_steps == 0:
             save = True
         if self.every_epochs is not None and run.epoch_over and run.epoch % self.every_epochs == 0:
@@ -207,6 +212,10 @@ class Checkpoint(Callback):
         if self.every_seconds is not None and seconds >= self.every_seconds:
             save = True
         if not save:
+            return
+        # Where batches are divided over ranks or lanes, an open cycle is saved when it has ended.
+        self._is_due = not getattr(run.model.step, "can_be_saved", True)
+        if self._is_due:
             return
 
         try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from halfstep.data import Dataset, Loader
@@ -298,3 +298,16 @@ def _as_arguments(item: Any) -> Args:
     if isinstance(item, Mapping):
         return (dict(item),)
     return (item,)
+
+
+def refuse_sharded_data(feed: Feed) -> None:
+    """Refuses data that hands each rank other samples: halfstep divides every batch by itself."""
+    sampler = None
+    if isinstance(feed.data, Loader):
+        sampler = getattr(feed.data.batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            "expected the same batches on every rank, received a DataLoader with a "
+            "DistributedSampler; leave the sampler out (shuffle=True instead), and give the batch "
+            "size of all ranks together: halfstep divides each batch over them"
+        )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from halfstep.distributed import Ranks, Request
 from halfstep.engine import signals
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.events import Callback, Events
@@ -95,6 +96,11 @@ class Loop:
         self.objective = getattr(step, "objective", None)
         self.train_metrics: TrainMetrics | None = getattr(self.objective, "observer", None)
 
+        # The processes that train together: what one host wants, all must do at the same step.
+        ranks: Ranks | None = getattr(step, "ranks", None)
+        self.ranks = ranks if ranks is not None and ranks.count > 1 else None
+        self._agreed_limit = 1  # steps until the next visit, with several ranks
+
         self.captured_runner = make_runner()
         run.evaluates = evaluate is not None
         step_options = getattr(step, "options", None)
@@ -130,7 +136,7 @@ class Loop:
                 self.on_begun()
                 if self.pending:
                     self._evaluate_and_visit()
-                while not run.stopped and not self._is_finished():
+                while self._goes_on():
                     self._begin_steps()
                     if self.captured_runner is not None:
                         self._run_captured(self.captured_runner)
@@ -155,13 +161,28 @@ class Loop:
                 raise
             finally:
                 self.events.call_end()
-        if self.signals.caught and not signals.QUIET:
+        if self.ranks is not None:  # a rank that ended now would have the first one killed
+            self.ranks.any_of([], "the end of the run")
+        is_first_rank = self.ranks is None or self.ranks.index == 0
+        if self.signals.caught and not signals.QUIET and is_first_rank:
             print(
                 f"halfstep: {self.signals.caught.name} after step {run.position}; "
                 "where a Checkpoint saves the run, fit(resume='auto') goes on from here",
                 file=sys.stderr,
             )
         self.signals.raise_caught()
+
+    def _goes_on(self) -> bool:
+        """Whether there are steps to do; on all ranks the same ones, up to the same visit."""
+        run = self.run
+        if self.ranks is not None:
+            own = (run.stopped, self._own_steps_until_visit())
+            reasons, limits = zip(*self.ranks.gather_objects(own, "a visit"), strict=True)
+            self._agreed_limit = min(limits)
+            for reason in reasons:
+                if reason is not None:
+                    run.stop(reason)
+        return not run.stopped and not self._is_finished()
 
     def _is_finished(self) -> bool:
         run = self.run
@@ -170,7 +191,14 @@ class Loop:
     def _stop_after_time(self) -> None:
         """Ends a run whose time is over. It has made a visit: a run that goes on gets somewhere."""
         limit = self.time_limit
-        if limit is not None and limit.is_over and not self._is_finished():
+        if limit is None or self._is_finished():
+            return
+        is_over = limit.is_over
+        if self.ranks is not None:
+            if is_over:
+                self.ranks.requests.ask(Request.TIME_OVER)
+            is_over = self.ranks.requests.take(Request.TIME_OVER)
+        if is_over:
             self.run.stop(limit.reason(self.run.position))
 
     def _begin_steps(self) -> None:
@@ -185,6 +213,8 @@ class Loop:
             self.captured_runner = self.make_runner()
         if self.train_metrics is not None:
             self.train_metrics.use_captured(self.captured_runner is not None)
+            if getattr(self.step, "lanes", None) is not None:
+                self.train_metrics.use_divided_batches()
         if run.step == 0:
             self.events.call_all("epoch_begin")
         self._positions = []
@@ -197,7 +227,7 @@ class Loop:
         limit = self._steps_until_visit()
         if self._batches is None:
             self._batches = self.feed.start()
-        while len(self._positions) < limit and not self.signals.caught:
+        while len(self._positions) < limit and not self._must_stop():
             args = next(self._batches, None)
             if args is None:
                 self._end_pass()
@@ -208,9 +238,25 @@ class Loop:
             if self.feed.pass_is_over:
                 self._end_pass()
                 return
-            is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
-            if self.timing.sink is None and is_late:
+            if self.timing.sink is None and self._visit_is_due():
                 return
+
+    def _must_stop(self) -> bool:
+        """Whether a signal came: to this process, or to any of the ranks that train together."""
+        if self.ranks is None:
+            return self.signals.caught is not None
+        if self.signals.caught:
+            self.ranks.requests.ask(Request.STOP)
+        return self.ranks.requests.is_agreed(Request.STOP)
+
+    def _visit_is_due(self) -> bool:
+        """Whether the host should look in: some time has passed, on the clock of any rank."""
+        is_late = time.perf_counter() > self._visit_started + VISIT_EVERY_S
+        if self.ranks is None:
+            return is_late
+        if is_late:
+            self.ranks.requests.ask(Request.VISIT)
+        return self.ranks.requests.take(Request.VISIT)
 
     def _run_captured(self, runner: Runner) -> None:
         """The steps up to the next visit, without the host."""
@@ -263,8 +309,8 @@ class Loop:
             )
         run.seconds += time.perf_counter() - self._visit_started
         self.pending = bool(rows)
-        if self.signals.caught:
-            run.stop(self.signals.caught.name)
+        if self._must_stop():
+            run.stop(self._stop_reason())
         self.events.deliver_rows(self._advance_run(rows))
         if self.captured_runner is not None or getattr(self.step, "decides_on_device", False):
             raise_device_errors(self.step, rows)
@@ -359,7 +405,11 @@ class Loop:
                 self._records[-1] = with_extras(tail, last.parts, last.counts)
 
     def _steps_until_visit(self) -> int:
-        """Steps until the host must look in."""
+        """Steps until the host must look in, on whichever rank that is first."""
+        return self._own_steps_until_visit() if self.ranks is None else self._agreed_limit
+
+    def _own_steps_until_visit(self) -> int:
+        """Steps until the host of this process must look in."""
         run = self.run
         timing = self.timing
         if timing.sink:
@@ -395,8 +445,7 @@ class Loop:
                 run.valid_step = -1
                 run.scores = self.evaluate(self._stop_evaluation)
             if run.scores is None:  # stopped by a signal: still pending when the run is resumed
-                assert self.signals.caught is not None
-                run.stop(self.signals.caught.name)
+                run.stop(self._stop_reason())
                 return
         if run.epoch_over or run.scores is not None:
             self._append_history()
@@ -410,7 +459,12 @@ class Loop:
         """Called before each batch of an evaluation: whether a signal came in between."""
         self.run.valid_step += 1
         self.events.call_all("valid_step")
-        return self.signals.caught is not None
+        if self.ranks is not None:
+            self.ranks.any_of([], "an evaluation")
+        return self._must_stop()
+
+    def _stop_reason(self) -> str:
+        return self.signals.caught.name if self.signals.caught else "a signal to another rank"
 
     def _evaluation_is_due(self) -> bool:
         run = self.run

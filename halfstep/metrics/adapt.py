@@ -93,7 +93,12 @@ class AdaptedMetric:
         self._check_broadcasts(self.metric.update, scores, labels)
 
     def compute(self) -> Any:
-        """The metric's own value."""
+        """The metric's own value, of what this process has seen.
+
+        Every rank evaluates all of the data: torchmetrics would add up its states over the ranks.
+        """
+        if hasattr(self.metric, "sync_on_compute"):
+            self.metric.sync_on_compute = False
         return self.metric.compute()
 
     def reset(self) -> None:

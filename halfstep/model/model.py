@@ -18,10 +18,12 @@ from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
 from halfstep.callbacks.checkpoint import lock_folders
 from halfstep.callbacks.progress_bar import add_progress
+from halfstep.distributed import Ranks
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
 from halfstep.engine.evaluate import EMPTY_DATA_ADVICE, evaluate, to_host, without_target
+from halfstep.engine.feed import refuse_sharded_data
 from halfstep.engine.limits import BatchLimit, TimeLimit
 from halfstep.engine.loop import Evaluate
 from halfstep.engine.train_metrics import TrainMetrics, train_metric_columns
@@ -60,10 +62,13 @@ from halfstep.step.options import (
     AutoFlag,
     CountFunction,
     Decider,
+    Exactness,
     LearningRateTable,
     NonFinite,
     StepOptions,
+    Strategy,
 )
+from halfstep.step.rank_startup import check_equal_states
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.keywords import suggest_keywords
@@ -147,6 +152,9 @@ class Model:
         channels_last: AutoFlag = "auto",
         polish: AutoFlag = "auto",
         cudnn_benchmark: AutoFlag = "auto",
+        strategy: Strategy = "auto",
+        exact: Exactness | None = None,
+        logical: int = 12,
     ) -> None:
         options = StepOptions.changed_arguments(locals())
         option_names = list(options)
@@ -323,6 +331,10 @@ class Model:
         named_callbacks = fit_arguments.name_callbacks(
             [*schedule_callbacks, *shown_callbacks, *compile_callbacks]
         )
+        if self._rank > 0:  # rank 0 alone prints and writes
+            named_callbacks = {
+                name: callback for name, callback in named_callbacks.items() if not callback.writes
+            }
 
         # Times and learning rates.
         timing = fit_arguments.make_timing(
@@ -425,8 +437,20 @@ class Model:
 
         return evaluate_or_rewind
 
+    @property
+    def _ranks(self) -> Ranks | None:
+        """The processes that train this model together; None where there is this one alone."""
+        ranks: Ranks | None = getattr(self.step, "ranks", None)
+        return ranks if ranks is not None and ranks.count > 1 else None
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._ranks is None else self._ranks.index
+
     def _make_feed(self, data: Any) -> Feed:
         feed: Feed = self.captures.make_feed(data, named=self._takes_dicts)
+        if self._ranks is not None:
+            refuse_sharded_data(feed)
         return feed
 
     def _resume(self, loop: Loop, source: str | Path | None, backup: ResumeBackup) -> None:
@@ -445,7 +469,11 @@ class Model:
                 f"got {source!r}"
             )
         loop.run.resume = str(source)
-        path = _newest_checkpoint(source, loop.callbacks)
+        path = None
+        if self._rank == 0:
+            path = _newest_checkpoint(source, loop.callbacks)
+        if self._ranks is not None:
+            path = self._ranks.broadcast_object(path, "the checkpoint to go on from")
         if path is None:
             _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
@@ -465,6 +493,8 @@ class Model:
             loop.config |= self._schedule_tables.describe(self.schedule)
             restore_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, fit.valid_feeds)
         loop.run.resumed = str(path)
+        if self._ranks is not None:
+            check_equal_states(self.step, self._ranks)
 
     def snapshot(self) -> dict[str, Any]:
         """Inside `fit`: everything that decides the next step, as a tree for a checkpoint."""
@@ -508,7 +538,7 @@ class Model:
     def _evaluate_feed(
         self, set_name: str, feed: Feed, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
-        with self._averaged_weights():
+        with self._averaged_weights(), self._evaluation_buffers():
             runner = self.captures.eval_runner(
                 self._eval_step, self.metrics, self.labels, set_name=set_name
             )
@@ -516,6 +546,11 @@ class Model:
                 scores: dict[str, float] | None = runner(feed, stop)
                 return scores
             return evaluate(self._eval_step, feed, self.metrics, self.labels, stop, net=self.net)
+
+    def _evaluation_buffers(self) -> AbstractContextManager[None]:
+        if isinstance(self.step, TrainStep):
+            return self.step.evaluation_buffers()
+        return nullcontext()
 
     def _has_averages(self) -> bool:
         return isinstance(self.step, TrainStep) and bool(self.step.state.ema)
@@ -674,8 +709,11 @@ class Model:
     def save(self, path: str | Path) -> None:
         """Writes the weights in the format of the suffix; with ema=, the averaged ones.
 
-        .safetensors; or .pt and .pth, a state_dict that torch.load reads.
+        .safetensors; or .pt and .pth, a state_dict that torch.load reads. Of several ranks the
+        first one writes.
         """
+        if self._rank > 0:
+            return
         with self._averaged_weights():
             save_weights(self.net, path)
 

@@ -10,7 +10,7 @@ update.py, G / N / scale is the gradient of the mean over all terms: what one la
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from halfstep.step.objective import Batch, BatchLoss, Objective, batch_size
 from halfstep.step.options import StepOptions
 from halfstep.step.plain_paths import ForwardPath
 from halfstep.step.rollback import Buffers
-from halfstep.step.state import NOTHING, Cycle, StepState
+from halfstep.step.state import NOTHING, Cycle
 
 
 class MicroBatch(NamedTuple):
@@ -33,10 +33,18 @@ class MicroBatch(NamedTuple):
     loss: Tensor  # its own, 0 if it has no terms
     parts: Mapping[str, Tensor] = NOTHING  # of its loss, by name
     counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING  # of the metrics: totals and counts
+    terms: Tensor | None = None  # n, where micro-batches are weighted by it; 1 where losses add up
+
+
+class OpenCycle(Protocol):
+    """What a micro-batch is added to: a StepState, or the state of one lane."""
+
+    cycle: Cycle
+    scale: Tensor
 
 
 class Accumulate:
-    """Adds micro-batches to the open cycle of a StepState."""
+    """Adds micro-batches to the open cycle of a StepState, or of a lane."""
 
     def __init__(
         self,
@@ -46,6 +54,8 @@ class Accumulate:
         params: list[Tensor],
         options: StepOptions,
         buffers: Buffers,
+        *,
+        in_lanes: bool = False,
     ) -> None:
         self.objective = objective
         self.forward_path = forward_path  # the objective as it is, or compiled
@@ -54,8 +64,10 @@ class Accumulate:
         self.options = options
         self.buffers = buffers
 
-        self.accumulates = options.accumulate > 1
+        # Whether the micro-batches of a cycle are weighted by their terms: all but an only one are.
+        self.accumulates = options.accumulate > 1 or in_lanes
         self.scales_loss = applied.precision.loss_scale.is_active
+        self.in_lanes = in_lanes
         self.sum_dtypes = [torch.promote_types(p.dtype, torch.float32) for p in params]
         self.has_complex_params = any(p.is_complex() for p in params)
         self.sens = options.sens
@@ -67,13 +79,14 @@ class Accumulate:
         self.no_batch = MicroBatch(self.zero_loss)  # of a flush
         self.unit_seed = torch.ones((), dtype=loss_dtype, device=applied.device)
 
-    def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
+    def __call__(self, state: OpenCycle, batch: Batch) -> MicroBatch:
         """Adds one micro-batch to the open cycle. Returns what it reports."""
         cycle = state.cycle
+        if cycle.micro == 0 and not self.in_lanes:  # the cycles of lanes are opened together
+            self._open_cycle(cycle)
         parts: Mapping[str, Tensor] = NOTHING
         counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING
-        if cycle.micro == 0:
-            self._open_cycle(cycle)
+        terms: Tensor | None = None
         try:
             if batch_size(batch) == 0:
                 loss_value = self._add_empty_batch(cycle)
@@ -89,15 +102,15 @@ class Accumulate:
                 if not self.accumulates:
                     loss_value = self._add_only_batch(state, loss, count)
                 elif self.objective.is_sum:
-                    loss_value = self._add_sum(state, loss)
+                    loss_value, terms = self._add_sum(state, loss)
                 else:
-                    loss_value = self._add_mean(state, loss, count)
+                    loss_value, terms = self._add_mean(state, loss, count)
         except Exception as error:
             # For a message about the batch: engine/batch_errors.py.
             attach_batch(error, batch, self.objective.forward)
             raise
         cycle.micro += 1
-        return MicroBatch(loss_value, parts, counts)
+        return MicroBatch(loss_value, parts, counts, terms)
 
     def _look_at(
         self, batch: Batch, result: BatchLoss
@@ -116,7 +129,7 @@ class Accumulate:
     ) -> tuple[Mapping[str, Tensor], Mapping[str, tuple[Tensor, Tensor]]]:
         """Zeros: a batch without rows adds nothing to any mean."""
         objective = self.objective
-        zero = self._float64_zero()
+        zero = self.float64_zero()
         parts = dict.fromkeys(objective.part_names or (), zero)
         counts = {}
         if objective.observer is not None:
@@ -125,23 +138,27 @@ class Accumulate:
 
     def _open_cycle(self, cycle: Cycle) -> None:
         """Starts from nothing, with a copy of the buffers to roll back to."""
-        zero = self._float64_zero() if self.accumulates else None
+        self.open_sums(cycle)
+        if self.buffers and self.options.nonfinite != "ignore":
+            cycle.buffers = self.buffers.copy(cycle.buffers)
+
+    def open_sums(self, cycle: Cycle) -> None:
+        """Starts the sums of a cycle from nothing."""
+        zero = self.float64_zero() if self.accumulates else None
         cycle.grads = [None] * len(self.params)
         cycle.weight = zero
         cycle.nominal = zero
         cycle.loss = zero
-        if self.buffers and self.options.nonfinite != "ignore":
-            cycle.buffers = self.buffers.copy(cycle.buffers)
 
     def _add_empty_batch(self, cycle: Cycle) -> Tensor:
         """A batch of 0 rows: no forward pass, no gradients, weight 0."""
         if cycle.weight is None:
-            cycle.weight = self._float64_zero()
+            cycle.weight = self.float64_zero()
         if cycle.loss is None:
             cycle.loss = self.zero_loss
         return self.zero_loss
 
-    def _add_only_batch(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
+    def _add_only_batch(self, state: OpenCycle, loss: Tensor, count: Count | None) -> Tensor:
         """The only micro-batch of its cycle: weight 1, so G and the loss are taken as they are."""
         cycle = state.cycle
         cycle.loss = loss.detach() if loss.dim() == 0 else loss.detach().sum()
@@ -151,10 +168,10 @@ class Accumulate:
         if isinstance(count, Tensor):
             cycle.weight = count.double()
         elif count == 0:
-            cycle.weight = self._float64_zero()
+            cycle.weight = self.float64_zero()
         return cycle.loss
 
-    def _add_sum(self, state: StepState, loss: Tensor) -> Tensor:
+    def _add_sum(self, state: OpenCycle, loss: Tensor) -> tuple[Tensor, Tensor]:
         """A loss that is a sum: micro-batches add up as they are, and N stays 1."""
         cycle = state.cycle
         assert cycle.weight is not None
@@ -165,10 +182,12 @@ class Accumulate:
         add_gradients_(cycle.grads, widen(grads, self.sum_dtypes))
         cycle.weight = torch.ones_like(cycle.weight)
         cycle.loss = cycle.loss + loss_value
-        return loss_value.to(loss.dtype)
+        return loss_value.to(loss.dtype), cycle.weight
 
-    def _add_mean(self, state: StepState, loss: Tensor, count: Count | None) -> Tensor:
-        """A loss that is a mean over n terms: weight n / nominal."""
+    def _add_mean(
+        self, state: OpenCycle, loss: Tensor, count: Count | None
+    ) -> tuple[Tensor, Tensor]:
+        """A loss that is a mean over n terms: weight n / nominal. Returns its value, and n."""
         cycle = state.cycle
         assert count is not None
         assert cycle.weight is not None
@@ -180,7 +199,8 @@ class Accumulate:
             count = torch.full_like(cycle.weight, count)
         n = count.double()
         has_terms = n > 0
-        cycle.nominal = torch.where(cycle.nominal > 0, cycle.nominal, n)
+        nominal = power_of_two_below(n) if self.in_lanes else n
+        cycle.nominal = torch.where(cycle.nominal > 0, cycle.nominal, nominal)
         weight = n / torch.where(cycle.nominal > 0, cycle.nominal, 1)
 
         grads = self._backward(state, loss, weight)
@@ -194,10 +214,10 @@ class Accumulate:
         add_gradients_(cycle.grads, widen(grads, self.sum_dtypes))
         cycle.weight = cycle.weight + weight
         cycle.loss = cycle.loss + loss_value * weight
-        return loss_value.to(loss.dtype)
+        return loss_value.to(loss.dtype), n
 
     def _backward(
-        self, state: StepState, loss: Tensor, weight: Tensor | None
+        self, state: OpenCycle, loss: Tensor, weight: Tensor | None
     ) -> list[Tensor | None]:
         """The gradient of loss · weight · sens · scale by each parameter; p.grad is left empty."""
         if not loss.requires_grad:
@@ -240,8 +260,18 @@ class Accumulate:
             return self.unit_seed
         return torch.full_like(loss, seed)
 
-    def _float64_zero(self) -> Tensor:
+    def float64_zero(self) -> Tensor:
         return torch.zeros_like(self.zero_loss, dtype=torch.float64)
+
+
+def power_of_two_below(n: Tensor) -> Tensor:
+    """The largest power of two that is not above n; 0 of 0.
+
+    Weights relative to it are between 1 and 2, and multiplying by it rounds nothing, so that sums
+    over lanes do not depend on who has added what.
+    """
+    exponent = torch.frexp(n).exponent
+    return torch.where(n > 0, torch.ldexp(torch.ones_like(n), exponent - 1), 0)
 
 
 def _zero_unless(flag: Tensor, grad: Tensor) -> Tensor:

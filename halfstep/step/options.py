@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -22,8 +22,12 @@ from halfstep.utils.text import dtype_name, list_some
 NonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 AutoFlag: TypeAlias = bool | Literal["auto"]
 Decider: TypeAlias = Literal["auto", "host", "device"]
+Strategy: TypeAlias = Literal["auto", "ddp", "none"]
+Exactness: TypeAlias = Literal["bits"]
 LearningRateTable: TypeAlias = Sequence[float] | Sequence[Sequence[float]] | Tensor
 CountFunction: TypeAlias = Callable[[Any], float | Tensor]
+
+STRATEGIES = "'auto', 'ddp' or 'none' ('fsdp' is not there yet: a network must fit on each device)"
 
 # Options as other libraries call them.
 FOREIGN_OPTIONS = {
@@ -100,6 +104,16 @@ class StepOptions:
     """
     cudnn_benchmark: AutoFlag = "auto"
     """cuDNN measures its algorithms for each new shape; "auto": on CUDA, unless deterministic."""
+    strategy: Strategy = "auto"
+    """How the processes of torchrun train together.
+
+    "ddp": each computes a part of every batch, and gradients are summed. "none": each trains by
+    itself. "auto": "ddp" where there are several.
+    """
+    exact: Exactness | None = None
+    """ "bits": the same weights, records and optimizer state for any number of ranks."""
+    logical: int = 12
+    """With exact="bits": the micro-batches that every batch is cut into, for 1 to so many ranks."""
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.accumulate, int) and self.accumulate >= 1
@@ -120,6 +134,19 @@ class StepOptions:
         is_place = self.decide in ("auto", "host", "device")
         expect(is_place, "decide", "'auto', 'host' or 'device'", self.decide)
 
+        is_strategy = self.strategy in ("auto", "ddp", "none")
+        expect(is_strategy, "strategy", STRATEGIES, self.strategy)
+        expect(self.exact in (None, "bits"), "exact", "'bits' or None", self.exact)
+        is_number = isinstance(self.logical, int) and not isinstance(self.logical, bool)
+        is_lane_count = is_number and self.logical >= 1
+        expect(is_lane_count, "logical", "1 or more micro-batches per batch", self.logical)
+
+        if self.exact == "bits":
+            expected = "'auto' or False beside exact='bits', as programs depend on the batches met"
+            expect(self.compile is not True, "compile", expected, self.compile)
+            expected = "'auto' or False beside exact='bits', since no measurement repeats"
+            expect(self.cudnn_benchmark is not True, "cudnn_benchmark", expected, True)
+
         for name in ("compile", "channels_last", "cudnn_benchmark", "polish"):
             flag = getattr(self, name)
             is_flag = isinstance(flag, bool) or flag == "auto"
@@ -131,6 +158,18 @@ class StepOptions:
         for name in ("count", "forward"):
             function = getattr(self, name)
             expect(function is None or callable(function), name, "a function", function)
+
+    def settled_for(self, device: torch.device) -> "StepOptions":
+        """The options with what exact="bits" leaves no choice about."""
+        if self.exact != "bits":
+            return self
+        needs_kernels = device.type == "cuda"
+        return replace(
+            self,
+            compile=False,
+            cudnn_benchmark=False,
+            deterministic=self.deterministic or needs_kernels,
+        )
 
     @property
     def measures_algorithms(self) -> bool:
@@ -229,25 +268,33 @@ def find_device(net: nn.Module, params: list[Tensor]) -> torch.device:
     return devices.pop()
 
 
-def check_cycle(objective: Objective, net: nn.Module, accumulate: int) -> list[str]:
-    """Refuses a cycle whose weights nobody knows. Returns notices on one that is not exact."""
-    if accumulate == 1:
+def check_cycle(
+    objective: Objective, net: nn.Module, accumulate: int, lane_count: int = 1
+) -> list[str]:
+    """Refuses a cycle whose weights nobody knows. Returns notices on one that is not exact.
+
+    `lane_count`: the slices of each batch that are computed apart, on other ranks for instance.
+    """
+    if accumulate == 1 and lane_count == 1:
         return []
+    division = f"accumulate={accumulate}"
+    if accumulate == 1:
+        division = f"a batch in {lane_count} slices"
     if not objective.can_weight:
-        raise ValueError(_unknown_loss_message(objective.loss, accumulate))
+        raise ValueError(_unknown_loss_message(objective.loss, division))
 
     coupled_layers = batch_dependent_modules(net)
     if not coupled_layers:
         return []
     notice = (
         f"batch-coupled layers see micro-batches: {list_some(list(map(repr, coupled_layers)), 3)}; "
-        f"accumulate={accumulate} is then not exactly the full batch"
+        f"{division} is then not exactly the full batch"
     )
     warnings.warn(notice, Notice, stacklevel=user_stacklevel())
     return [notice]
 
 
-def _unknown_loss_message(loss: Any, accumulate: int) -> str:
+def _unknown_loss_message(loss: Any, division: str) -> str:
     example = "len(batch[1])"
     if loss is None:
         name = "the network's own loss"
@@ -257,7 +304,7 @@ def _unknown_loss_message(loss: Any, accumulate: int) -> str:
     else:
         name = getattr(loss, "__name__", str(loss))
     return (
-        f"accumulate={accumulate}: expected to know how many terms the loss averages, "
+        f"{division}: expected to know how many terms the loss averages, "
         f"but {name} is not a loss of torch.nn; "
         f"give count=, for instance count=lambda batch: {example}"
     )

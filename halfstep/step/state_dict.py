@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from halfstep.errors import Notice
 from halfstep.precision import Precision
+from halfstep.step.lanes import Lanes
 from halfstep.step.load_backup import StepBackup, undone_on_error
 from halfstep.step.optimizer_schema import check_optimizer_state
 from halfstep.step.overflow import fallback_precision
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 # The keys of a saved step. "beside" holds what lies outside the network's own state_dict.
 SAVED_PARTS = ("net", "beside", "optimizer", "state", "precision")
+LANES_PART = "lanes"  # only of a step that divides its batches
 
 OWNER = "TrainStep.load_state_dict"  # how messages begin, outside fit
 
@@ -37,7 +39,9 @@ OWNER = "TrainStep.load_state_dict"  # how messages begin, outside fit
 def step_to_dict(step: "TrainStep") -> dict[str, Any]:
     """Network, optimizer, counters, scale, averages, the open cycle; not torch's random state."""
     extra_tensors = find_extra_tensors(step)
+    lanes = {} if step.lanes is None else {LANES_PART: _describe_lanes(step, step.lanes)}
     return {
+        **lanes,
         "net": _clone_tensors(step.net.state_dict()),
         "beside": {name: tensor.detach().clone() for name, tensor in extra_tensors.items()},
         "optimizer": _clone_tensors(step.optimizer.state_dict()),
@@ -63,9 +67,10 @@ def check_saved_step(step: "TrainStep", saved: SavedValue) -> None:
     """
     # The parts, and the precision that they were saved in.
     parts = saved.entries()
-    if set(parts) != set(SAVED_PARTS):
+    if set(parts) - {LANES_PART} != set(SAVED_PARTS):
         received = ", ".join(map(str, parts))
         raise ValueError(f"{saved.where}: expected {', '.join(SAVED_PARTS)}, received {received}")
+    _check_lanes(step, saved.optional_field(LANES_PART))
     saved_precision = _check_precision(parts["precision"])
     precision = step.precision
     fallback = fallback_precision(precision)
@@ -99,6 +104,7 @@ def apply_saved_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         # A copy: torch keeps the given tensors.
         step.load_optimizer_state(copy.deepcopy(saved["optimizer"]))
     load_state(step.state, saved["state"], step.device)
+    _load_lanes(step, saved.get(LANES_PART))
     step.after_load()
 
     # Another precision: its loss scale is this step's own.
@@ -112,6 +118,42 @@ def apply_saved_step(step: "TrainStep", saved: dict[str, Any]) -> None:
         warnings.warn(
             f"the saved step ran in {saved['precision']['name']!r}, this one runs in "
             f"{step.precision.name!r}: {continues}",
+            Notice,
+            stacklevel=user_stacklevel(),
+        )
+
+
+def _describe_lanes(step: "TrainStep", lanes: Lanes) -> dict[str, Any]:
+    """What decides the random numbers and the sums of later steps, beside the state itself."""
+    return {"seed": step.lane_seed, "exact": lanes.exact, "count": lanes.count}
+
+
+def _check_lanes(step: "TrainStep", saved: SavedValue | None) -> None:
+    """Refuses bits that could not be continued: those of another number of lanes."""
+    if saved is None:
+        return
+    saved.field("seed").whole_number()
+    was_exact = saved.field("exact").flag()
+    count = saved.field("count").whole_number(minimum=1)
+    lanes = step.lanes
+    if was_exact and lanes is not None and lanes.exact and lanes.count != count:
+        raise ValueError(
+            f"{saved.where}: the run was trained with exact='bits' in {count} logical "
+            f"micro-batches, this step has logical={lanes.count}; give logical={count}"
+        )
+
+
+def _load_lanes(step: "TrainStep", saved: dict[str, Any] | None) -> None:
+    """Goes on with the saved seed. Says where the sums will not have the bits that they had."""
+    is_exact = step.lanes is not None and step.lanes.exact
+    was_exact = saved is not None and saved["exact"]
+    if saved is not None and step.lanes is not None:
+        step.set_lane_seed(saved["seed"])
+    if was_exact != is_exact:
+        names = {True: "exact='bits'", False: "ordinary sums"}
+        warnings.warn(
+            f"the saved step had {names[was_exact]}, this one has {names[is_exact]}: it goes on, "
+            "but not with the bits that the other would have given",
             Notice,
             stacklevel=user_stacklevel(),
         )

@@ -38,6 +38,7 @@ def deep_copy_step(step: "TrainStep", memo: dict[int, Any]) -> "TrainStep":
         warnings.simplefilter("ignore", Notice)  # whoever built the step has read them
         copied = type(step)(net, loss, optimizer, precision=step.precision, **options)
     copied.state = copy.deepcopy(step.state, memo)
+    copied.set_lane_seed(step.lane_seed)
     copied.compiled(step.compiled.on, step.compiled.reason)
     memo[id(step)] = copied
     return copied

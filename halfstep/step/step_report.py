@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from halfstep.precision.casting import ObservedDtypes
+from halfstep.step.lanes import Lanes
 from halfstep.utils.text import list_some
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def report_step(step: "TrainStep") -> Report:
         "cycle": f"{batches} {'batch' if batches == 1 else 'batches'} per update",
         **_speed_choices(step),
     }
+    if step.lanes is not None:
+        choices["ranks"] = _describe_lanes(step, step.lanes)
     if step.applied.converted_names:
         count = len(step.applied.converted_names)
         choices["converted"] = f"{count} parameters to {precision.params}, in place"
@@ -84,6 +87,19 @@ def report_step(step: "TrainStep") -> Report:
         choices["notices"] = "; ".join(step.notices)
     choices = {name: choice.replace("torch.", "") for name, choice in choices.items()}
     return Report(choices, dict(step.applied.observed))
+
+
+def _describe_lanes(step: "TrainStep", lanes: Lanes) -> str:
+    """Who computes what, and in which order it is summed."""
+    text = "this process alone"
+    if step.ranks is not None and step.ranks.count > 1:
+        text = f"{step.ranks.count} ranks (ddp), this one is {step.ranks.index}"
+    if not lanes.exact:
+        return f"{text}; each computes its part of every batch, gradients are summed by all-reduce"
+    return (
+        f"{text}; exact='bits': every batch in {lanes.count} logical micro-batches, summed in a "
+        "fixed tree"
+    )
 
 
 def _speed_choices(step: "TrainStep") -> dict[str, str]:

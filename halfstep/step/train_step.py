@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from halfstep.distributed import Ranks, find_ranks
 from halfstep.errors import NonFiniteError, Notice
 from halfstep.precision import Applied, Precision, PrecisionName
 from halfstep.precision.backend_flags import check_deterministic, set_backend_flags
@@ -23,6 +24,8 @@ from halfstep.step.accumulate import Accumulate, MicroBatch
 from halfstep.step.commit import Commit, averages_as_weights, start_averages
 from halfstep.step.eval_step import EvalStep
 from halfstep.step.fingerprint import combine, fingerprints
+from halfstep.step.lane_accumulate import LaneAccumulate
+from halfstep.step.lanes import new_seed, plan_lanes, use_one_thread
 from halfstep.step.network_guard import NetworkGuard
 from halfstep.step.objective import Objective, to_device
 from halfstep.step.optimizer import (
@@ -36,9 +39,11 @@ from halfstep.step.options import (
     AutoFlag,
     CountFunction,
     Decider,
+    Exactness,
     LearningRateTable,
     NonFinite,
     StepOptions,
+    Strategy,
     check_cycle,
     check_optimizer_precision,
     check_switch,
@@ -48,6 +53,11 @@ from halfstep.step.options import (
     where_to_decide,
 )
 from halfstep.step.plain_paths import Paths, PlainPaths
+from halfstep.step.rank_startup import (
+    check_equal_states,
+    refuse_wrapped,
+    start_alike,
+)
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import HostReads, Record, StepState, UpdateResult, with_extras
 from halfstep.step.state_dict import find_extra_tensors, load_step, step_to_dict
@@ -104,6 +114,9 @@ class TrainStep:
         channels_last: AutoFlag = "auto",
         polish: AutoFlag = "auto",
         cudnn_benchmark: AutoFlag = "auto",
+        strategy: Strategy = "auto",
+        exact: Exactness | None = None,
+        logical: int = 12,
     ) -> None:
         # Check everything that can be refused.
         self.options = StepOptions.from_arguments(locals())
@@ -112,10 +125,28 @@ class TrainStep:
         self.optimizer = optimizer
         self.names, self.params = find_parameters(net, loss, optimizer)
         self.device = find_device(net, self.params)
+        self.options = self.options.settled_for(self.device)
         if self.options.deterministic:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
-        self.notices = check_cycle(self.objective, net, self.options.accumulate)
+
+        # The processes that train together, and the slices of a batch that each computes.
+        self.ranks: Ranks | None = None
+        if self.options.strategy != "none":
+            self.ranks = find_ranks(self.device)
+        if self.ranks is not None:
+            refuse_wrapped(net)
+        is_exact = self.options.exact == "bits"
+        self.lanes = plan_lanes(self.ranks, exact=is_exact, logical=self.options.logical)
+        if is_exact and self.device.type == "cpu":
+            use_one_thread()
+        self.lane_seed = new_seed(self.ranks) if self.lanes is not None else 0
+        self.notices = check_cycle(
+            self.objective,
+            net,
+            self.options.accumulate,
+            lane_count=1 if self.lanes is None else self.lanes.count,
+        )
 
         # Host reads, buffers to roll back, learning rates.
         self.host_reads = HostReads()
@@ -160,6 +191,9 @@ class TrainStep:
         self._zero = torch.zeros((), device=self.device)
         self._false = self._zero.bool()
         self._no_fingerprint = self._zero.long()
+
+        if self.ranks is not None:
+            start_alike(self, self.ranks)
 
     def __call__(self, *batch: Any) -> Record:
         """Runs one batch; every `accumulate` batches become one update.
@@ -227,6 +261,27 @@ class TrainStep:
         finally:
             self._holds_averages = False
 
+    @contextmanager
+    def evaluation_buffers(self) -> Iterator[None]:
+        """Inside, the buffers are those to evaluate with, the same on all ranks.
+
+        In the middle of a cycle each lane has its own: then they are those of before the cycle.
+        """
+        if self.lanes is None or self.state.cycle.micro == 0 or not self.buffers:
+            yield
+            return
+        own = [buffer.detach().clone() for buffer in self.buffers.tensors()]
+        self.buffers.restore(self.state.cycle.buffers)
+        try:
+            yield
+        finally:
+            self.buffers.restore(own)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether this process holds the whole state: an open cycle in lanes is spread over all."""
+        return self.lanes is None or self.state.cycle.micro == 0
+
     def switch(self, precision: PrecisionName | Precision) -> None:
         """Continues in another precision: same weights and optimizer state, a fresh loss scale."""
         self._check_usable()
@@ -257,6 +312,11 @@ class TrainStep:
         torch's random state is the caller's to save.
         """
         self._check_usable()
+        if not self.can_be_saved:
+            raise ValueError(
+                "state_dict: the update cycle is open, and its sums are spread over lanes and "
+                "ranks; save after a step that updates, or call flush() first"
+            )
         return step_to_dict(self)
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -266,6 +326,8 @@ class TrainStep:
         """
         self._check_usable()
         load_step(self, saved)
+        if self.ranks is not None:
+            check_equal_states(self, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainStep":
         """A step over copies of network, loss and optimizer, which trains on by itself."""
@@ -320,14 +382,28 @@ class TrainStep:
             self.load_optimizer_state(self.optimizer.state_dict())
 
         self._forward_was_checked = False
-        self.accumulator = Accumulate(
+        accumulator = Accumulate(
             objective=self.objective,
             forward_path=self.compiled,
             applied=self.applied,
             params=self.params,
             options=self.options,
             buffers=self.buffers,
+            in_lanes=self.lanes is not None,
         )
+        before = getattr(self, "accumulator", None)
+        self.accumulator: Accumulate | LaneAccumulate = accumulator
+        if self.lanes is not None:
+            self.accumulator = LaneAccumulate(
+                accumulator,
+                self.lanes,
+                self.ranks or Ranks(),
+                self.buffers,
+                self.lane_seed,
+                cycle_length=self.options.accumulate,
+            )
+            if isinstance(before, LaneAccumulate):
+                self.accumulator.take_over(before)
         commit = Commit(
             optimizer=self.optimizer,
             optimizer_kind=self.optimizer_kind,
@@ -345,12 +421,19 @@ class TrainStep:
             self.host_reads,
             is_sum=self.objective.is_sum,
             ignores_targets=self.objective.ignores_targets,
+            in_lanes=self.lanes is not None,
         )
         self._update_on_device = self._paths.device_update(self.update)
 
         # Cycles are counted by the Update that ran them: a device that stopped says at which one.
         self.cycles_ended = 0
         self.last_steps: dict[int, int] = {}  # cycle → its last step
+
+    def set_lane_seed(self, seed: int) -> None:
+        """The random numbers of the lanes go on as those of the step that this seed is from."""
+        self.lane_seed = seed
+        if isinstance(self.accumulator, LaneAccumulate):
+            self.accumulator.seed = seed
 
     def load_optimizer_state(self, saved: dict[str, Any]) -> None:
         """Loads the optimizer's state unrounded: torch would cast it to its parameter's dtype."""
@@ -455,6 +538,8 @@ class TrainStep:
     def _end_cycle(self, micro_batch: MicroBatch) -> Record:
         """The update that ends a cycle, decided by the device where it can, and its record."""
         state = self.state
+        if isinstance(self.accumulator, LaneAccumulate):
+            self.accumulator.end_cycle(state)
         grad_indices = [i for i, grad in enumerate(state.cycle.grads) if grad is not None]
         if not grad_indices:
             self._check_reach()

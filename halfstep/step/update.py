@@ -47,6 +47,7 @@ class Update:
         *,
         is_sum: bool,
         ignores_targets: bool,
+        in_lanes: bool = False,
     ) -> None:
         self.params = params
         self.options = options
@@ -56,7 +57,8 @@ class Update:
         self.loss_dtype = precision.output
         self.ignores_targets = ignores_targets  # a loss that is 0/0 when it ignores every target
 
-        self.accumulates = options.accumulate > 1
+        # Whether cycles hold sums that are weighted, as accumulate.py says.
+        self.accumulates = options.accumulate > 1 or in_lanes
         self.averages = self.accumulates and not is_sum
         self.scales_loss = self.loss_scale.is_active
         self.clips = bool(options.clip_norm or options.clip_value)

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "utils": {"errors"},
     "kernels": {"errors", "utils"},
     "cuda_graphs": {"errors", "utils"},
+    "distributed": {"errors", "utils"},
     "checkpoint": {"errors", "utils"},
     "schedules": {"errors", "utils"},
     "metrics": {"errors", "utils"},
@@ -39,16 +40,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grads": {"errors", "utils", "precision"},
     "amp": {"errors", "utils", "precision", "grads"},
     "compiler": {"errors", "utils", "kernels", "precision"},
-    "step": {"errors", "utils", "losses", "precision"},
+    "step": {"errors", "utils", "distributed", "losses", "precision"},
     "step/fast": {"errors", "utils", "precision", "step", "kernels", "cuda_graphs", "compiler"},
-    "engine": {"errors", "utils", "data", "metrics", "step"},
+    "engine": {"errors", "utils", "distributed", "data", "metrics", "step"},
     "engine/captured": {
         *("errors", "utils", "data", "metrics", "precision", "step", "engine"),
         *("kernels", "cuda_graphs", "compiler"),
     },
     "callbacks": {"errors", "utils", "checkpoint", "step", "engine"},
     "model": {
-        *("errors", "utils", "checkpoint", "schedules", "metrics"),
+        *("errors", "utils", "distributed", "checkpoint", "schedules", "metrics"),
         *("precision", "step", "engine", "callbacks"),
     },
     "experiment": {

@@ -10,6 +10,7 @@ from torch import Tensor
 from halfstep.cuda_graphs.capture import rng_generation
 from halfstep.cuda_graphs.guards import addresses, module_guards, optimizer_guards
 from halfstep.precision.backend_flags import set_backend_flags
+from halfstep.step.accumulate import Accumulate
 from halfstep.step.optimizer import capturable_optimizer
 from halfstep.step.rollback import foreach_copy
 from halfstep.step.state import Cycle, Record, RecordTarget
@@ -44,6 +45,8 @@ class StaticStep:
     def __init__(self, step: TrainStep) -> None:
         self.step = step
         self.accumulates = step.options.accumulate > 1
+        # The cycle of a step whose batches are divided stays with it: it always runs eagerly.
+        self.keeps_cycle = step.lanes is not None
         self.micro = step.state.cycle.micro  # batches in the open cycle
         self.grad_indices: frozenset[int] = frozenset()  # parameters with a gradient in the cycle
         self._grad_sums: list[Tensor] = []  # one for each parameter
@@ -108,12 +111,14 @@ class StaticStep:
     def take_over_cycle(self) -> None:
         """After eager steps: moves an open cycle into the static tensors."""
         self.micro = self.step.state.cycle.micro
-        if self.accumulates and self.micro > 0:
+        if self.accumulates and self.micro > 0 and not self.keeps_cycle:
             self._store_cycle()
             self._fill_cycle()
 
     def give_back_cycle(self) -> None:
         """After replays: makes the step's own cycle the one that they have left."""
+        if self.keeps_cycle:
+            return
         if self.accumulates and self.micro > 0:
             self._fill_cycle()
         else:
@@ -124,6 +129,7 @@ class StaticStep:
         if self._cycle_sums or not self.accumulates:
             return
         accumulator = self.step.accumulator
+        assert isinstance(accumulator, Accumulate), "batches in lanes are not captured"
         for p, dtype in zip(accumulator.params, accumulator.sum_dtypes, strict=True):
             self._grad_sums.append(torch.zeros_like(p, dtype=dtype, requires_grad=False))
         for name in CYCLE_SUMS:

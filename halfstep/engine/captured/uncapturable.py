@@ -55,6 +55,8 @@ def unrepeatable_reason(changes: Sequence[str]) -> str:
 def why_not_capturable(step: Any, device: torch.device) -> str:
     """Why this step cannot be captured at all, known before it runs; "" if it can."""
     is_train_step = isinstance(step, TrainStep)
+    if is_train_step and step.lanes is not None:
+        return "its batches are divided, and what the ranks exchange is not captured"
     compiles_whole_step = device.type == "cpu" and is_train_step and step.compiled.on
     if device.type != "cuda" and not compiles_whole_step:
         return f"{device.type} has no graphs to capture"

@@ -1,0 +1,133 @@
+"""How the ranks of a job begin alike: one network, one state, one sequence of random numbers.
+
+Every rank runs the whole program, so each has built its own network and optimizer. Rank 0's values
+are given to all. What cannot be given is compared, and refused by name.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from halfstep.distributed import Ranks
+from halfstep.step.fingerprint import fingerprint
+from halfstep.step.objective import Batch
+from halfstep.utils import rng
+
+if TYPE_CHECKING:
+    from halfstep.step.train_step import TrainStep
+
+
+def start_alike(step: "TrainStep", ranks: Ranks) -> None:
+    """Gives all ranks rank 0's weights, buffers and random states; compares the rest."""
+    if ranks.count == 1:
+        return
+    _check_same_network(step, ranks)
+    ranks.broadcast_([*step.params, *_other_tensors(step)], "the weights of rank 0")
+    rng.set_host_states(ranks.broadcast_object(rng.host_states(), "the random states of rank 0"))
+    check_equal_states(step, ranks)
+
+
+def check_equal_states(step: "TrainStep", ranks: Ranks) -> None:
+    """Refuses ranks that do not hold the same state, bit for bit, and names the first difference.
+
+    The optimizer's state is compared by the positions of parameters: it may have been loaded.
+    """
+    if ranks.count == 1:
+        return
+    own = _digest(step)
+    digests = ranks.gather_objects(own, "the comparison of the ranks' states")
+    for rank, digest in enumerate(digests):
+        for name, value in digests[0].items():
+            if digest.get(name) != value:
+                raise ValueError(
+                    f"rank {rank} has another {name} than rank 0: expected all ranks to begin, or "
+                    "to go on, in the same state. Load the same file on each of them, before the "
+                    "step is built"
+                )
+
+
+def check_same_batch(batch: Batch, ranks: Ranks, step_number: int) -> None:
+    """Refuses ranks that were given other batches: each would train on rows of its own batch.
+
+    Looked at in steps 1, 2, 4, 8, …: it reads the whole batch, and waits for the device.
+    """
+    if ranks.count == 1:
+        return
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    digest = [(tuple(t.shape), int(fingerprint(t))) for t in tensors]
+    digests = ranks.gather_objects(digest, "the comparison of the ranks' batches")
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise ValueError(
+                f"step {step_number}: rank {rank} was given another batch than rank 0. Every rank "
+                "is given the whole batch, and computes its part of it. Use no DistributedSampler "
+                "and no sharding of your own, and shuffle by a seed that is the same on all "
+                "ranks: hs.seed_everything(0) before the data is built, or "
+                "hs.data.Dataset(…, seed=0).shuffle()"
+            )
+
+
+def refuse_wrapped(net: object) -> None:
+    """Refuses a network that sums its gradients over ranks by itself."""
+    for module in net.modules() if isinstance(net, nn.Module) else ():
+        if isinstance(module, DistributedDataParallel):
+            raise TypeError(
+                "net: expected the plain network, received one in DistributedDataParallel, which "
+                "would sum gradients a second time; give ddp.module, and strategy='ddp'"
+            )
+
+
+def _check_same_network(step: "TrainStep", ranks: Ranks) -> None:
+    """Refuses ranks whose networks have other parameters or buffers than rank 0's."""
+    layout = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in (
+            *zip(step.names, step.params, strict=True),
+            *step.net.named_buffers(),
+        )
+    ]
+    options = (step.precision.name, step.options.accumulate, step.options.exact)
+    everything = ranks.gather_objects((layout, options), "the networks of the ranks")
+    first_layout, first_options = everything[0]
+    for rank, (other_layout, other_options) in enumerate(everything):
+        if other_options != first_options:
+            raise ValueError(
+                f"rank {rank} trains with precision, accumulate, exact = {other_options}, rank 0 "
+                f"with {first_options}: expected one program with the same options on all ranks"
+            )
+        if other_layout == first_layout:
+            continue
+        differing = set(other_layout) ^ set(first_layout)
+        name, shape, dtype = min(differing)
+        raise ValueError(
+            f"rank {rank} has another network than rank 0, for instance in {name} ({dtype} of "
+            f"shape {list(shape)}): expected one program that builds the same network on all ranks"
+        )
+
+
+def _other_tensors(step: "TrainStep") -> list[Tensor]:
+    """Frozen parameters, buffers, averages: what a step holds beside trained parameters."""
+    trained = {id(p) for p in step.params}
+    tensors: list[Tensor] = [p for p in step.net.parameters() if id(p) not in trained]
+    tensors += step.buffers.tensors()
+    tensors += step.state.ema
+    return tensors
+
+
+def _digest(step: "TrainStep") -> dict[str, int]:
+    """A fingerprint of each part of the state, as numbers of the host."""
+    named: dict[str, Tensor] = {}
+    for name, p in zip(step.names, step.params, strict=True):
+        named[f"value of {name}"] = p
+        for key, value in step.optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                named[f"optimizer state {key} of {name}"] = value
+    for i, buffer in enumerate(step.buffers.tensors()):
+        named[f"buffer number {i}"] = buffer
+    named["loss scale"] = step.state.scale
+    named["number of updates"] = step.state.updates
+    with torch.no_grad():
+        return {name: int(fingerprint(value)) for name, value in named.items()}

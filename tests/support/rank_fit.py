@@ -65,7 +65,7 @@ def train(
 def outcome(model: Any, run: Any) -> dict[str, Any]:
     return {
         "fingerprint": int(model.step.state_fingerprint()),
-        "history": run.history,
+        "history": [dict(entry) for entry in run.history],
         "net": {name: t.clone() for name, t in model.net.state_dict().items()},
     }
 

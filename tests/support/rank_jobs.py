@@ -278,7 +278,7 @@ def parts_and_metrics() -> dict[str, Any]:
     )
     data = batches(torch.float32)
     run = model.fit(2, data, valid=data[:3], progress=False)
-    return {"history": run.history, "scores": model.evaluate(data)}
+    return {"history": [dict(entry) for entry in run.history], "scores": model.evaluate(data)}
 
 
 @case

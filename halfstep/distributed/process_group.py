@@ -172,7 +172,10 @@ def rank_of_environment() -> int:
 
 
 def _started_by_torchrun() -> bool:
-    return all(os.environ.get(name) for name in TORCHRUN_VARIABLES)
+    """Whether this process is one of several. One alone needs no group."""
+    if not all(os.environ.get(name) for name in TORCHRUN_VARIABLES):
+        return False
+    return os.environ["WORLD_SIZE"] != "1"
 
 
 def _join(device: torch.device) -> None:

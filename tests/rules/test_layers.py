@@ -28,13 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors", "utils"},
     "cuda_graphs": {"errors", "utils"},
     "checkpoint": {"errors", "utils"},
+    "storage": {"errors", "utils"},
     "schedules": {"errors", "utils"},
     "metrics": {"errors", "utils"},
     "report": {"utils"},
     "losses": {"utils"},
     "precision": {"errors", "utils"},
     "nets": {"utils"},
-    "data": {"errors", "utils", "kernels"},
+    "data": {"errors", "utils", "kernels", "storage"},
     "grads": {"errors", "utils", "precision"},
     "amp": {"errors", "utils", "precision", "grads"},
     "compiler": {"errors", "utils", "kernels", "precision"},
@@ -63,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),
         *("callbacks", "model", "experiment", "preflight", "reproduce", "compare", "report"),
+        "storage",
     },
 }
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers.binary import describe_head, open_binary
 from halfstep.data.readers.resize_crop import (
     Size,
@@ -86,7 +87,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 "expected Pillow, which decodes images, found it not installed. "
                 "Run: pip install pillow"
             )
-        self.root = Path(root)
+        self.root = local_path(root, "ImageFolder")
         self.mode = mode
         self.classes = _list_classes(self.root)
         self.files: list[str] = []

@@ -1,0 +1,86 @@
+"""Data from stores: processes that are killed while they copy, and a real S3 server that fails."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfstep
+
+ROOT = Path(halfstep.__file__).parents[1]
+
+# Copies again and again in child processes, each of which is killed after a time; then to the end.
+KILLED_COPIES = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+from halfstep.data.download import store_copy
+from halfstep.storage.url import parse_store_url
+from tests.support.faulty_store import count_log, faulty_store, seeded_bytes
+
+folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+store_copy.BLOCK_BYTES = 1 << 12
+store_copy.JOURNAL_EVERY_BYTES = 1 << 14
+url = parse_store_url("faulty://bucket/data", "data")
+objects = {f"bucket/data/{i}/{i}.bin": seeded_bytes(i, 5_000) for i in range(40)}
+objects["bucket/data/large"] = seeded_bytes(99, 1_000_000)
+expected = {name.removeprefix("bucket/data/"): content for name, content in objects.items()}
+draw = random.Random(int(sys.argv[3]))
+finished_early = 0
+looked_complete = []
+with faulty_store(objects) as store:
+    store.log = str(folder / "log")
+    store.delay_s = 0.004
+    for _ in range(kills):
+        pid = os.fork()
+        if pid == 0:
+            store_copy.copy_store(url, folder, progress=False)
+            os._exit(0)
+        time.sleep(draw.uniform(0.02, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        finished_early += status == 0
+        # What has the name of a whole copy is one.
+        for copy in folder.glob("stores/*/copy-*"):
+            looked_complete.append(copy.name)
+            assert len(list(copy.rglob("*.bin"))) == 40
+    read_by_killed = count_log(folder / "log")
+    copy = store_copy.copy_store(url, folder, progress=False)
+    read = count_log(folder / "log")
+paths = [path for path in copy.path.rglob("*") if path.is_file()]
+got = {path.relative_to(copy.path).as_posix(): path.read_bytes() for path in paths}
+assert got == expected
+assert store_copy.find_damage(copy) == []
+total = sum(map(len, objects.values()))
+print(json.dumps({"total": total, "killed": read_by_killed, "read": read, "early": finished_early}))
+"""
+
+
+def run_script(script: str, *arguments: str, timeout_s: int = 120) -> dict[str, int]:
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    numbers: dict[str, int] = json.loads(result.stdout.splitlines()[-1])
+    return numbers
+
+
+@pytest.mark.parametrize(
+    "kills", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_a_copy_survives_kills_and_goes_on(kills: int, tmp_path: Path) -> None:
+    """Each kill costs at most what was under way: blocks in flight, and an unfinished part."""
+    numbers = run_script(KILLED_COPIES, str(tmp_path), str(kills), str(kills), timeout_s=500)
+    assert numbers["killed"] > 0
+    assert numbers["early"] < kills
+    in_flight = 16 * (5_000 + 4 * (1 << 12)) + (1 << 14)
+    assert numbers["read"] <= numbers["total"] + kills * in_flight
+    assert numbers["read"] - numbers["killed"] < numbers["total"]

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors", "utils"},
     "report": {"utils"},
     "losses": {"utils"},
+    "storage": {"errors", "utils", "checkpoint"},
     "precision": {"errors", "utils"},
     "nets": {"utils"},
     "data": {"errors", "utils", "kernels", "storage"},

@@ -1,5 +1,6 @@
 """Data from stores: processes that are killed while they copy, and a real S3 server that fails."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -84,3 +85,68 @@ def test_a_copy_survives_kills_and_goes_on(kills: int, tmp_path: Path) -> None:
     in_flight = 16 * (5_000 + 4 * (1 << 12)) + (1 << 14)
     assert numbers["read"] <= numbers["total"] + kills * in_flight
     assert numbers["read"] - numbers["killed"] < numbers["total"]
+
+
+# A real S3 server behind a proxy that fails; in a process of its own, as boto3 warns of this and
+# that, and starts threads.
+S3_COPIES = """
+import hashlib, json, logging, os, sys
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+os.environ["AWS_ACCESS_KEY_ID"] = "AKIATESTTESTTESTTEST"
+os.environ["AWS_SECRET_ACCESS_KEY"] = "secret-of-this-test-0123456789"
+os.environ["AWS_DEFAULT_REGION"] = "us-east-1"
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+_, port = server.get_host_and_port()
+os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+from halfstep.data.download import store_copy, store_reads
+from halfstep.data.download.local_copy import local_path
+from halfstep.storage.url import open_filesystem, parse_store_url
+from tests.support.faulty_proxy import faulty_proxy
+from tests.support.faulty_store import seeded_bytes
+
+store_copy.BLOCK_BYTES = 1 << 18
+store_reads.FIRST_PAUSE_S = 0.01
+filesystem = open_filesystem(parse_store_url("s3://bucket/data", "data"), "data")
+filesystem.mkdir("bucket")
+objects = {f"{i % 7}/{i}.bin": seeded_bytes(i, 3000 + i) for i in range(int(sys.argv[1]))}
+objects["large"] = seeded_bytes(99, 30_000_000)
+for name, content in objects.items():
+    filesystem.pipe(f"bucket/data/{name}", content)
+filesystem.pipe("bucket/hostile/../../outside", b"1")
+
+with faulty_proxy(port, every=3) as proxy:
+    os.environ["AWS_ENDPOINT_URL"] = proxy.url
+    folder = local_path("s3://bucket/data")
+    faults = dict(proxy.faults)
+paths = [path for path in folder.rglob("*") if path.is_file()]
+assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths} == objects
+manifest = json.loads((folder.parent / "manifest.json").read_text())
+for entry in manifest["objects"]:
+    assert entry["sha256"] == hashlib.sha256(objects[entry["name"]]).hexdigest()
+assert "secret-of" not in (folder.parent / "manifest.json").read_text()
+
+os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+for url in ("s3://bucket/hostile", "s3://bucket/none", "s3://nobucket/x"):
+    try:
+        local_path(url)
+    except (ValueError, FileNotFoundError) as error:
+        assert "AKIATEST" not in str(error) and "secret-of" not in str(error)
+    else:
+        raise AssertionError(f"{url} was copied")
+server.stop()
+print(json.dumps(faults))
+"""
+
+HAS_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not HAS_S3, reason="needs s3fs and moto[server]")
+def test_a_real_s3_server_with_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFSTEP_CACHE", str(tmp_path))
+    faults = run_script(S3_COPIES, "500", timeout_s=550)
+    assert sum(faults.values()) >= 200
+    assert set(faults) == {"500", "reset", "truncated", "slow"}

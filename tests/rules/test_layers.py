@@ -28,7 +28,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors", "utils"},
     "cuda_graphs": {"errors", "utils"},
     "checkpoint": {"errors", "utils"},
-    "storage": {"errors", "utils"},
     "schedules": {"errors", "utils"},
     "metrics": {"errors", "utils"},
     "report": {"utils"},

@@ -28,30 +28,39 @@ MAX_ARCHIVE_FILES = 20_000_000
 ASK_AGAIN_AFTER_S = 60.0
 
 _lock = threading.Lock()
-_recent: dict[tuple[str, str], tuple[float, Path]] = {}
+_recent: dict[tuple[str, str, bool], tuple[float, Path]] = {}
 
 
-def local_path(path: str | Path, what: str = "data", *, progress: bool | None = None) -> Path:
+def local_path(
+    path: str | Path,
+    what: str = "data",
+    *,
+    unpack_archives: bool = True,
+    progress: bool | None = None,
+) -> Path:
     """The path itself, or that of a copy of what the URL names: a file, or a folder.
 
-    A folder or a file of a store is copied into the cache; an archive (tar, zip) is unpacked there.
-    A web address must be that of a file. `what` is the argument, for messages.
+    A folder or a file of a store is copied into the cache; an archive (tar, zip) is unpacked there,
+    unless `unpack_archives` is False. A web address must be that of a file. `what` is the argument,
+    for messages.
     """
     if not is_store_url(path):
         return Path(path)
     url = str(path)
-    key = (url, str(require_cache()))
+    key = (url, str(require_cache()), unpack_archives)
     with _lock:
         checked_time, local = _recent.get(key, (0.0, Path()))
         if checked_time and time.monotonic() - checked_time < ASK_AGAIN_AFTER_S and local.exists():
             return local
         local = _fetch(url, what, progress)
+        if unpack_archives and local.is_file() and ARCHIVE_SUFFIX.search(local.name):
+            local = _unpacked(local)
         _recent[key] = (time.monotonic(), local)
     return local
 
 
 def _fetch(url: str, what: str, progress: bool | None) -> Path:
-    """The local file or folder of a URL; archives are unpacked."""
+    """The local file or folder of a URL."""
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     if scheme in WEB_SCHEMES:
@@ -65,11 +74,8 @@ def _fetch(url: str, what: str, progress: bool | None) -> Path:
                 f"{what}: expected a file or a folder, found nothing at {local}"
             )
     else:
-        local = copy_store(
-            parse_store_url(url, what), require_cache(), what=what, progress=progress
-        ).path
-    if local.is_file() and ARCHIVE_SUFFIX.search(local.name):
-        return _unpacked(local)
+        place = parse_store_url(url, what)
+        local = copy_store(place, require_cache(), what=what, progress=progress).path
     return local
 
 
@@ -91,7 +97,7 @@ def _fetch_from_web(url: str, what: str, progress: bool | None) -> Path:
         make_folder(target.parent)
         free = shutil.disk_usage(target.parent).free
         fetch_file(address, target, checksum=pin, limit_bytes=free, progress=progress)
-    return _unpacked(target) if is_archive else target
+    return target
 
 
 def _unpacked(archive: Path) -> Path:

@@ -138,6 +138,7 @@ class ShardStream(IterableDataset[tuple[Any, ...]]):
         self.maps: tuple[Map, ...] = ()
         self._next = StreamPosition()
         self._newest: StreamPosition | None = None
+        self._before_last: StreamPosition | None = None
 
     def map(
         self, operations: Any, columns: str | Sequence[str] | None = None, *, output: Any = None
@@ -162,6 +163,7 @@ class ShardStream(IterableDataset[tuple[Any, ...]]):
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         position = self._next
         self._newest = position
+        self._before_last = None
         self._next = StreamPosition(position.epoch + 1)
         return self._batches(position)
 
@@ -172,8 +174,11 @@ class ShardStream(IterableDataset[tuple[Any, ...]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the newest pass stands, by what was delivered: integers and lists of them."""
-        position = self._newest or self._next
-        return {"version": VERSION, "stream": self._describe(), **position.to_state()}
+        return self._state_of(self._newest or self._next)
+
+    def previous_state_dict(self) -> dict[str, Any]:
+        """Where the newest pass stood before its last batch, for one that was not trained on."""
+        return self._state_of(self._before_last or self._newest or self._next)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Lets the next `for` go on there. ValueError for the state of another stream."""
@@ -226,6 +231,8 @@ class ShardStream(IterableDataset[tuple[Any, ...]]):
                         break
                     batch = pending.popleft()
                     columns = self._collate(position.epoch, batch.places, batch.decoded)
+                    if position is self._newest:
+                        self._before_last = replace(position)
                     vars(position).update(vars(batch.after))
                     yield columns
             finally:
@@ -308,6 +315,9 @@ class ShardStream(IterableDataset[tuple[Any, ...]]):
         return batch
 
     # The state
+
+    def _state_of(self, position: StreamPosition) -> dict[str, Any]:
+        return {"version": VERSION, "stream": self._describe(), **position.to_state()}
 
     def _describe(self) -> dict[str, Any]:
         """What decides the order of samples."""

@@ -223,6 +223,24 @@ def training_data(folder: Path) -> hs.data.ShardStream:
     return stream(folder).map(chain, "image")
 
 
+def test_a_batch_that_was_not_trained_on_comes_again(folder: Path) -> None:
+    """In a resumed pass, which cannot be replayed from its start."""
+    whole = labels(stream(folder))
+    loader = hs.data.Loader(stream(folder))
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    resumed = hs.data.Loader(stream(folder))
+    resumed.load_state_dict(loader.state_dict())
+    batches = iter(resumed)
+    for _ in range(2):
+        next(batches)
+    state = resumed.state_dict(step=4)
+    again = hs.data.Loader(stream(folder))
+    again.load_state_dict(state)
+    assert labels(again) == whole[4:]
+
+
 KILLED_FIT = """
 import os, signal, sys
 from pathlib import Path

@@ -36,7 +36,7 @@ from halfstep.errors import Notice
 from halfstep.storage.url import StoreURL, local_name
 from halfstep.utils.atomic_files import make_folder, sync_folder, sync_tree, trash_folder
 from halfstep.utils.files import read_json, write_json
-from halfstep.utils.text import format_bytes, plural, printable
+from halfstep.utils.text import format_bytes, list_some, plural, printable
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_VERSION = 1
@@ -51,6 +51,7 @@ BLOCKS_AHEAD = 4  # of one object
 JOURNAL_EVERY_BYTES = 64 << 20  # a large object that was killed goes on after such a part
 OBJECT_ATTEMPTS = 3  # for an object whose content is not what the store says of it
 MAX_OBJECTS = 50_000_000
+MAX_NAMED = 5  # damaged files
 
 DISK_ADVICE = (
     "Free some space, or set HALFSTEP_CACHE to a folder on a larger disk. What is copied already "
@@ -182,6 +183,26 @@ def _newest_copy(root: Path) -> StoreCopy | None:
         if copy is not None and _is_whole(copy):
             return copy
     return None
+
+
+def checked_copy(url: StoreURL, cache: Path, *, what: str = "data") -> StoreCopy:
+    """A copy whose files all have the SHA-256 that they were copied with; made anew if they do not.
+
+    Reads every file.
+    """
+    copy = copy_store(url, cache, what=what)
+    damaged = find_damage(copy)
+    if damaged:
+        names = printable(list_some(damaged, MAX_NAMED))
+        warnings.warn(
+            f"{what}: {plural(len(damaged), 'file')} in {copy.folder} changed since they were "
+            f"copied: {names}. {url} is copied again",
+            Notice,
+            stacklevel=2,
+        )
+        trash_folder(copy.folder)
+        copy = copy_store(url, cache, what=what)
+    return copy
 
 
 def find_damage(copy: StoreCopy) -> list[str]:

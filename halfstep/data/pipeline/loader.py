@@ -136,7 +136,7 @@ class Loader:
         generators = {}
         if step == self.step:
             if has_exact_state(self.batches) and (step or newest.is_over):
-                own_state = self.batches.state_dict()
+                own_state = self.batches.state_dict()  # type: ignore[attr-defined]
             if step:
                 generators = save_own_states(self.batches)
             else:

@@ -19,19 +19,19 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 from halfstep.data.download import store_copy
 from halfstep.storage.url import parse_store_url
-from tests.support.faulty_store import count_log, faulty_store, seeded_bytes
+from tests.support.flaky_source import count_log, flaky_source, seeded_bytes
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
 store_copy.BLOCK_BYTES = 1 << 12
 store_copy.JOURNAL_EVERY_BYTES = 1 << 14
-url = parse_store_url("faulty://bucket/data", "data")
+url = parse_store_url("flaky://bucket/data", "data")
 objects = {f"bucket/data/{i}/{i}.bin": seeded_bytes(i, 5_000) for i in range(40)}
 objects["bucket/data/large"] = seeded_bytes(99, 1_000_000)
 expected = {name.removeprefix("bucket/data/"): content for name, content in objects.items()}
 draw = random.Random(int(sys.argv[3]))
 finished_early = 0
 looked_complete = []
-with faulty_store(objects) as store:
+with flaky_source(objects) as store:
     store.log = str(folder / "log")
     store.delay_s = 0.004
     for _ in range(kills):
@@ -90,7 +90,7 @@ def test_a_copy_survives_kills_and_goes_on(kills: int, tmp_path: Path) -> None:
 # A real S3 server behind a proxy that fails; in a process of its own, as boto3 warns of this and
 # that, and starts threads.
 S3_COPIES = """
-import hashlib, json, logging, os, sys
+import hashlib, json, logging, os, random, sys
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 os.environ["AWS_ACCESS_KEY_ID"] = "AKIATESTTESTTESTTEST"
 os.environ["AWS_SECRET_ACCESS_KEY"] = "secret-of-this-test-0123456789"
@@ -103,8 +103,9 @@ os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
 from halfstep.data.download import store_copy, store_reads
 from halfstep.data.download.local_copy import local_path
 from halfstep.storage.url import open_filesystem, parse_store_url
-from tests.support.faulty_proxy import faulty_proxy
-from tests.support.faulty_store import seeded_bytes
+from halfstep.utils import rng
+from tests.support.flaky_proxy import flaky_proxy
+from tests.support.flaky_source import seeded_bytes
 
 store_copy.BLOCK_BYTES = 1 << 18
 store_reads.FIRST_PAUSE_S = 0.01
@@ -116,10 +117,13 @@ for name, content in objects.items():
     filesystem.pipe(f"bucket/data/{name}", content)
 filesystem.pipe("bucket/hostile/../../outside", b"1")
 
-with faulty_proxy(port, every=3) as proxy:
+random.seed(5)
+states = rng.host_states()
+with flaky_proxy(port, every=3) as proxy:
     os.environ["AWS_ENDPOINT_URL"] = proxy.url
     folder = local_path("s3://bucket/data")
     faults = dict(proxy.faults)
+assert rng.equal_host_states(states, rng.host_states())  # nobody has drawn from those of a run
 paths = [path for path in folder.rglob("*") if path.is_file()]
 assert {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths} == objects
 manifest = json.loads((folder.parent / "manifest.json").read_text())

@@ -22,7 +22,7 @@ from halfstep.cli.main import app
 from halfstep.experiment import run_seal
 from halfstep.experiment.training_run import TrainSettings
 from tests.support.command_line import CommandLine, every_command, run_command, run_json
-from tests.support.faulty_store import faulty_store
+from tests.support.flaky_source import flaky_source
 from tests.support.user_module import write_user_module
 
 EVIL_MODULE = """
@@ -63,9 +63,9 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "an archive's address": {"data": "cifar10", "path": "{url}/cifar.tar.gz"},
     "a file's address": {"data": "mnist", "path": "file://{secret}/mnist.zip"},
     "an address as data": {"data": "{url}/mnist"},
-    "a store": {"data": "faulty://bucket/photos"},
-    "a table in a store": {"data": "csv:faulty://bucket/t.csv", "target": "y"},
-    "a data set in a store": {"data": "mnist", "path": "faulty://bucket/mnist"},
+    "a store": {"data": "flaky://bucket/photos"},
+    "a table in a store": {"data": "csv:flaky://bucket/t.csv", "target": "y"},
+    "a data set in a store": {"data": "mnist", "path": "flaky://bucket/mnist"},
     "a network and an address": {"net": "evil:net", "data": "mnist", "path": "{url}/mnist"},
 }
 # What a command does to a hostile folder {run}, and its exit code.
@@ -112,7 +112,7 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     server = Server()
-    with faulty_store({}) as store:
+    with flaky_source({}) as store:
         store.list_fault = lambda: server.requests.append("store")
         yield server
     server.http.shutdown()

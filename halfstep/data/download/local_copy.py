@@ -46,7 +46,8 @@ def local_path(
     """
     if not is_store_url(path):
         return Path(path)
-    url = str(path)
+    # A Path that was made of a URL has lost a slash, and is refused.
+    url = path if isinstance(path, str) else str(parse_store_url(path, what))
     key = (url, str(require_cache()), unpack_archives)
     with _lock:
         checked_time, local = _recent.get(key, (0.0, Path()))

@@ -50,6 +50,7 @@ BLOCK_BYTES = 4 << 20  # of one request; memory is bounded by OBJECTS_AT_ONCE ·
 BLOCKS_AHEAD = 4  # of one object
 JOURNAL_EVERY_BYTES = 64 << 20  # a large object that was killed goes on after such a part
 OBJECT_ATTEMPTS = 3  # for an object whose content is not what the store says of it
+SILENT_WAIT_S = 2.0  # for another process that copies the same
 MAX_OBJECTS = 50_000_000
 MAX_NAMED = 5  # damaged files
 
@@ -108,10 +109,8 @@ def copy_store(
         return copy
     _check_names(url, what, objects)
 
-    from filelock import FileLock
-
     folder = root / f"{COPY_PREFIX}{_digest(objects)}"
-    with FileLock(root.with_name(f"{root.name}.lock")):
+    with _one_at_a_time(root.with_name(f"{root.name}.lock"), url, what):
         copy = _read_copy(folder)
         if copy is not None and not _is_whole(copy):
             warnings.warn(
@@ -125,6 +124,24 @@ def copy_store(
             make_folder(root)
             copy = _Copying(reads, root, folder, objects, is_folder, progress).run()
     return copy
+
+
+@contextlib.contextmanager
+def _one_at_a_time(lock_file: Path, url: StoreURL, what: str) -> Iterator[None]:
+    """Waits while another process copies from the same URL, and says so."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(lock_file)
+    try:
+        lock.acquire(timeout=SILENT_WAIT_S)
+    except Timeout:
+        message = f"{what}: another process copies {url} at the moment: waiting for it"
+        warnings.warn(message, Notice, stacklevel=4)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _digest(objects: list[StoreObject]) -> str:

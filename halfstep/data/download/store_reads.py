@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
+from halfstep.storage.private_random import STORE_PACKAGES, PrivateRandom
 from halfstep.storage.url import StoreURL, hide_credentials, open_filesystem
 from halfstep.utils.text import printable
 
@@ -91,6 +92,9 @@ class StoreReads:
         self.filesystem = open_filesystem(url, what)
         self.root = str(self.filesystem._strip_protocol(str(url))).rstrip("/")
         self.stop = threading.Event()
+        # What the store's libraries draw must not move the generators of the run.
+        package = type(self.filesystem).__module__.partition(".")[0]
+        self._private_random = PrivateRandom({*STORE_PACKAGES, package})
 
     def list_objects(self) -> tuple[list[StoreObject], bool]:
         """Every object at the URL, by name, and whether it names a folder and not one object.
@@ -141,6 +145,7 @@ class StoreReads:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             if self.stop.is_set():
                 raise StoppedReading
+            self._private_random.apply()
             try:
                 return action()
             except Exception as error:

@@ -11,14 +11,14 @@ from PIL import Image
 
 from halfstep.data.download import local_copy
 from tests.support.command_line import CommandLine
-from tests.support.faulty_store import FaultEvery, FaultyStore, faulty_store
+from tests.support.flaky_source import FaultEvery, FlakySource, flaky_source
 
 pytestmark = pytest.mark.filterwarnings("default::halfstep.errors.Notice")
-URL = "faulty://bucket/photos"
+URL = "flaky://bucket/photos"
 
 
 @pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FaultyStore]]:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FlakySource]]:
     """photos/ with two classes, bright and dark, and a table; every fifth answer fails."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -35,14 +35,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faul
             photos[f"bucket/photos/{name}/{i}.png"] = path.read_bytes()
             path.unlink()
     rows = "".join(f"{i},{3 * i + 1}\n" for i in range(40))
-    with faulty_store({**photos, "bucket/houses.csv": f"area,price\n{rows}".encode()}) as store:
+    with flaky_source({**photos, "bucket/houses.csv": f"area,price\n{rows}".encode()}) as store:
         store.fault = FaultEvery(5)
         yield store
 
 
 @pytest.fixture
 def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: type[FaultyStore]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: type[FlakySource]
 ) -> CommandLine:
     return CommandLine(monkeypatch, capsys)
 
@@ -53,7 +53,7 @@ def first_json(output: str) -> Any:
     return json.JSONDecoder().raw_decode(output[start:])[0]
 
 
-def test_from_training_to_predictions(command: CommandLine, store: type[FaultyStore]) -> None:
+def test_from_training_to_predictions(command: CommandLine, store: type[FlakySource]) -> None:
     """The store is read once; eval and predict use the copy."""
     code, output = command(
         f"train --data {URL} --net mlp --epochs 5 --batch 4 --lr 0.02 --out run --device cpu"
@@ -72,7 +72,7 @@ def test_from_training_to_predictions(command: CommandLine, store: type[FaultySt
     assert len(store.requests) - reads <= 3  # the one photo, and a failure of the store
 
 
-def test_data_get_check_and_show(command: CommandLine, store: type[FaultyStore]) -> None:
+def test_data_get_check_and_show(command: CommandLine, store: type[FlakySource]) -> None:
     code, output = command(f"data get {URL} --json")
     assert code == 0, output
     got = first_json(output)
@@ -94,20 +94,20 @@ def test_data_get_check_and_show(command: CommandLine, store: type[FaultyStore])
 
 
 def test_a_table(command: CommandLine) -> None:
-    line = "train --data csv:faulty://bucket/houses.csv --target price --epochs 1 --out run"
+    line = "train --data csv:flaky://bucket/houses.csv --target price --epochs 1 --out run"
     code, output = command(f"{line} --device cpu")
     assert code == 0, output
-    code, output = command("data check csv:faulty://bucket/houses.csv --target price")
+    code, output = command("data check csv:flaky://bucket/houses.csv --target price")
     assert code == 0, output
     assert "40 rows" in output
 
 
 def test_what_is_missing_is_an_error_in_one_line(command: CommandLine) -> None:
     for line in (
-        "train --data faulty://bucket/nothing --out run",
-        "compare --data faulty://bucket/nothing --out run",
-        "data check faulty://bucket/nothing",
-        "data get faulty://bucket/nothing",
+        "train --data flaky://bucket/nothing --out run",
+        "compare --data flaky://bucket/nothing --out run",
+        "data check flaky://bucket/nothing",
+        "data get flaky://bucket/nothing",
     ):
         code, output = command(line)
         assert code == 2, output

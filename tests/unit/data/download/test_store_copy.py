@@ -8,6 +8,7 @@ import os
 import tarfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from halfstep.data.download.store_copy import copy_store, find_damage
 from halfstep.errors import Notice
 from halfstep.storage.url import parse_store_url
 from tests.support.failing_disk import small_tmpfs
-from tests.support.faulty_store import FaultEvery, FaultyStore, faulty_store, seeded_bytes
+from tests.support.flaky_source import FaultEvery, FlakySource, flaky_source, seeded_bytes
 
-URL = "faulty://bucket/photos"
+URL = "flaky://bucket/photos"
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +40,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store() -> Iterator[type[FaultyStore]]:
+def store() -> Iterator[type[FlakySource]]:
     objects = {
         f"bucket/photos/{kind}/{i}.bin": seeded_bytes(i, 50 + i) for kind in "ab" for i in range(9)
     }
-    with faulty_store(
+    with flaky_source(
         {**objects, "bucket/photos/empty": b"", "bucket/other": b"not this"}
     ) as store:
         yield store
@@ -62,7 +63,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def expected(store: type[FaultyStore], prefix: str = "bucket/photos/") -> dict[str, bytes]:
+def expected(store: type[FlakySource], prefix: str = "bucket/photos/") -> dict[str, bytes]:
     return {
         name.removeprefix(prefix): content
         for name, content in store.objects.items()
@@ -70,7 +71,7 @@ def expected(store: type[FaultyStore], prefix: str = "bucket/photos/") -> dict[s
     }
 
 
-def test_a_folder_is_copied_once(store: type[FaultyStore]) -> None:
+def test_a_folder_is_copied_once(store: type[FlakySource]) -> None:
     first = copy()
     assert contents(first.path) == expected(store)
     assert len(store.requests) == 18  # the empty object needs none
@@ -79,7 +80,7 @@ def test_a_folder_is_copied_once(store: type[FaultyStore]) -> None:
     assert len(store.requests) == 18
 
 
-def test_the_manifest_has_sizes_versions_and_sha256(store: type[FaultyStore]) -> None:
+def test_the_manifest_has_sizes_versions_and_sha256(store: type[FlakySource]) -> None:
     manifest = json.loads((copy().folder / "manifest.json").read_text())
     assert manifest["url"] == URL
     for entry in manifest["objects"]:
@@ -89,14 +90,14 @@ def test_the_manifest_has_sizes_versions_and_sha256(store: type[FaultyStore]) ->
         assert entry["version"] == f"ETag:{hashlib.md5(content).hexdigest()}"
 
 
-def test_an_object_is_a_file(store: type[FaultyStore]) -> None:
-    path = local_path("faulty://bucket/photos/a/3.bin", progress=False)
+def test_an_object_is_a_file(store: type[FlakySource]) -> None:
+    path = local_path("flaky://bucket/photos/a/3.bin", progress=False)
     assert path.name == "3.bin"
     assert path.read_bytes() == store.objects["bucket/photos/a/3.bin"]
 
 
 def test_faults_of_the_store_are_tried_again(
-    store: type[FaultyStore], monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of all requests fail: server errors, resets, silence, answers cut in half."""
     monkeypatch.setattr(store_copy, "BLOCK_BYTES", 16)
@@ -107,18 +108,16 @@ def test_faults_of_the_store_are_tried_again(
 
 
 def test_a_store_that_stays_away_is_an_error_and_leaves_no_copy(
-    store: type[FaultyStore], cache: Path
+    store: type[FlakySource], cache: Path
 ) -> None:
     store.fault = FaultEvery(1)
-    with pytest.raises(
-        OSError, match=r"data: could not read faulty://bucket/photos/.* in 8 attemp"
-    ):
+    with pytest.raises(OSError, match=r"data: could not read flaky://bucket/photos/.* in 8 attemp"):
         copy()
     assert list(cache.glob("stores/*/copy-*")) == []
 
 
 def test_a_killed_copy_reads_only_what_is_missing(
-    store: type[FaultyStore], monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fails late in a large object: its first part is not read again."""
     monkeypatch.setattr(store_copy, "BLOCK_BYTES", 1 << 10)
@@ -141,7 +140,7 @@ def test_a_killed_copy_reads_only_what_is_missing(
 
 
 def test_a_damaged_first_part_is_read_again(
-    store: type[FaultyStore], monkeypatch: pytest.MonkeyPatch, cache: Path
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     monkeypatch.setattr(store_copy, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(store_copy, "JOURNAL_EVERY_BYTES", 1 << 12)
@@ -163,7 +162,7 @@ def test_a_damaged_first_part_is_read_again(
     assert contents(copy().path) == expected(store)
 
 
-def test_a_change_between_listing_and_reading_is_noticed(store: type[FaultyStore]) -> None:
+def test_a_change_between_listing_and_reading_is_noticed(store: type[FlakySource]) -> None:
     """The ETag is no MD5 here, so that the content alone does not show it."""
     name = "bucket/photos/a/1.bin"
     store.etags[name] = "first-2"
@@ -177,14 +176,14 @@ def test_a_change_between_listing_and_reading_is_noticed(store: type[FaultyStore
         copy()
 
 
-def test_an_etag_that_is_no_md5_is_accepted(store: type[FaultyStore]) -> None:
+def test_an_etag_that_is_no_md5_is_accepted(store: type[FlakySource]) -> None:
     """As that of an encrypted object: two copies of the same bytes say so, for all objects."""
     for number, name in enumerate(store.objects):
         store.etags[name] = hashlib.md5(str(number).encode()).hexdigest()
     assert contents(copy().path) == expected(store)
 
 
-def test_a_flipped_bit_is_read_again(store: type[FaultyStore]) -> None:
+def test_a_flipped_bit_is_read_again(store: type[FlakySource]) -> None:
     flipped = []
 
     def flip_once(path: str, start: int, end: int, answer: bytes) -> bytes:
@@ -213,7 +212,7 @@ def test_a_flipped_bit_is_read_again(store: type[FaultyStore]) -> None:
         "x" * 300,
     ],
 )
-def test_hostile_names_are_refused(name: str, store: type[FaultyStore], cache: Path) -> None:
+def test_hostile_names_are_refused(name: str, store: type[FlakySource], cache: Path) -> None:
     store.objects[f"bucket/photos/{name}"] = b"hostile"
     with pytest.raises(ValueError, match="is refused") as caught:
         copy()
@@ -223,21 +222,21 @@ def test_hostile_names_are_refused(name: str, store: type[FaultyStore], cache: P
 
 
 def test_what_lies_outside_of_the_folder_is_refused(
-    store: type[FaultyStore], monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listing = {"bucket/photosX/1": {"name": "bucket/photosX/1", "size": 1, "type": "file"}}
-    monkeypatch.setattr(FaultyStore, "find", lambda self, path, **kwargs: listing)
-    with pytest.raises(ValueError, match="the store lists faulty://bucket/photosX/1"):
+    monkeypatch.setattr(FlakySource, "find", lambda self, path, **kwargs: listing)
+    with pytest.raises(ValueError, match="the store lists flaky://bucket/photosX/1"):
         copy()
 
 
-def test_nothing_there(store: type[FaultyStore]) -> None:
+def test_nothing_there(store: type[FlakySource]) -> None:
     with pytest.raises(FileNotFoundError, match="found nothing there"):
-        copy("faulty://bucket/nothing")
+        copy("flaky://bucket/nothing")
 
 
 def test_an_object_that_vanishes_is_an_error_with_its_name(
-    store: type[FaultyStore], cache: Path
+    store: type[FlakySource], cache: Path
 ) -> None:
     def vanish(path: str, start: int, end: int, answer: bytes) -> bytes:
         if path.endswith("b/5.bin"):
@@ -245,13 +244,13 @@ def test_an_object_that_vanishes_is_an_error_with_its_name(
         return answer
 
     store.fault = vanish
-    with pytest.raises(FileNotFoundError, match=r"faulty://bucket/photos/b/5\.bin"):
+    with pytest.raises(FileNotFoundError, match=r"flaky://bucket/photos/b/5\.bin"):
         copy()
     assert list(cache.glob("stores/*/copy-*")) == []
 
 
 def test_a_changed_store_is_copied_anew_and_unchanged_objects_are_not_read(
-    store: type[FaultyStore],
+    store: type[FlakySource],
 ) -> None:
     first = copy()
     before = contents(first.path)
@@ -269,7 +268,7 @@ def test_a_changed_store_is_copied_anew_and_unchanged_objects_are_not_read(
     assert contents(first.path) == before
 
 
-def test_a_file_becomes_a_folder(store: type[FaultyStore]) -> None:
+def test_a_file_becomes_a_folder(store: type[FlakySource]) -> None:
     """And half a copy of the state before is in the way."""
     store.fault = FaultEvery(1)
     store.objects["bucket/photos/empty2"] = b""
@@ -281,7 +280,7 @@ def test_a_file_becomes_a_folder(store: type[FaultyStore]) -> None:
     assert contents(copy().path) == expected(store)
 
 
-def test_a_damaged_cache_is_copied_again(store: type[FaultyStore]) -> None:
+def test_a_damaged_cache_is_copied_again(store: type[FlakySource]) -> None:
     first = copy()
     (first.path / "a" / "4.bin").write_bytes(b"short")
     with pytest.warns(Notice, match="copied again"):
@@ -289,7 +288,7 @@ def test_a_damaged_cache_is_copied_again(store: type[FaultyStore]) -> None:
     assert contents(second.path) == expected(store)
 
 
-def test_find_damage_reads_every_file(store: type[FaultyStore]) -> None:
+def test_find_damage_reads_every_file(store: type[FlakySource]) -> None:
     first = copy()
     assert find_damage(first) == []
     path = first.path / "a" / "4.bin"
@@ -297,28 +296,28 @@ def test_find_damage_reads_every_file(store: type[FaultyStore]) -> None:
     assert find_damage(first) == ["a/4.bin"]
 
 
-def test_without_the_store_the_copy_is_used(store: type[FaultyStore]) -> None:
+def test_without_the_store_the_copy_is_used(store: type[FlakySource]) -> None:
     first = copy()
 
     def fail() -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
-    FaultyStore.list_fault = fail
+    FlakySource.list_fault = fail
     with pytest.warns(Notice, match="could not look for .* The copy of 20.* is used"):
         assert copy() == first
 
 
-def test_without_the_store_and_a_copy_it_is_an_error(store: type[FaultyStore]) -> None:
+def test_without_the_store_and_a_copy_it_is_an_error(store: type[FlakySource]) -> None:
     def fail() -> None:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
-    FaultyStore.list_fault = fail
+    FlakySource.list_fault = fail
     with pytest.raises(OSError, match="could not look for"):
         copy()
 
 
 def test_too_little_space_is_an_error_before_anything_is_read(
-    store: type[FaultyStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.objects["bucket/photos/large"] = bytes(1 << 20)
     with small_tmpfs(tmp_path / "disk", 1 << 19) as disk:
@@ -332,7 +331,7 @@ def test_too_little_space_is_an_error_before_anything_is_read(
 
 
 def test_a_disk_that_fills_up_meanwhile(
-    store: type[FaultyStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another program takes the space; when it is free again, the copy goes on."""
     monkeypatch.setattr(store_copy, "BLOCK_BYTES", 1 << 14)
@@ -357,7 +356,7 @@ def test_a_disk_that_fills_up_meanwhile(
 
 
 def test_secrets_are_not_in_errors(
-    store: type[FaultyStore], monkeypatch: pytest.MonkeyPatch
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI-K7MDENG")
 
@@ -390,8 +389,8 @@ def test_an_image_folder_of_a_store_equals_the_local_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_photos(tmp_path / "photos")
-    with faulty_store(upload(tmp_path / "photos", "bucket/animals")):
-        remote = hs.data.ImageFolder("faulty://bucket/animals")
+    with flaky_source(upload(tmp_path / "photos", "bucket/animals")):
+        remote = hs.data.ImageFolder("flaky://bucket/animals")
     assert "data: " not in capsys.readouterr().out
     local = hs.data.ImageFolder(tmp_path / "photos")
     assert remote.classes == local.classes
@@ -408,8 +407,8 @@ def test_an_archive_is_unpacked(
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz" if suffix.endswith("gz") else "w") as archive:
         archive.add(tmp_path / "photos", "photos")
-    with faulty_store({f"bucket/photos.{suffix}": packed.getvalue()}):
-        folder = hs.data.ImageFolder(f"faulty://bucket/photos.{suffix}")
+    with flaky_source({f"bucket/photos.{suffix}": packed.getvalue()}):
+        folder = hs.data.ImageFolder(f"flaky://bucket/photos.{suffix}")
     assert folder.classes == ["cat", "dog"]
     assert len(folder) == 6
     assert "1 object: copying of" in capsys.readouterr().err
@@ -420,10 +419,10 @@ def test_a_hostile_archive_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("../evil"), io.BytesIO())
     with (
-        faulty_store({"bucket/photos.tar": packed.getvalue()}),
+        flaky_source({"bucket/photos.tar": packed.getvalue()}),
         pytest.raises(ValueError, match="leads out of the folder"),
     ):
-        hs.data.ImageFolder("faulty://bucket/photos.tar")
+        hs.data.ImageFolder("flaky://bucket/photos.tar")
     capsys.readouterr()
 
 
@@ -459,8 +458,8 @@ def test_a_file_url_is_the_file_itself(tmp_path: Path, cache: Path) -> None:
 def test_a_known_data_set_lies_in_a_store(capsys: pytest.CaptureFixture[str]) -> None:
     sample = Path(hs.data.__file__).parent / "sample"
     objects = {f"bucket/fashion/{path.name}": path.read_bytes() for path in sample.glob("*.gz")}
-    with faulty_store(objects):
-        data = hs.data.load("fashion-mnist", "test", path="faulty://bucket/fashion")
+    with flaky_source(objects):
+        data = hs.data.load("fashion-mnist", "test", path="flaky://bucket/fashion")
     assert data.size == 2000
     capsys.readouterr()
 
@@ -470,7 +469,7 @@ def test_a_known_data_set_lies_in_a_store(capsys: pytest.CaptureFixture[str]) ->
     [
         ("nosuch://bucket/x", "scheme that fsspec knows"),
         ("s3://user:password@bucket/x", "without a user or a password"),
-        ("simplecache::faulty://bucket/x", "(chain|no folder)"),
+        ("simplecache::flaky://bucket/x", "(chain|no folder)"),
         ("https://host/folder", "does not say what is in a folder"),
     ],
 )
@@ -482,6 +481,16 @@ def test_urls_that_are_refused(url: str, message: str) -> None:
     assert "password@" not in str(caught.value)
 
 
-def test_no_warning_of_a_plain_copy(store: type[FaultyStore]) -> None:
+def test_copies_at_once_read_each_object_once(store: type[FlakySource]) -> None:
+    """Both are whole; the second one waits for the first, whichever that is."""
+    store.delay_s = 0.01
+    with ThreadPoolExecutor(4) as pool:
+        copies = list(pool.map(lambda _: copy(), range(4)))
+    assert all(each == copies[0] for each in copies)
+    assert contents(copies[0].path) == expected(store)
+    assert len(store.requests) == 18
+
+
+def test_no_warning_of_a_plain_copy(store: type[FlakySource]) -> None:
     with warnings.catch_warnings(action="error"):
         copy()

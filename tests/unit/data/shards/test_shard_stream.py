@@ -14,7 +14,7 @@ from torch import nn
 import halfstep as hs
 from halfstep.data.download import store_reads
 from halfstep.data.shards import shard_reads
-from tests.support.faulty_store import FaultEvery, faulty_store
+from tests.support.flaky_source import FaultEvery, flaky_source
 from tests.support.tar_files import pixels, write_shards
 
 SIZES = [7, 5, 9, 1, 8]
@@ -185,15 +185,15 @@ def test_a_stream_of_a_store_keeps_nothing_and_reads_ahead(
     monkeypatch.setattr(shard_reads, "BLOCK_BYTES", 1 << 11)
     local = labels(stream(folder))
     objects = {f"bucket/s/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    with faulty_store(objects) as store:
+    with flaky_source(objects) as store:
         fault = FaultEvery(4)
         store.fault = fault
-        data = stream("faulty://bucket/s/shard-{000..004}.tar")
+        data = stream("flaky://bucket/s/shard-{000..004}.tar")
         batches = iter(data)
         begin = [next(batches)[1].tolist() for _ in range(3)]
         state = data.state_dict()
         assert begin + labels(batches) == local
-        again = stream("faulty://bucket/s")
+        again = stream("flaky://bucket/s")
         again.load_state_dict(state)
         assert begin + labels(again) == local
         assert fault.faults >= 10
@@ -201,9 +201,9 @@ def test_a_stream_of_a_store_keeps_nothing_and_reads_ahead(
 
 
 def test_a_missing_shard_is_an_error_with_its_name(folder: Path) -> None:
-    with faulty_store({"bucket/other": b""}):
-        data = stream("faulty://bucket/s-{000..001}.tar")
-        with pytest.raises(FileNotFoundError, match=r"faulty://bucket/s-00\d\.tar"):
+    with flaky_source({"bucket/other": b""}):
+        data = stream("flaky://bucket/s-{000..001}.tar")
+        with pytest.raises(FileNotFoundError, match=r"flaky://bucket/s-00\d\.tar"):
             list(data)
 
 

@@ -14,7 +14,7 @@ import torch
 import halfstep as hs
 from halfstep.data.shards import tar_shards
 from halfstep.data.shards.tar_shards import TarShards
-from tests.support.faulty_store import faulty_store
+from tests.support.flaky_source import flaky_source
 from tests.support.tar_files import add_member, npy, pixels, png, write_shards, write_tar
 
 
@@ -143,11 +143,11 @@ def test_shards_of_a_store_are_copied_first(
 ) -> None:
     paths = write_shards(tmp_path / "s", [3, 2], parts=2)
     objects = {f"bucket/s/{path.name}": path.read_bytes() for path in paths}
-    with faulty_store(objects):
+    with flaky_source(objects):
         for names in (
-            "faulty://bucket/s",
-            "faulty://bucket/s/*.tar",
-            "faulty://bucket/s/shard-{000..001}.tar",
+            "flaky://bucket/s",
+            "flaky://bucket/s/*.tar",
+            "flaky://bucket/s/shard-{000..001}.tar",
         ):
             assert labels_of(TarShards(names)) == list(range(5))
     capsys.readouterr()

@@ -1,6 +1,6 @@
 """A store with a file system of its own for fsspec, whose answers can fail in every way.
 
-`faulty://bucket/name`. The objects are in memory; each request is counted, and `fault` may raise or
+`flaky://bucket/name`. The objects are in memory; each request is counted, and `fault` may raise or
 change an answer.
 """
 
@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import fsspec
 from fsspec import AbstractFileSystem
 
-PROTOCOL = "faulty"
+PROTOCOL = "flaky"
 
 # path, start, end, the right answer → the answer
 Fault = Callable[[str, int, int, bytes], bytes]
 
 
-class FaultyStore(AbstractFileSystem):
+class FlakySource(AbstractFileSystem):
     """Objects by path. Several instances share them, as several clients share a store."""
 
     protocol = PROTOCOL
@@ -40,8 +40,8 @@ class FaultyStore(AbstractFileSystem):
         return str(path).removeprefix(f"{PROTOCOL}://")
 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
-        if FaultyStore.list_fault is not None:
-            FaultyStore.list_fault()
+        if FlakySource.list_fault is not None:
+            FlakySource.list_fault()
         if path in self.objects:
             content = self.objects[path]
             etag = self.etags.get(path, hashlib.md5(content).hexdigest())
@@ -65,32 +65,32 @@ class FaultyStore(AbstractFileSystem):
         content = self.objects[path]
         start = start or 0
         end = len(content) if end is None else end
-        FaultyStore.requests.append((path, start, end))
+        FlakySource.requests.append((path, start, end))
         if self.log is not None:
             with open(self.log, "a") as file:
                 file.write(f"{path} {start} {end}\n")
         time.sleep(self.delay_s)
         answer = content[start:end]
-        return answer if FaultyStore.fault is None else FaultyStore.fault(path, start, end, answer)
+        return answer if FlakySource.fault is None else FlakySource.fault(path, start, end, answer)
 
 
 @contextmanager
-def faulty_store(objects: dict[str, bytes]) -> Iterator[type[FaultyStore]]:
+def flaky_source(objects: dict[str, bytes]) -> Iterator[type[FlakySource]]:
     """The store with these objects and no faults, as long as the block lasts."""
-    fsspec.register_implementation(PROTOCOL, FaultyStore, clobber=True)
-    FaultyStore.objects = dict(objects)
-    FaultyStore.etags = {}
-    FaultyStore.fault = None
-    FaultyStore.list_fault = None
-    FaultyStore.requests = []
-    FaultyStore.delay_s = 0.0
-    FaultyStore.log = None
+    fsspec.register_implementation(PROTOCOL, FlakySource, clobber=True)
+    FlakySource.objects = dict(objects)
+    FlakySource.etags = {}
+    FlakySource.fault = None
+    FlakySource.list_fault = None
+    FlakySource.requests = []
+    FlakySource.delay_s = 0.0
+    FlakySource.log = None
     try:
-        yield FaultyStore
+        yield FlakySource
     finally:
-        FaultyStore.objects = {}
-        FaultyStore.fault = None
-        FaultyStore.list_fault = None
+        FlakySource.objects = {}
+        FlakySource.fault = None
+        FlakySource.list_fault = None
 
 
 class FaultEvery:

@@ -15,7 +15,7 @@ KINDS = ("500", "reset", "truncated", "slow")
 SLOW_S = 0.5
 
 
-class FaultyProxy:
+class FlakyProxy:
     """Forwards to a server on this machine; every n-th GET fails, in each way in turn."""
 
     def __init__(self, port: int, every: int) -> None:
@@ -93,9 +93,9 @@ class FaultyProxy:
 
 
 @contextmanager
-def faulty_proxy(port: int, every: int) -> Iterator[FaultyProxy]:
+def flaky_proxy(port: int, every: int) -> Iterator[FlakyProxy]:
     """A proxy before the server at that port, as long as the block lasts."""
-    proxy = FaultyProxy(port, every)
+    proxy = FlakyProxy(port, every)
     try:
         yield proxy
     finally:

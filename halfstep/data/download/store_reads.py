@@ -21,6 +21,7 @@ from halfstep.storage.url import StoreURL, hide_credentials, open_filesystem
 from halfstep.utils.text import printable
 
 MAX_ATTEMPTS = 8
+FIRST_ATTEMPTS = 4  # to reach the store at all; its own client tries each several times
 FIRST_PAUSE_S = 0.25  # doubled with each attempt: half a minute in all
 MAX_PAUSE_S = 16.0
 
@@ -102,7 +103,12 @@ class StoreReads:
         FileNotFoundError where there is none. The names are the store's: nobody has checked them.
         """
         try:
-            info = self.retry("look for", self.root, lambda: self.filesystem.info(self.root))
+            info = self.retry(
+                "look for",
+                self.root,
+                lambda: self.filesystem.info(self.root),
+                max_attempts=FIRST_ATTEMPTS,
+            )
         except FileNotFoundError:
             raise self._nothing_there() from None
         if info["type"] == "file":
@@ -139,10 +145,12 @@ class StoreReads:
 
         return self.retry("read", item.path, read_range)
 
-    def retry(self, verb: str, path: str, action: Callable[[], T]) -> T:
+    def retry(
+        self, verb: str, path: str, action: Callable[[], T], *, max_attempts: int = MAX_ATTEMPTS
+    ) -> T:
         """What the action returns, called until it succeeds or waiting does not help."""
         pause_s = FIRST_PAUSE_S
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        for attempt in range(1, max_attempts + 1):
             if self.stop.is_set():
                 raise StoppedReading
             self._private_random.apply()
@@ -151,9 +159,9 @@ class StoreReads:
             except Exception as error:
                 if is_permanent(error):
                     raise self._permanent_error(verb, path, error) from None
-                if attempt == MAX_ATTEMPTS:
+                if attempt == max_attempts:
                     raise StoreUnreachable(
-                        f"{self.what}: could not {verb} {self._shown(path)} in {MAX_ATTEMPTS} "
+                        f"{self.what}: could not {verb} {self._shown(path)} in {max_attempts} "
                         f"attempts: {describe_error(error)}. Check the connection and the store, "
                         "and start again: what is copied already stays"
                     ) from None

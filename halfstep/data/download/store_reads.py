@@ -94,8 +94,7 @@ class StoreReads:
         self.root = str(self.filesystem._strip_protocol(str(url))).rstrip("/")
         self.stop = threading.Event()
         # What the store's libraries draw must not move the generators of the run.
-        package = type(self.filesystem).__module__.partition(".")[0]
-        self._private_random = PrivateRandom({*STORE_PACKAGES, package})
+        self._private_random = PrivateRandom(STORE_PACKAGES)
 
     def list_objects(self) -> tuple[list[StoreObject], bool]:
         """Every object at the URL, by name, and whether it names a folder and not one object.

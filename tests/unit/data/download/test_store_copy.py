@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import os
+import random
+import sys
 import tarfile
 import warnings
 from collections.abc import Iterator
@@ -489,6 +491,12 @@ def test_copies_at_once_read_each_object_once(store: type[FlakySource]) -> None:
     assert all(each == copies[0] for each in copies)
     assert contents(copies[0].path) == expected(store)
     assert len(store.requests) == 18
+
+
+def test_a_file_system_of_the_users_keeps_its_random_module(store: type[FlakySource]) -> None:
+    """It stands in a package of theirs, whose other modules draw the numbers of a run."""
+    copy()
+    assert random is sys.modules["random"]  # `random` of this module, which is in its package
 
 
 def test_no_warning_of_a_plain_copy(store: type[FlakySource]) -> None:

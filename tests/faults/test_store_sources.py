@@ -91,6 +91,7 @@ def test_a_copy_survives_kills_and_goes_on(kills: int, tmp_path: Path) -> None:
 # that, and starts threads.
 S3_COPIES = """
 import hashlib, json, logging, os, random, sys
+from pathlib import Path
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 os.environ["AWS_ACCESS_KEY_ID"] = "AKIATESTTESTTESTTEST"
 os.environ["AWS_SECRET_ACCESS_KEY"] = "secret-of-this-test-0123456789"
@@ -103,9 +104,12 @@ os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
 from halfstep.data.download import store_copy, store_reads
 from halfstep.data.download.local_copy import local_path
 from halfstep.storage.url import open_filesystem, parse_store_url
+from halfstep.data.shards import shard_reads
+from halfstep.data.shards.shard_stream import ShardStream
 from halfstep.utils import rng
 from tests.support.flaky_proxy import flaky_proxy
 from tests.support.flaky_source import seeded_bytes
+from tests.support.tar_files import write_shards
 
 store_copy.BLOCK_BYTES = 1 << 18
 store_reads.FIRST_PAUSE_S = 0.01
@@ -117,11 +121,28 @@ for name, content in objects.items():
     filesystem.pipe(f"bucket/data/{name}", content)
 filesystem.pipe("bucket/hostile/../../outside", b"1")
 
+shards = write_shards(Path(os.environ["HALFSTEP_CACHE"], "shards"), [40, 30, 50], parts=2)
+for path in shards:
+    filesystem.put(str(path), f"bucket/shards/{path.name}")
+columns = {"image": "png", "label": "cls"}
+local_stream = ShardStream(shards, columns, batch_size=8, buffer_size=20)
+local_labels = [labels.tolist() for _, labels in local_stream]
+shard_reads.BLOCK_BYTES = 1 << 13
+
 random.seed(5)
 states = rng.host_states()
 with flaky_proxy(port, every=3) as proxy:
     os.environ["AWS_ENDPOINT_URL"] = proxy.url
     folder = local_path("s3://bucket/data")
+    names = "s3://bucket/shards/shard-{000..002}.tar"
+    stream = ShardStream(names, columns, batch_size=8, buffer_size=20)
+    batches = iter(stream)
+    labels = [next(batches)[1].tolist() for _ in range(7)]
+    state = stream.state_dict()
+    batches.close()
+    again = ShardStream("s3://bucket/shards", columns, batch_size=8, buffer_size=20)
+    again.load_state_dict(state)
+    assert labels + [labels.tolist() for _, labels in again] == local_labels
     faults = dict(proxy.faults)
 assert rng.equal_host_states(states, rng.host_states())  # nobody has drawn from those of a run
 paths = [path for path in folder.rglob("*") if path.is_file()]

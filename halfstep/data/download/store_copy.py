@@ -494,9 +494,10 @@ class _Copying:
             "objects": [asdict(item) for item in copied],
         }
         write_json(self.partial / MANIFEST_FILE, manifest)
-        (self.partial / JOURNAL_FILE).unlink()
         os.rename(self.partial, self.folder)
         sync_folder(self.root)
+        # Not before: without it a copy that is killed here would be read again.
+        (self.folder / JOURNAL_FILE).unlink()
 
     def _announce_change(self, earlier: StoreCopy) -> None:
         before = {item.name: (item.size, item.version) for item in earlier.objects}

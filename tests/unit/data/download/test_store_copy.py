@@ -499,6 +499,21 @@ def test_a_file_system_of_the_users_keeps_its_random_module(store: type[FlakySou
     assert random is sys.modules["random"]  # `random` of this module, which is in its package
 
 
+def test_a_kill_before_the_last_rename_costs_no_reading(
+    store: type[FlakySource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*paths: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_copy.os, "rename", fail)
+        with pytest.raises(KeyboardInterrupt):
+            copy()
+    store.requests.clear()
+    assert contents(copy().path) == expected(store)
+    assert store.requests == []
+
+
 def test_no_warning_of_a_plain_copy(store: type[FlakySource]) -> None:
     with warnings.catch_warnings(action="error"):
         copy()

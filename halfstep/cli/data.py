@@ -17,7 +17,8 @@ from halfstep.cli.options import (
     complete_one,
 )
 from halfstep.cli.output import BAR_WIDTH, draw_bar, echo, print_json
-from halfstep.utils.text import list_some, plural, printable
+from halfstep.storage.url import is_store_url, parse_store_url
+from halfstep.utils.text import format_bytes, list_some, plural, printable
 
 MAX_CATEGORIES_SHOWN = 6
 MAX_CLASSES_SHOWN = 40  # with more classes, one line sums them up
@@ -41,19 +42,23 @@ halfstep data get cifar10
 halfstep data get cifar10 --path https://mirror.example/cifar-10-binary.tar.gz\
 #sha256=c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd
 HALFSTEP_DATA=/data halfstep data get mnist --json
+halfstep data get s3://bucket/photos
+
+The URL of a store is copied into the cache, where train, compare and the others use it; every file
+of the copy is read and checked.
 """
 
 DownloadableArgument = Annotated[
     str,
     typer.Argument(
-        help="mnist, fashion-mnist, cifar10 or cifar100",
+        help="mnist, fashion-mnist, cifar10 or cifar100, or the URL of a store",
         autocompletion=complete_one(*DOWNLOADABLE),
     ),
 ]
 DatasetArgument = Annotated[
     str,
     typer.Argument(
-        help=f"{', '.join(DATASETS)}, or a folder",
+        help=f"{', '.join(DATASETS)}, a folder, or a URL",
         autocompletion=complete_one(*DATASETS),
     ),
 ]
@@ -77,6 +82,11 @@ def get(
     name: DownloadableArgument, path: DataPathOption = None, as_json: JsonOption = False
 ) -> None:
     """The command; its help is GET_HELP."""
+    if is_store_url(name):
+        if path is not None:
+            raise ValueError(f"--path: expected with a data set by name, got the URL {name}")
+        _get_from_store(name, as_json=as_json)
+        return
     from halfstep.data.download.find import find
 
     if name == "sample":
@@ -96,6 +106,28 @@ def get(
             "sample": location.sample,
         }
     )
+
+
+def _get_from_store(url: str, *, as_json: bool) -> None:
+    """Copies what is at a URL into the cache, and checks every file of the copy."""
+    from halfstep.data.download.find import require_cache
+    from halfstep.data.download.store_copy import checked_copy
+
+    copy = checked_copy(parse_store_url(url, "data get"), require_cache(), what="data get")
+    size = sum(item.size for item in copy.objects)
+    if as_json:
+        print_json(
+            {
+                "name": url,
+                "folder": str(copy.path),
+                "origin": url,
+                "files": len(copy.objects),
+                "bytes": size,
+            }
+        )
+        return
+    files = f"{plural(len(copy.objects), 'file')}, {format_bytes(size)}"
+    echo(printable(f"{url}: {copy.path} ({files})"))
 
 
 @data_app.command(short_help=SHOW_SUMMARY, cls=Command)

@@ -14,6 +14,7 @@ from halfstep.data import Dataset, ImageFolder
 from halfstep.data.class_weights import describe_imbalance, weights_of_counts
 from halfstep.data.download.catalog import CATALOG
 from halfstep.data.download.find import find
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers import split_folder
 from halfstep.data.readers.image_folder import read_in_threads
 from halfstep.data.readers.image_survey import ImageSurvey, survey_images
@@ -237,7 +238,7 @@ class PixelStatistics:
 
 
 def _folder(name: str) -> Path:
-    return Path(name).expanduser()
+    return local_path(name).expanduser()
 
 
 def _is_part(name: str) -> bool:

@@ -21,6 +21,7 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import echo, format_scores, print_json
 from halfstep.experiment import training_run
+from halfstep.storage.url import is_store_url
 from halfstep.utils.text import list_some, printable
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _without_data_settings(
     settings = replace(settings, test_share=None, split_seed=None, skip_damaged=None)
     if not data.startswith("csv:"):
         settings = replace(settings, target=None, task=None, drop=None)
-    if not Path(data).expanduser().is_dir():
+    if not (is_store_url(data) or Path(data).expanduser().is_dir()):
         settings = replace(settings, size=None)
     return settings
 

@@ -128,7 +128,7 @@ DataOption = Annotated[
     typer.Option(
         help=f"{', '.join(DATASETS)}, module:function, file.py:function, csv:FILE, or a folder: "
         "one folder of images per class, as they are or below train/ and test/ (or val/), or "
-        "MNIST's or CIFAR-10's own files",
+        "MNIST's or CIFAR-10's own files; or the URL of one of these, as s3://bucket/photos",
         autocompletion=complete_one(*DATASETS),
     ),
 ]

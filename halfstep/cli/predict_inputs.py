@@ -15,6 +15,7 @@ from torch import Tensor
 
 from halfstep import data
 from halfstep.data import Dataset
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.pipeline.collate import stack_column
 from halfstep.data.pipeline.function_map import FunctionMap
 from halfstep.data.pipeline.maps import TransformMap
@@ -52,8 +53,11 @@ class Inputs:
 
 
 def read_inputs(source: str, built: "RunParts", settings: TrainSettings) -> Inputs:
-    """Reads an image, a folder of images, an .npy file, or the test samples of a named data set."""
-    path = Path(source).expanduser()
+    """Reads an image, a folder of images, an .npy file, or the test samples of a named data set.
+
+    A URL is copied first.
+    """
+    path = local_path(source, "predict").expanduser()
     suffix = path.suffix.lower()
     if suffix == ".npy" and path.is_file():
         return _read_array(path, built)

@@ -15,6 +15,8 @@ from halfstep.data.pipeline.loader import Loader
 from halfstep.data.readers.cifar import read_cifar
 from halfstep.data.readers.idx import read_idx, read_split
 from halfstep.data.readers.image_folder import ImageFolder
+from halfstep.data.shards.shard_stream import ShardStream
+from halfstep.data.shards.tar_shards import TarShards
 from halfstep.data.tables.table_encoding import TableEncoding
 from halfstep.data.tables.typed_table import Table, read_csv
 from halfstep.data.transforms.affine import RandomAffine, RandomRotation
@@ -53,8 +55,10 @@ __all__ = [
     "RandomRotation",
     "Rescale",
     "Resize",
+    "ShardStream",
     "Table",
     "TableEncoding",
+    "TarShards",
     "ToCHW",
     "TrivialAugment",
     "class_weights",

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, ImageFolder
-from halfstep.data.pipeline.residency import format_bytes
 from halfstep.data.pipeline.source import ColumnSource, RowSource
 from halfstep.data.readers.image_folder import describe_unread, read_in_threads
 from halfstep.data.readers.image_survey import ImageSurvey, survey_images
@@ -30,7 +29,7 @@ from halfstep.errors import Notice
 from halfstep.experiment.data_parts import DataParts
 from halfstep.experiment.reading_progress import reading_progress
 from halfstep.experiment.settings import Settings
-from halfstep.utils.text import list_some, plural, printable
+from halfstep.utils.text import format_bytes, list_some, plural, printable
 
 # The side that photos of several sizes are brought to where no size is requested: what the network
 # was designed for, and for fully connected ones a number of weights that trains on any machine.

@@ -73,7 +73,9 @@ def reasons_to_distrust(settings: Settings, replaced: Collection[str] = ()) -> d
 
 def _verb_for_data(data: str) -> str:
     if data.startswith("csv:"):
-        return "open the table"
+        return "fetch the table" if "://" in data else "open the table"
+    if "://" in data:
+        return "fetch"
     return "import and call" if ":" in data else "open the folder"
 
 

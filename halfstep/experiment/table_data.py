@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, Table, TableEncoding, read_csv
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.splits import DEFAULT_SPLIT_SEED, DEFAULT_TEST_SHARE
 from halfstep.errors import Notice
 from halfstep.experiment.data_parts import DataParts
@@ -28,8 +29,8 @@ def is_table(name: str) -> bool:
 
 
 def table_path(name: str) -> Path:
-    """The file of csv:FILE."""
-    return Path(name.removeprefix(CSV_PREFIX)).expanduser()
+    """The file of csv:FILE, on this machine: one of a store is copied first."""
+    return local_path(name.removeprefix(CSV_PREFIX)).expanduser()
 
 
 def read_table_data(
@@ -79,7 +80,7 @@ def predict_table(
     from halfstep.experiment.build import build_model
     from halfstep.experiment.datasets import TrainTestData
 
-    table, notes = encoding.read_inputs(source.removeprefix(CSV_PREFIX))
+    table, notes = encoding.read_inputs(table_path(source))
     for note in notes:
         _notice(note)
     inputs = encoding.encode(table)

@@ -28,6 +28,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def format_bytes(count: float) -> str:
+    """Four digits and the unit: "44.86 MiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
 def dtype_name(dtype: object) -> str:
     """A torch dtype without its prefix: "float16"."""
     return str(dtype).removeprefix("torch.")

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors", "utils", "checkpoint"},
     "precision": {"errors", "utils"},
     "nets": {"utils"},
-    "data": {"errors", "utils", "kernels"},
+    "data": {"errors", "utils", "kernels", "storage"},
     "grads": {"errors", "utils", "precision"},
     "amp": {"errors", "utils", "precision", "grads"},
     "compiler": {"errors", "utils", "kernels", "precision"},
@@ -65,6 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),
         *("callbacks", "model", "experiment", "preflight", "reproduce", "compare", "report"),
+        "storage",
     },
 }
 

@@ -4,10 +4,9 @@ It is checked while it streams, and gets its final name only when it is complete
 """
 
 import hashlib
-import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import IO, BinaryIO
 from urllib.parse import urlsplit
 
+from halfstep.data.download.byte_progress import byte_progress
 from halfstep.data.download.catalog import Checksum
 from halfstep.utils.atomic_files import atomic_file
-from halfstep.utils.text import printable
 
 CHUNK_BYTES = 1 << 16
 PROVING_ALGORITHM = "sha256"  # nobody can make another file of the same sha256
@@ -192,7 +191,7 @@ def _save_response(
     size = 0
     sha256 = hashlib.sha256()
     hasher = None if checksum is None else checksum.hasher()
-    with _progress_bar(title, declared_size, progress) as show:
+    with byte_progress(title, declared_size, progress) as show:
         for chunk in _read_chunks(response, timeout_s):
             size += len(chunk)
             if size > limit_bytes:
@@ -221,30 +220,6 @@ def _read_chunks(response: HTTPResponse, timeout_s: float) -> Iterator[bytes]:
             # read1 returns what is there: the bar moves, and one timeout ends a silence.
             chunk = response.read1(CHUNK_BYTES)
         yield chunk
-
-
-@contextmanager
-def _progress_bar(
-    title: str, total: int | None, progress: bool | None
-) -> Iterator[Callable[[int], None]]:
-    """A function that shows the number of bytes so far; it does nothing without a terminal."""
-    if progress is False or not sys.stderr.isatty():
-        yield lambda size: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        console=Console(stderr=True),
-    )
-    with bar:
-        task = bar.add_task(escape(printable(title)), total=total)
-        yield lambda size: bar.update(task, completed=size)
 
 
 @contextmanager

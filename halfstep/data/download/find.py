@@ -20,7 +20,9 @@ from urllib.request import url2pathname
 from halfstep.data.download.archive import unpack
 from halfstep.data.download.catalog import CATALOG, CatalogEntry, Checksum, catalog_entry
 from halfstep.data.download.fetch import fetch_file, is_open
+from halfstep.data.download.store_copy import copy_store
 from halfstep.errors import Notice
+from halfstep.storage.url import parse_store_url
 
 DEBIAN = Path("/usr/share/datasets")  # where Debian's packages put data sets
 SAMPLE = Path(__file__).parents[1] / "sample"  # the part of Fashion-MNIST in this package
@@ -155,12 +157,15 @@ def _find_in_path(entry: CatalogEntry, path: str | Path, progress: bool | None) 
     url = urlsplit(path)
     if url.scheme in ("http", "https"):
         return _find_remote(entry, path, progress)
-    if url.scheme != "file" or url.netloc not in ("", "localhost"):
-        raise ValueError(
-            f"expected a path or a URL of http, https or file on this machine, got {path!r}"
+    if url.scheme != "file":
+        copy = copy_store(
+            parse_store_url(path, "path"), require_cache(), what="path", progress=progress
         )
+        return _find_local(entry, copy.path, path, pin=None)
+    if url.netloc not in ("", "localhost"):
+        raise ValueError(f"path: expected a file:// URL on this machine, got {path!r}")
     local_path = Path(url2pathname(url.path))
-    pin = _parse_pin(path, is_archive=not os.path.isdir(local_path))
+    pin = parse_pin(path, is_archive=not os.path.isdir(local_path))
     return _find_local(entry, local_path, path, pin)
 
 
@@ -216,14 +221,9 @@ def _find_in_archive(
 def _find_remote(entry: CatalogEntry, url: str, progress: bool | None) -> DatasetLocation:
     parts = urlsplit(url)
     is_archive = bool(parts.query or ARCHIVE_SUFFIX.search(parts.path))
-    pin = _parse_pin(url, is_archive=is_archive)
+    pin = parse_pin(url, is_archive=is_archive)
     address = parts._replace(fragment="").geturl()
-    if pin is None and is_open(address):
-        message = (
-            f"{address} is fetched over http, where anybody on the way can change it. "
-            "Write https://, or pin an archive: #sha256=… after its address"
-        )
-        warnings.warn(message, Notice, stacklevel=2)
+    warn_if_open(address, pin)
     folder = require_cache() / "urls" / hashlib.sha256(url.encode()).hexdigest()
     if not is_archive:
         return _fetch_folder(entry, address, folder, progress)
@@ -239,6 +239,16 @@ def _find_remote(entry: CatalogEntry, url: str, progress: bool | None) -> Datase
         # The next call fetches it again: the publisher may have repaired it.
         archive.unlink(missing_ok=True)
         raise
+
+
+def warn_if_open(address: str, pin: Checksum | None) -> None:
+    """Says that a file comes over http without a checksum."""
+    if pin is None and is_open(address):
+        message = (
+            f"{address} is fetched over http, where anybody on the way can change it. "
+            "Write https://, or pin an archive: #sha256=… after its address"
+        )
+        warnings.warn(message, Notice, stacklevel=3)
 
 
 def _fetch_folder(
@@ -261,7 +271,7 @@ def _fetch_folder(
     return _require_files(entry, folder, address, address)
 
 
-def _parse_pin(url: str, *, is_archive: bool) -> Checksum | None:
+def parse_pin(url: str, *, is_archive: bool) -> Checksum | None:
     """The checksum in the fragment of a URL, written as pip writes it."""
     fragment = urlsplit(url).fragment
     if not fragment:

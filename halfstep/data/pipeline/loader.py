@@ -22,6 +22,7 @@ from halfstep.data.pipeline.loader_limits import (
 )
 from halfstep.data.pipeline.loader_states import (
     DRAWS_LATER,
+    has_exact_state,
     load_own_states,
     load_random_states,
     match_workers,
@@ -134,12 +135,14 @@ class Loader:
         present_states = {}
         generators = {}
         if step == self.step:
-            if hasattr(self.batches, "state_dict") and (step or newest.is_over):
-                own_state = self.batches.state_dict()
+            if has_exact_state(self.batches) and (step or newest.is_over):
+                own_state = self.batches.state_dict()  # type: ignore[attr-defined]
             if step:
                 generators = save_own_states(self.batches)
             else:
                 present_states = save_random_states(self.batches)
+        elif step == self.step - 1 and hasattr(self.batches, "previous_state_dict"):
+            own_state = self.batches.previous_state_dict()
         elif not newest.start_states:
             raise CheckpointError(
                 f"{type(self.batches).__name__} has delivered {self.step} batches of this pass, "
@@ -216,7 +219,7 @@ class Loader:
 
     def _retry_batch(self, failed_pass: _LoaderPass) -> Iterator[Any]:
         """The batches from the failed one on, by a replay."""
-        if not failed_pass.start_states or hasattr(self.batches, "state_dict"):
+        if not failed_pass.start_states or has_exact_state(self.batches):
             raise RuntimeError(
                 f"{type(self.batches).__name__} failed after {failed_pass.step} batches and cannot "
                 "go on. Begin another pass."

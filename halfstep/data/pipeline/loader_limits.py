@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS
+from halfstep.data.pipeline.loader_states import DRAWS_LATER, WORKERS, has_exact_state
 from halfstep.utils import rng
 
 # They draw the order of a pass with its first batch.
@@ -81,7 +81,7 @@ def what_to_watch(batches: Any) -> str:
 
     Draws of a map-style data set change what samples look like, and not which ones come later.
     """
-    if type(batches) in (list, tuple) or hasattr(batches, "state_dict"):
+    if type(batches) in (list, tuple) or has_exact_state(batches):
         return ""
     if not isinstance(batches, DataLoader):
         return "batches"

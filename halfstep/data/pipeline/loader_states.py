@@ -13,10 +13,32 @@ from halfstep.data.pipeline.own_generators import (
 )
 from halfstep.utils import rng
 
+# What of Hugging Face's streams forgets its samples when it saves its state, by name.
+_FORGETFUL_BUFFER = "BufferShuffledExamplesIterable"
+
 # Beside random states, what is saved of the start of a pass.
 WORKERS = "num_workers"
 WORKERS_RUNNING = "workers_running"  # persistent ones, from an earlier pass
 DRAWS_LATER = "draws_later"  # the order is drawn while the pass goes on
+
+
+def has_exact_state(batches: Any) -> bool:
+    """Whether the loader's own state leads to the very next batch.
+
+    That of a Hugging Face stream with a shuffle buffer does not: the samples in the buffer are
+    left out after a resume. Such a stream repeats its order, so that it can be replayed.
+    """
+    if not hasattr(batches, "state_dict"):
+        return False
+    parts = [batches, getattr(batches, "dataset", None)]
+    while parts:
+        part = parts.pop()
+        if type(part).__name__ == _FORGETFUL_BUFFER:
+            return False
+        for name in ("_ex_iterable", "ex_iterable"):
+            parts += [getattr(part, name)] if hasattr(part, name) else []
+        parts += getattr(part, "ex_iterables", ())
+    return True
 
 
 def save_random_states(batches: Any) -> dict[str, Any]:

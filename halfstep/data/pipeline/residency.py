@@ -18,6 +18,7 @@ from halfstep.data.pipeline.seeding import seeded_generators
 from halfstep.data.pipeline.source import ColumnSource
 from halfstep.data.pipeline.torchvision_maps import TorchvisionMap
 from halfstep.data.transforms import spec
+from halfstep.utils.text import format_bytes
 
 Budget = int | float | str | None
 
@@ -129,15 +130,6 @@ def budget_bytes(budget: Budget, device: torch.device) -> int | None:
         "budget: expected bytes, a size such as '8GB' or a fraction of the free memory such as "
         f"0.5, got {budget!r}"
     )
-
-
-def format_bytes(count: float) -> str:
-    """Four digits and the unit: "44.86 MiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
 
 
 def _free_memory(device: torch.device) -> int | None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers.binary import (
     damaged_file_error,
     describe_head,
@@ -83,7 +84,7 @@ def read_cifar(
     label_names = list(cifar.label_counts)
     expect(labels in label_names, "labels", f"one of {label_names} for {cifar.name}", labels)
 
-    paths = _find_files(Path(folder), cifar, train)
+    paths = _find_files(local_path(folder, "read_cifar"), cifar, train)
     counts = [_count_records(path, cifar) for path in paths]
     total = sum(counts)
     all_images = np.empty((total, 32, 32, 3), np.uint8)

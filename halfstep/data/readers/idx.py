@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers.binary import (
     Content,
     damaged_file_error,
@@ -45,7 +46,7 @@ def read_idx(path: str | Path, *, dims: int) -> Tensor:
     """
     if not 1 <= dims <= MAX_DIMS:
         raise ValueError(f"expected 1 to 64 dims, got {dims!r}. Pass 3 for images, 1 for labels.")
-    path = Path(path)
+    path = local_path(path, "read_idx")
     with open_binary(path) as file:
         content = open_content(path, file)
         shape = _read_shape(content, dims)
@@ -65,8 +66,9 @@ def read_split(
     if not 1 <= classes <= 256:
         raise ValueError(f"expected 1 to 256 classes, got {classes!r}. A label is one byte.")
     images_name, labels_name = TRAIN_FILES if train else TEST_FILES
-    images_path = _find_file(Path(folder), images_name)
-    labels_path = _find_file(Path(folder), labels_name)
+    folder = local_path(folder, "read_split")
+    images_path = _find_file(folder, images_name)
+    labels_path = _find_file(folder, labels_name)
     images = read_idx(images_path, dims=3)
     labels = read_idx(labels_path, dims=1).long()
     if len(images) == 0:

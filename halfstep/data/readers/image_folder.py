@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from importlib.util import find_spec
-from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers.binary import describe_head, open_binary
 from halfstep.data.readers.resize_crop import (
     Size,
@@ -86,7 +86,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 "expected Pillow, which decodes images, found it not installed. "
                 "Run: pip install pillow"
             )
-        self.root = Path(root)
+        self.root = local_path(root, "ImageFolder")
         self.mode = mode
         self.classes = _list_classes(self.root)
         self.files: list[str] = []
@@ -238,18 +238,32 @@ def read_image(
 ) -> Tensor:
     """The pixels of an image file, as ImageFolder gives them."""
 
-    def read(file: BufferedReader) -> Tensor:
+    with open_binary(path) as file:
+        return decode_image(file, path, mode, max_pixels, size)
+
+
+def decode_image(
+    file: IO[bytes],
+    place: object,
+    mode: str,
+    max_pixels: int = MAX_PIXELS,
+    size: Size | None = None,
+) -> Tensor:
+    """The pixels of an image; `place` is where it lies, for errors."""
+
+    def read(file: IO[bytes]) -> Tensor:
         return torch.from_numpy(_decode(file, mode, max_pixels, size))
 
-    return _read_checked(path, read)
+    return _read_checked(file, place, read)
 
 
 def read_image_head(path: Path) -> tuple[Size, str]:
     """(height, width) of the image as it stands upright, and Pillow's mode; nothing is decoded."""
-    return _read_checked(path, _read_head)
+    with open_binary(path) as file:
+        return _read_checked(file, path, _read_head)
 
 
-def _read_head(file: BufferedReader) -> tuple[Size, str]:
+def _read_head(file: IO[bytes]) -> tuple[Size, str]:
     from PIL import Image
 
     with Image.open(file, formats=FORMATS) as image:
@@ -259,42 +273,38 @@ def _read_head(file: BufferedReader) -> tuple[Size, str]:
         return size, image.mode
 
 
-def _read_checked(path: Path, read: Callable[[BufferedReader], T]) -> T:
-    """What `read` makes of the file; its errors name the file and say what to do."""
+def _read_checked(file: IO[bytes], place: object, read: Callable[[IO[bytes]], T]) -> T:
+    """What `read` makes of the file; its errors name the place and say what to do."""
     from PIL.Image import DecompressionBombError, DecompressionBombWarning
 
-    with open_binary(path) as file:
-        try:
-            return read(file)
-        except MemoryError:
-            raise
-        except ImageTooLarge as error:
-            advice = "Shrink the image, or pass ImageFolder(…, max_pixels=…) if it is meant to be."
-            raise _image_error(path, str(error), advice) from error
-        except (DecompressionBombError, DecompressionBombWarning) as error:
-            advice = (
-                "Shrink the image, or raise PIL.Image.MAX_IMAGE_PIXELS "
-                "if it is meant to be so large."
-            )
-            raise _image_error(path, str(error).rstrip("."), advice) from error
-        except Exception as error:
-            # Pillow's parsers raise what they stumble over: SyntaxError, struct.error, ...
-            actual = _explain_decode_error(file, error)
-            raise _image_error(path, actual, "Replace the file or remove it.") from error
+    try:
+        return read(file)
+    except MemoryError:
+        raise
+    except ImageTooLarge as error:
+        advice = "Shrink the image, or pass ImageFolder(…, max_pixels=…) if it is meant to be."
+        raise _image_error(place, str(error), advice) from error
+    except (DecompressionBombError, DecompressionBombWarning) as error:
+        advice = (
+            "Shrink the image, or raise PIL.Image.MAX_IMAGE_PIXELS if it is meant to be so large."
+        )
+        raise _image_error(place, str(error).rstrip("."), advice) from error
+    except Exception as error:
+        # Pillow's parsers raise what they stumble over: SyntaxError, struct.error, ...
+        actual = _explain_decode_error(file, error)
+        raise _image_error(place, actual, "Replace the file or remove it.") from error
 
 
 class ImageTooLarge(ValueError):
     """An image of more pixels than its reader decodes."""
 
 
-def _decode(file: BufferedReader, mode: str, max_pixels: int, size: Size | None) -> ByteArray:
+def _decode(file: IO[bytes], mode: str, max_pixels: int, size: Size | None) -> ByteArray:
     pixels = _decode_own_size(file, mode, max_pixels, size)
     return pixels if size is None else resize_and_crop(pixels, size)
 
 
-def _decode_own_size(
-    file: BufferedReader, mode: str, max_pixels: int, size: Size | None
-) -> ByteArray:
+def _decode_own_size(file: IO[bytes], mode: str, max_pixels: int, size: Size | None) -> ByteArray:
     from PIL import Image, ImageOps
 
     with Image.open(file, formats=FORMATS) as image:
@@ -362,7 +372,7 @@ def _take_high_byte(image: "Image", mode: str) -> ByteArray:
     return np.repeat(gray[..., None], len(mode), axis=2)
 
 
-def _explain_decode_error(file: BufferedReader, error: Exception) -> str:
+def _explain_decode_error(file: IO[bytes], error: Exception) -> str:
     from PIL import UnidentifiedImageError
 
     if not isinstance(error, UnidentifiedImageError):
@@ -374,8 +384,8 @@ def _explain_decode_error(file: BufferedReader, error: Exception) -> str:
     return f"bytes of none of {', '.join(FORMATS)}: {describe_head(head)}"
 
 
-def _image_error(path: Path, actual: str, advice: str) -> ValueError:
+def _image_error(place: object, actual: str, advice: str) -> ValueError:
     return ValueError(
-        f"{printable(path)}: expected an image that Pillow can decode, "
+        f"{printable(place)}: expected an image that Pillow can decode, "
         f"found {printable(actual)}. {advice}"
     )

@@ -11,6 +11,7 @@ from typing import Literal
 from halfstep import data
 from halfstep.data import Dataset, ImageFolder
 from halfstep.data.download.catalog import CATALOG
+from halfstep.data.download.local_copy import local_path
 from halfstep.data.readers.idx import read_split
 from halfstep.data.readers.image_folder import SUFFIXES
 from halfstep.data.splits import DEFAULT_SPLIT_SEED, DEFAULT_TEST_SHARE
@@ -84,7 +85,7 @@ def open_split_folder(name: str, *, allow_function: bool = True) -> SplitFolder:
 
     `allow_function`: whether a function of the user's would do as well; the message then says so.
     """
-    root = Path(name).expanduser()
+    root = local_path(name).expanduser()
     if not root.is_dir():
         raise _no_such_folder(name, allow_function=allow_function)
 
@@ -138,9 +139,9 @@ def _subfolder_names(root: Path) -> list[str]:
 def _no_such_folder(name: str, allow_function: bool) -> ValueError:
     known = f"sample, {', '.join(CATALOG)}"
     if allow_function:
-        known += ", a folder, or a function of yours as package.module:function"
+        known += ", a folder, a URL, or a function of yours as package.module:function"
     else:
-        known += ", or a folder"
+        known += ", a folder or a URL"
     suggestion = ""
     closest = closest_name(name.rstrip("/"), ["sample", *CATALOG])
     if closest is not None:

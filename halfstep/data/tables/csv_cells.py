@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 
+from halfstep.data.download.local_copy import local_path
 from halfstep.utils.text import list_some, printable
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -103,7 +104,7 @@ def parse_number(text: str, decimal: str) -> float | None:
 
 def read_cells(path: str | Path, *, delimiter: str | None = None) -> Cells:
     """Reads a whole file. The delimiter is the one that the first line has most of."""
-    path = Path(path).expanduser()
+    path = local_path(path, "read_csv").expanduser()
     with _open_text(path) as file:
         try:
             return _read(path, file, delimiter)

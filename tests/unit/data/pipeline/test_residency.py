@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from halfstep.data import Dataset, Flip, PadCrop
-from halfstep.data.pipeline.residency import budget_bytes, format_bytes
+from halfstep.data.pipeline.residency import budget_bytes
 from halfstep.errors import Notice
+from halfstep.utils.text import format_bytes
 
 
 def augmented_data(size: int = 50) -> Dataset:

@@ -65,7 +65,7 @@ DatasetArgument = Annotated[
 DatasetOrTableArgument = Annotated[
     str,
     typer.Argument(
-        help=f"{', '.join(DATASETS)}, a folder, or csv:FILE",
+        help=f"{', '.join(DATASETS)}, a folder, a URL, or csv:FILE",
         autocompletion=complete_one(*DATASETS),
     ),
 ]

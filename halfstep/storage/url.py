@@ -81,9 +81,12 @@ class StoreURL:
 def is_store_url(text: str | Path) -> bool:
     """Whether the text names a place in a store, and not a file: it begins with "scheme://".
 
-    A web address does too; it can be read from, and not written to.
+    A web address does too; it can be read from, and not written to. True also for a Path that was
+    made of a URL, which parse_store_url refuses.
     """
-    return isinstance(text, str) and URL_START.match(text) is not None
+    if isinstance(text, Path):
+        return COLLAPSED_URL.match(str(text)) is not None
+    return URL_START.match(text) is not None
 
 
 def parse_store_url(text: str | Path, what: str) -> StoreURL:

@@ -46,10 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "utils", "data", "metrics", "precision", "step", "engine"),
         *("kernels", "cuda_graphs", "compiler"),
     },
-    "callbacks": {"errors", "utils", "checkpoint", "step", "engine"},
+    "callbacks": {"errors", "utils", "checkpoint", "storage", "step", "engine"},
     "model": {
         *("errors", "utils", "checkpoint", "schedules", "metrics"),
-        *("precision", "step", "engine", "callbacks"),
+        *("storage", "precision", "step", "engine", "callbacks"),
     },
     "experiment": {
         *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {
         *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),
         *("callbacks", "model", "experiment", "preflight", "reproduce", "compare", "report"),
+        "storage",
     },
 }
 

@@ -231,10 +231,16 @@ class Checkpoint(Callback):
 
     @property
     def best_path(self) -> Path | None:
-        """The checkpoint of the best evaluation so far; None if there is none, or no `best`."""
+        """The checkpoint of the best evaluation so far; None if there is none, or no `best`.
+
+        One that another machine has saved comes from the store now.
+        """
         if self.best_step is None:
             return None
-        return self.folder / checkpoint.name_of(self.best_step)
+        path = self.folder / checkpoint.name_of(self.best_step)
+        if self.store is not None and not path.exists():
+            self.store.fetch_step(self.best_step)
+        return path
 
     def _save(self, run: Run) -> None:
         path = self.folder / checkpoint.name_of(run.position)
@@ -260,7 +266,7 @@ class Checkpoint(Callback):
         uploaded = None if self.store is None else self.store.uploaded()
         if self._successor is not None and (uploaded is None or self._successor in uploaded):
             self._remove_abandoned(self._successor)
-        protect = [] if self.best_path is None else [self.best_path]
+        protect = [self.folder / checkpoint.name_of(step) for step in self._protected_steps]
         checkpoint.prune(
             self.folder, self.keep, protect, verified=self._verified, successors=uploaded
         )

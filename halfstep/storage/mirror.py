@@ -26,7 +26,7 @@ from halfstep.checkpoint.runs import (
 )
 from halfstep.checkpoint.store import verify
 from halfstep.checkpoint.verified import VerifiedCheckpoints
-from halfstep.errors import CheckpointError, Notice, StoreError
+from halfstep.errors import DAMAGED_ADVICE, CheckpointError, Notice, StoreError
 from halfstep.storage.store_access import RetryPolicy, Store, hash_bytes, hash_file
 from halfstep.storage.store_checkpoints import (
     ATTEMPTS_FOLDER,
@@ -39,6 +39,7 @@ from halfstep.storage.store_checkpoints import (
     commit_checkpoint,
     fetch_checkpoint,
     fetch_logs,
+    find_missing_object,
     is_whole,
     prune_store,
 )
@@ -142,6 +143,9 @@ class StoreMirror:
             if good and step_of(good[-1]) >= found.step:
                 break
             try:
+                missing = find_missing_object(index, found)
+                if missing is not None:
+                    raise CheckpointError(f"{self.url}/{missing}. {DAMAGED_ADVICE}")
                 self._fetch_one(reader.store, found)
             except CheckpointError as error:
                 self._damaged[found.manifest_name] = str(error)
@@ -175,6 +179,18 @@ class StoreMirror:
         # The logs first: a checkpoint without them would be gone on from.
         fetch_logs(store, found, self.folder)
         fetch_checkpoint(store, found, self.folder)
+
+    def fetch_step(self, step: int) -> None:
+        """Brings one checkpoint of the store into the folder. CheckpointError if it has none."""
+        reader = self._connect()
+        for found in reversed(reader.read().checkpoints):
+            if found.step == step:
+                make_folder(self.folder)
+                fetch_checkpoint(reader.store, found, self.folder)
+                return
+        raise CheckpointError(
+            f"{self.url}: expected a checkpoint of step {step}, found none. It was removed."
+        )
 
     def _move_aside(self, index: StoreIndex, local_attempt: int) -> None:
         """Hides the checkpoints of this folder which a newer attempt has not gone on from."""

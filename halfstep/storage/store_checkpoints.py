@@ -350,11 +350,18 @@ def newest_of_each_step(checkpoints: Iterable[StoredCheckpoint]) -> list[StoredC
 
 def is_whole(index: StoreIndex, found: StoredCheckpoint) -> bool:
     """Whether every object of a checkpoint is there, of its size."""
+    return find_missing_object(index, found) is None
+
+
+def find_missing_object(index: StoreIndex, found: StoredCheckpoint) -> str | None:
+    """The first object of a checkpoint that is not there, or has another size, in words."""
     for name, entry in found.objects.items():
         stored = index.objects.get(name)
-        if stored is None or stored.size != entry.size:
-            return False
-    return True
+        if stored is None:
+            return f"{name}: expected {entry.size} bytes, found no such object"
+        if stored.size != entry.size:
+            return f"{name}: expected {entry.size} bytes, found {stored.size}"
+    return None
 
 
 # The format of manifests and attempts.

@@ -43,7 +43,7 @@ from halfstep.storage.store_checkpoints import (
     is_whole,
     prune_store,
 )
-from halfstep.storage.url import StoreURL, local_name, parse_store_url
+from halfstep.storage.url import StoreURL, hide_credentials, local_name, parse_store_url
 from halfstep.utils.atomic_files import make_folder
 from halfstep.utils.files import read_json, write_json
 from halfstep.utils.keywords import user_stacklevel
@@ -136,6 +136,7 @@ class StoreMirror:
         record = read_json(self.folder / RECORD_FILE) if self.folder.is_dir() else None
         local_attempt = int(record["attempt"]) if isinstance(record, dict) else 0
         self._move_aside(index, local_attempt)
+        self._write_record(index.newest_attempt)
 
         self._damaged = {}
         for found in reversed(index.checkpoints):
@@ -169,7 +170,6 @@ class StoreMirror:
     def _fetch_one(self, store: Store, found: StoredCheckpoint) -> None:
         """The checkpoint with its logs, or CheckpointError and neither of them."""
         path = self.folder / found.name
-        make_folder(self.folder)
         if _content_of(path) == found.content:
             try:
                 verify(path)
@@ -191,6 +191,11 @@ class StoreMirror:
         raise CheckpointError(
             f"{self.url}: expected a checkpoint of step {step}, found none. It was removed."
         )
+
+    def _write_record(self, attempt: int) -> None:
+        """Notes the attempt up to which every checkpoint of the folder counts."""
+        make_folder(self.folder)
+        write_json(self.folder / RECORD_FILE, {"url": str(self.url), "attempt": attempt})
 
     def _move_aside(self, index: StoreIndex, local_attempt: int) -> None:
         """Hides the checkpoints of this folder which a newer attempt has not gone on from."""
@@ -255,10 +260,9 @@ class StoreMirror:
     def begin(self, resumed_step: int | None) -> None:
         """Makes this process the one that writes to the store, and starts to upload."""
         reader = self._connect()
-        make_folder(self.folder)
         start = FROM_THE_BEGINNING if resumed_step is None else resumed_step
         self._attempt = claim_attempt(reader, start)
-        write_json(self.folder / RECORD_FILE, {"url": str(self.url), "attempt": self._attempt})
+        self._write_record(self._attempt)
         self._refused = {
             path.name: stamp
             for path, stamp in self._complete_checkpoints()
@@ -392,7 +396,7 @@ class StoreMirror:
                 return
             except Exception as error:
                 # Whatever it is, training goes on, and it is tried again.
-                self._problem = _describe(error)
+                self._problem = self._describe(error)
                 pause_s = min(FIRST_PAUSE_S * 2**failures, LONGEST_PAUSE_S)
                 failures += 1
                 self._wake.wait(pause_s)
@@ -425,7 +429,7 @@ class StoreMirror:
                 if isinstance(error, StoreError):
                     raise
                 self._refused[path.name] = stamp
-                self._refusal = _describe(error)
+                self._refusal = self._describe(error)
                 continue
             index.checkpoints.append(found)
             self._uploaded[path.name] = stamp
@@ -479,6 +483,11 @@ class StoreMirror:
     def _note_arrival(self) -> None:
         self._last_arrival = time.monotonic()
         self._arrived_count += 1
+
+    def _describe(self, error: Exception) -> str:
+        if isinstance(error, StoreError | CheckpointError):
+            return str(error).removeprefix(f"{self.what}: ")
+        return f"{type(error).__name__}: {hide_credentials(str(error))}"
 
     # The folder.
 
@@ -563,9 +572,3 @@ def _content_of(checkpoint: Path) -> str | None:
         return hashlib.sha256((checkpoint / MANIFEST_FILE).read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, StoreError | CheckpointError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

@@ -49,7 +49,7 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # "user:password@" and "token@". A password may have a slash in it.
-PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@'\"]*:[^\s@'\"]+|[^/\s@'\"]+)@")
+PASSWORD_IN_URL = re.compile(r"(:/{1,3})([^/\s:@'\"]*:[^\s@'\"]+|[^/\s@'\"]+)@")
 # Parameters of a query, and those of the header that signs a request.
 PARAMETER = re.compile(r"(?<=[?&,\s])([A-Za-z0-9_.-]+)=([^&,\s'\"<>]+)")
 ACCESS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
@@ -169,7 +169,7 @@ def local_name(url: StoreURL) -> str:
 
 def hide_credentials(text: str) -> str:
     """The text of an error or a URL, without passwords, keys, signatures and tokens."""
-    text = PASSWORD_IN_URL.sub(f"{MASK}@", text)
+    text = PASSWORD_IN_URL.sub(rf"\1{MASK}@", text)
     text = PARAMETER.sub(_mask_parameter, text)
     text = ACCESS_KEY_ID.sub(MASK, text)
     for secret in _configured_secrets():

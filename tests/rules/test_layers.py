@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "experiment": {
         *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
-        *("engine", "callbacks", "model"),
+        *("storage", "engine", "callbacks", "model"),
     },
     "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},

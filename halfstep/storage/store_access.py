@@ -7,6 +7,7 @@ its size and its content: the checksum that the store itself computed agrees, or
 
 import hashlib
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from halfstep.checkpoint.manifest import FileEntry
 from halfstep.errors import CheckpointError, StoreError
+from halfstep.storage.private_random import STORE_PACKAGES, PrivateRandom
 from halfstep.storage.url import StoreURL, hide_credentials, open_filesystem
 from halfstep.utils.text import first_line
 
@@ -77,6 +79,8 @@ class Store:
         self.filesystem: AbstractFileSystem = open_filesystem(url, what)
         self._root: str = self.filesystem._strip_protocol(url.path)
         self._wait = wait
+        own_package = type(self.filesystem).__module__.partition(".")[0]
+        self._private_random = PrivateRandom({*STORE_PACKAGES, own_package})
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
         """All objects below a folder, in order of their names."""
@@ -227,7 +231,7 @@ class Store:
         delays = self.retries.delays()
         while True:
             try:
-                return call()
+                return self._call(call)
             except FileNotFoundError as error:
                 if action == "read":
                     raise FileNotFoundError(f"{self.url}/{name}: not there") from None
@@ -241,6 +245,21 @@ class Store:
                     f"{self.what}: cannot {action} {self.url}/{name}: {_describe(reason)}"
                 ) from None
             self._wait(delay)
+
+    def _call(self, call: Callable[[], Result]) -> Result:
+        """Calls without a draw from the random generators of this process.
+
+        What a library imports in its first call is seen only then. The main thread waits meanwhile,
+        so its generators can be put back.
+        """
+        self._private_random.apply()
+        if threading.current_thread() is not threading.main_thread():
+            return call()
+        state = random.getstate()
+        try:
+            return call()
+        finally:
+            random.setstate(state)
 
 
 def hash_file(path: Path) -> FileEntry:

@@ -215,15 +215,17 @@ def train(
     """The run: 14 steps, or 15 as three epochs of five.
 
     Evaluations at every third step and at each epoch's end. `pause` makes every batch slow. With
-    `store`, the settings of a faulty store, checkpoints and log go there, by way of `folder`.
+    `store`, the settings of a faulty store, or the URL of another one and the environment that it
+    needs, checkpoints and log go there, by way of `folder`.
     """
     folder = Path(folder)
     out: str | Path = folder / "run"
     log_path = folder / "log.jsonl"
     if store is not None:
-        use_faulty_store(store)
-        os.environ["HALFSTEP_OUT"] = str(folder)
-        out = STORE_URL
+        out = store.get("url", STORE_URL)
+        os.environ.update({"HALFSTEP_OUT": str(folder), **store.get("environment", {})})
+        if out == STORE_URL:
+            use_faulty_store(store)
     saver = Checkpoint(out, every_steps=every_steps, keep=keep, best="acc")
     if saver.store is not None:
         saver.store.retries = QUICK_RETRIES

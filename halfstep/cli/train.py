@@ -122,7 +122,10 @@ def train(
     max_time: MaxTimeOption = None,
     limit_batches: LimitBatchesOption = None,
     out: Annotated[
-        str, typer.Option(help="folder of the run, or the URL of a store: s3://bucket/run")
+        str,
+        typer.Option(
+            metavar="<path>", help="folder of the run, or the URL of a store: s3://bucket/run"
+        ),
     ] = "runs/train",
     resume: Annotated[
         str | None,

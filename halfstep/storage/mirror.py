@@ -233,7 +233,8 @@ class StoreMirror:
         if self._starts_over:
             return
         index = self._connect().read()
-        if resumed_step is None and (index.checkpoints or index.broken):
+        damaged = index.broken.keys() - index.cut_off
+        if resumed_step is None and (index.checkpoints or damaged):
             newest = index.checkpoints[-1].name if index.checkpoints else "damaged ones"
             raise FileExistsError(
                 f"{self.what}: {self.url} holds checkpoints of another run, up to {newest}. Go on "
@@ -292,7 +293,7 @@ class StoreMirror:
     def warn_of_problems(self) -> None:
         """A Notice, once a run, if the store does not take what is made."""
         if self._refusal is not None:
-            self._warn_once("refusal", f"a checkpoint is not uploaded: {self._refusal}")
+            self._warn_once("refusal", self._refusal)
         if self._end_of_uploads is not None:
             self._warn_once("end", f"{self._end_of_uploads}. Its files stay in {self.folder}")
         elif self._problem is not None:
@@ -429,7 +430,7 @@ class StoreMirror:
                 if isinstance(error, StoreError):
                     raise
                 self._refused[path.name] = stamp
-                self._refusal = self._describe(error)
+                self._refusal = f"a checkpoint is not uploaded: {self._describe(error)}"
                 continue
             index.checkpoints.append(found)
             self._uploaded[path.name] = stamp
@@ -437,8 +438,12 @@ class StoreMirror:
         for path in self._other_files():
             if not stop.is_set():
                 self._upload_file(reader.store, path)
-        if prune_store(reader, self._attempt, self.keep, self.protected_steps):
-            self._note_arrival()
+        try:
+            if prune_store(reader, self._attempt, self.keep, self.protected_steps):
+                self._note_arrival()
+        except StoreError as error:
+            # Some may write and not remove. What is to be there is there.
+            self._refusal = f"older checkpoints stay in the store: {self._describe(error)}"
 
     def _next_checkpoint(self, index: StoreIndex) -> tuple[Path, FileStamp] | None:
         """The newest checkpoint that is not in the store: older ones may be superfluous by then."""

@@ -59,6 +59,10 @@ FROM_THE_BEGINNING = -1  # the step that a run goes on from which goes on from n
 SHA256_CHARS_IN_NAMES = 16
 
 
+class CutOffManifestError(CheckpointError):
+    """A manifest whose writer was killed, in a store that shows what was written in part."""
+
+
 class OlderAttemptError(RuntimeError):
     """A newer attempt of the run writes to the store, so this one may not."""
 
@@ -120,6 +124,8 @@ class StoreIndex:
     """Those of older attempts, beyond the step that a newer one went on from."""
     broken: dict[str, str] = field(default_factory=dict)
     """Manifests that cannot be read, and why."""
+    cut_off: set[str] = field(default_factory=set)
+    """Those of them that were never written to the end, as far as one can see."""
 
     @property
     def newest_attempt(self) -> int:
@@ -149,6 +155,8 @@ class IndexReader:
                 found = self._parse(name, stored)
             except CheckpointError as error:
                 index.broken[name] = str(error)
+                if isinstance(error, CutOffManifestError):
+                    index.cut_off.add(name)
                 continue
             except FileNotFoundError:  # another attempt removed it meanwhile
                 continue
@@ -386,6 +394,11 @@ def parse_stored_manifest(path: str, name: str, data: bytes) -> StoredCheckpoint
     """The checkpoint that a manifest describes. CheckpointError unless it is as its seal says."""
     match = MANIFEST_NAME.fullmatch(name)
     assert match is not None
+    if not data.endswith(b"}\n"):
+        raise CutOffManifestError(
+            f"{path}: expected a manifest, found the beginning of one. Its checkpoint was never "
+            "there as a whole, or is damaged: use another one."
+        )
     content = _unseal(data)
     if content is None or content.get("format") != FORMAT:
         raise checkpoint_error(path, f'"format": "{FORMAT}"', "something else", DAMAGED_ADVICE)

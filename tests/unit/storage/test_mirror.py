@@ -15,7 +15,7 @@ from halfstep.errors import Notice, StoreError
 from halfstep.storage.mirror import RECORD_FILE, StoreMirror, working_folder
 from halfstep.storage.store_access import RetryPolicy
 from halfstep.storage.store_checkpoints import IndexReader, commit_checkpoint
-from tests.support.faulty_store import SECRET, use_faulty_store
+from tests.support.faulty_store import SECRET, FaultyFileSystem, use_faulty_store
 
 URL = "faulty://bucket/run"
 STORED = "bucket/run"
@@ -356,6 +356,32 @@ def test_no_file_of_the_store_leads_out_of_the_folder(machines: Machines) -> Non
         with pytest.warns(Notice, match="damaged, no whole one is left"):
             fresh.mirror.fetch()
         assert fresh.names == []
+
+
+def test_a_run_that_was_killed_in_its_first_manifest_can_begin_again(machines: Machines) -> None:
+    start_run(machines, 10)
+    [manifest] = machines.objects("step-000000010/manifest-0001.json")
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    fresh = machines.add()
+    with pytest.warns(Notice, match=r"damaged, no whole one is left:\n.*the beginning of one"):
+        fresh.mirror.fetch()
+    fresh.mirror.check_no_other_run(None)
+    manifest.write_bytes(b'{"format": "of another program"}\n')
+    with pytest.raises(FileExistsError, match="up to damaged ones"):
+        fresh.mirror.check_no_other_run(None)
+
+
+def test_a_store_that_lets_nobody_remove_has_everything_all_the_same(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FaultyFileSystem, path: str) -> None:
+        raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(FaultyFileSystem, "rm_file", refuse)
+    with pytest.warns(Notice, match=r"older checkpoints stay in the store: .*AccessDenied"):
+        machine = start_run(machines, 10, 20, 30)
+    assert machines.stored() == names(10, 20, 30)
+    assert machine.mirror.missing() == []
 
 
 def test_the_folder_says_where_it_belongs(machines: Machines) -> None:

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Collection
 from types import ModuleType
 
-# Those of the file systems that are used most; beside them, the one of the file system itself.
+# Those of the file systems that are used most. Not the one of any file system: it may be the user's
+# own, whose draws belong to the run.
 STORE_PACKAGES = frozenset(
     {
         *("fsspec", "s3fs", "botocore", "aiobotocore", "aiohttp", "urllib3", "requests"),
-        *("gcsfs", "google", "adlfs", "azure", "msal", "ossfs", "oss2", "tenacity", "backoff"),
+        *("gcsfs", "google", "adlfs", "azure", "msal", "ossfs", "oss2"),
     }
 )
 

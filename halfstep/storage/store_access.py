@@ -79,8 +79,7 @@ class Store:
         self.filesystem: AbstractFileSystem = open_filesystem(url, what)
         self._root: str = self.filesystem._strip_protocol(url.path)
         self._wait = wait
-        own_package = type(self.filesystem).__module__.partition(".")[0]
-        self._private_random = PrivateRandom({*STORE_PACKAGES, own_package})
+        self._private_random = PrivateRandom(STORE_PACKAGES)
 
     def list(self, folder: str = "") -> dict[str, StoredObject]:
         """All objects below a folder, in order of their names."""

@@ -144,10 +144,19 @@ def prune(
     protected = {os.path.realpath(path) for path in protect}
     if all(os.path.realpath(path) in protected for path in paths[:-keep]):
         return []  # nothing is too many, so nothing need be read
+    if successors is not None and len(successors) <= keep:
+        return []
     known = verified or VerifiedCheckpoints()
-    superfluous = choose_superfluous(
-        paths, keep, lambda path, is_newest: known.examine(path, read_again=is_newest), successors
-    )
+
+    def examine(path: Path, is_newest: bool) -> Health | None:
+        if successors is None or path in successors:
+            return known.examine(path, read_again=is_newest)
+        try:  # it does not count, so its tensors need not be read
+            return read_health(path)
+        except CheckpointError:
+            return None
+
+    superfluous = choose_superfluous(paths, keep, examine, successors)
     removed = [path for path in superfluous if os.path.realpath(path) not in protected]
     for path in removed:
         remove_folder(path)

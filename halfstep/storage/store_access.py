@@ -112,7 +112,8 @@ class Store:
 
     def upload(self, source: Path | bytes, name: str, entry: FileEntry) -> None:
         """Uploads a file or bytes, and verifies what the store has. Skips what it has already."""
-        sha256, etags = _hash(source)
+        is_s3 = "s3" in self.filesystem.protocol
+        sha256, etag = _hash(source, with_etag=is_s3)
         if sha256 != entry.sha256:
             raise CheckpointError(
                 f"{source if isinstance(source, Path) else name}: expected sha256 "
@@ -120,15 +121,15 @@ class Store:
             )
 
         def put_and_verify() -> None:
-            if self._has(name, entry, etags):
+            if self._has(name, entry, etag):
                 return
             self._make_folder(name)
-            options = {"chunksize": PART_BYTES} if "s3" in self.filesystem.protocol else {}
+            options = {"chunksize": PART_BYTES} if is_s3 else {}
             if isinstance(source, Path):
                 self.filesystem.put_file(str(source), self._path(name), **options)
             else:
                 self.filesystem.pipe_file(self._path(name), source, **options)
-            if not self._has(name, entry, etags):
+            if not self._has(name, entry, etag):
                 raise OSError("what arrived is not what was sent")
 
         self._try("write", name, put_and_verify)
@@ -198,15 +199,15 @@ class Store:
                 raise FileExistsError(path) from None
             self.filesystem.pipe_file(path, content)
 
-    def _has(self, name: str, entry: FileEntry, etags: set[str]) -> bool:
-        """Whether the store has an object of this content. `etags`: what S3 computes for it."""
+    def _has(self, name: str, entry: FileEntry, etag: str | None) -> bool:
+        """Whether the store has an object of this content. `etag`: what S3 computes for it."""
         try:
             info = self.filesystem.info(self._path(name))
         except FileNotFoundError:
             return False
         if int(info["size"]) != entry.size:
             return False
-        if str(info.get("ETag", "")).strip('"') in etags:
+        if etag is not None and str(info.get("ETag", "")).strip('"') == etag:
             return True
 
         # Other stores have no such checksum, and S3 has another one for what it encrypts.
@@ -271,31 +272,38 @@ def hash_bytes(content: bytes) -> FileEntry:
     return FileEntry(len(content), _hash(content)[0])
 
 
-def _hash(source: Path | bytes) -> tuple[str, set[str]]:
-    """The sha256, and the ETags that S3 gives the content: sent as a whole, and in parts."""
+def _hash(source: Path | bytes, *, with_etag: bool = False) -> tuple[str, str | None]:
+    """The sha256, and the ETag that S3 gives the content."""
     sha256 = hashlib.sha256()
-    md5 = hashlib.md5(usedforsecurity=False)
     part_md5s = []
     for part in _parts(source):
         part_md5 = hashlib.md5(usedforsecurity=False)
         for chunk in part:
             sha256.update(chunk)
-            md5.update(chunk)
-            part_md5.update(chunk)
-        part_md5s.append(part_md5.digest())
-    md5_of_parts = hashlib.md5(b"".join(part_md5s), usedforsecurity=False).hexdigest()
-    return sha256.hexdigest(), {md5.hexdigest(), f"{md5_of_parts}-{len(part_md5s)}"}
+            if with_etag:
+                part_md5.update(chunk)
+        part_md5s.append(part_md5)
+    etag = None
+    if with_etag and len(part_md5s) == 1:
+        etag = part_md5s[0].hexdigest()
+    elif with_etag:
+        md5 = hashlib.md5(b"".join(part.digest() for part in part_md5s), usedforsecurity=False)
+        etag = f"{md5.hexdigest()}-{len(part_md5s)}"
+    return sha256.hexdigest(), etag
 
 
 def _parts(source: Path | bytes) -> Iterator[Iterable[bytes]]:
     """The content in the parts that are uploaded, each in chunks."""
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    # s3fs sends as a whole what would be less than two parts.
+    part_bytes = PART_BYTES if size >= 2 * PART_BYTES else 2 * PART_BYTES
     if isinstance(source, bytes):
-        for start in range(0, len(source), PART_BYTES):
-            yield [source[start : start + PART_BYTES]]
+        for start in range(0, max(size, 1), part_bytes):
+            yield [source[start : start + part_bytes]]
         return
     with source.open("rb") as file:
-        for _ in range(0, source.stat().st_size, PART_BYTES):
-            yield _chunks(file, PART_BYTES)
+        for _ in range(0, max(size, 1), part_bytes):
+            yield _chunks(file, part_bytes)
 
 
 def _chunks(file: BinaryIO, byte_count: int) -> Iterator[bytes]:

@@ -129,7 +129,7 @@ def test_every_other_file_is_uploaded_too(machines: Machines) -> None:
 def test_nothing_is_visible_before_all_of_it_is_there(machines: Machines) -> None:
     """A store that stops in any call: what counts then is a whole checkpoint, or none."""
     counts = set()
-    for call in range(1, 60, 2):
+    for call in range(1, 60, 4):
         (machines.root / "store").mkdir(exist_ok=True)
         machines.set_faults()
         machine = machines.add()

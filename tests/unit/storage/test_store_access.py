@@ -114,10 +114,13 @@ def test_the_etags_are_those_of_s3(tmp_path: Path) -> None:
     def md5(content: bytes) -> "hashlib._Hash":
         return hashlib.md5(content, usedforsecurity=False)
 
-    content = b"x" * (PART_BYTES + 5)
+    small = b"x" * (PART_BYTES + 5)
+    assert _hash(small, with_etag=True)[1] == md5(small).hexdigest()
+    content = small + small
     path = tmp_path / "large"
     path.write_bytes(content)
-    parts = md5(content[:PART_BYTES]).digest() + md5(content[PART_BYTES:]).digest()
-    expected = {md5(content).hexdigest(), f"{md5(parts).hexdigest()}-2"}
-    assert _hash(path)[1] == expected
-    assert _hash(content)[1] == expected
+    pieces = [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
+    expected = f"{md5(b''.join(md5(piece).digest() for piece in pieces)).hexdigest()}-3"
+    assert _hash(path, with_etag=True)[1] == expected
+    assert _hash(content, with_etag=True)[1] == expected
+    assert _hash(b"", with_etag=True)[1] == md5(b"").hexdigest()

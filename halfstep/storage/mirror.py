@@ -99,6 +99,7 @@ class StoreMirror:
         self.give_up_after_s = GIVE_UP_AFTER_S
         self.retries = FOREGROUND_RETRIES
         self._starts_over = False
+        self._has_fetched = False  # the run goes on from the newest that could be used
         self._replaced_files: list[str] = []
         self._reader: IndexReader | None = None
         self._attempt = 0
@@ -111,7 +112,6 @@ class StoreMirror:
         self._uploaded: dict[str, FileStamp] = {}  # checkpoints that are in the store, verified
         self._refused: dict[str, FileStamp] = {}  # those that are not this run's, or damaged
         self._files: dict[str, FileStamp] = {}  # other files
-        self._damaged: dict[str, str] = {}  # manifests of damaged checkpoints, and what is wrong
         self._last_arrival = 0.0
         self._arrived_count = 0
         self._problem: str | None = None
@@ -138,25 +138,25 @@ class StoreMirror:
         self._move_aside(index, local_attempt)
         self._write_record(index.newest_attempt)
 
-        self._damaged = {}
-        for found in reversed(index.checkpoints):
+        self._has_fetched = True
+        damaged: dict[str, str] = {}
+        for stored in reversed(index.checkpoints):
             good = good_checkpoints(self.folder, verified)
-            if good and step_of(good[-1]) >= found.step:
+            if good and step_of(good[-1]) >= stored.step:
                 break
             try:
-                missing = find_missing_object(index, found)
+                missing = find_missing_object(index, stored)
                 if missing is not None:
                     raise CheckpointError(f"{self.url}/{missing}. {DAMAGED_ADVICE}")
-                self._fetch_one(reader.store, found)
+                self._fetch_one(reader.store, stored)
             except CheckpointError as error:
-                self._damaged[found.manifest_name] = str(error)
-        self._warn_of_damage(index, good_checkpoints(self.folder, verified))
+                damaged[stored.manifest_name] = str(error)
+        self._warn_of_damage({**damaged, **index.broken}, good_checkpoints(self.folder, verified))
 
-    def _warn_of_damage(self, index: StoreIndex, good: list[Path]) -> None:
+    def _warn_of_damage(self, damaged: dict[str, str], good: list[Path]) -> None:
         """A Notice about checkpoints of the store that are newer than the one to go on from."""
         newest = good[-1].name if good else ""
-        problems = {**self._damaged, **index.broken}
-        reasons = [text for name, text in problems.items() if name.partition("/")[0] > newest]
+        reasons = [text for name, text in damaged.items() if name.partition("/")[0] > newest]
         if reasons:
             used = f"{newest} is used instead" if good else "no whole one is left"
             lines = "\n  ".join(reasons)
@@ -167,26 +167,26 @@ class StoreMirror:
                 stacklevel=user_stacklevel(),
             )
 
-    def _fetch_one(self, store: Store, found: StoredCheckpoint) -> None:
+    def _fetch_one(self, store: Store, stored: StoredCheckpoint) -> None:
         """The checkpoint with its logs, or CheckpointError and neither of them."""
-        path = self.folder / found.name
-        if _content_of(path) == found.content:
+        path = self.folder / stored.name
+        if _content_of(path) == stored.content:
             try:
                 verify(path)
                 return
             except CheckpointError:
                 remove_folder(path)
         # The logs first: a checkpoint without them would be gone on from.
-        fetch_logs(store, found, self.folder)
-        fetch_checkpoint(store, found, self.folder)
+        fetch_logs(store, stored, self.folder)
+        fetch_checkpoint(store, stored, self.folder)
 
     def fetch_step(self, step: int) -> None:
         """Brings one checkpoint of the store into the folder. CheckpointError if it has none."""
         reader = self._connect()
-        for found in reversed(reader.read().checkpoints):
-            if found.step == step:
+        for stored in reversed(reader.read().checkpoints):
+            if stored.step == step:
                 make_folder(self.folder)
-                fetch_checkpoint(reader.store, found, self.folder)
+                fetch_checkpoint(reader.store, stored, self.folder)
                 return
         raise CheckpointError(
             f"{self.url}: expected a checkpoint of step {step}, found none. It was removed."
@@ -240,14 +240,14 @@ class StoreMirror:
                 f"{self.what}: {self.url} holds checkpoints of another run, up to {newest}. Go on "
                 'from them with fit(resume="auto"), or name another place.'
             )
+        # Later ones than the newest that could be used are damaged, or an older attempt that still
+        # lives has just made them: they will not count.
+        if resumed_step is None or self._has_fetched:
+            return
         later = [
-            found.name
-            for found in index.checkpoints
-            if found.health.is_good
-            and found.manifest_name not in self._damaged
-            and is_whole(index, found)
-            and resumed_step is not None
-            and found.step > resumed_step
+            stored.name
+            for stored in index.checkpoints
+            if stored.step > resumed_step and stored.health.is_good and is_whole(index, stored)
         ]
         if later:
             raise FileExistsError(
@@ -272,6 +272,7 @@ class StoreMirror:
         reader.store.remove(self._replaced_files)
         self._replaced_files = []
         self._starts_over = False
+        self._has_fetched = False
         self._end_of_uploads = None
         self._refusal = None
         self._has_warned.clear()
@@ -423,7 +424,7 @@ class StoreMirror:
                 break
             path, stamp = waiting
             try:
-                found = commit_checkpoint(reader, self._attempt, path, self._read_logs())
+                stored = commit_checkpoint(reader, self._attempt, path, self._read_logs())
             except (CheckpointError, FileNotFoundError, StoreError) as error:
                 if _stamp(path / MANIFEST_FILE) != stamp:
                     continue  # it was removed or replaced meanwhile
@@ -432,7 +433,7 @@ class StoreMirror:
                 self._refused[path.name] = stamp
                 self._refusal = f"a checkpoint is not uploaded: {self._describe(error)}"
                 continue
-            index.checkpoints.append(found)
+            index.checkpoints.append(stored)
             self._uploaded[path.name] = stamp
             self._note_arrival()
         for path in self._other_files():
@@ -448,7 +449,7 @@ class StoreMirror:
     def _next_checkpoint(self, index: StoreIndex) -> tuple[Path, FileStamp] | None:
         """The newest checkpoint that is not in the store: older ones may be superfluous by then."""
         in_store = {
-            (found.name, found.content) for found in index.checkpoints if is_whole(index, found)
+            (stored.name, stored.content) for stored in index.checkpoints if is_whole(index, stored)
         }
         for path, stamp in reversed(list(self._complete_checkpoints())):
             if stamp in (self._uploaded.get(path.name), self._refused.get(path.name)):

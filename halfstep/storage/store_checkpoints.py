@@ -147,12 +147,12 @@ class IndexReader:
         """The store as it is now."""
         index = StoreIndex(objects=self.store.list())
         index.attempts = self.read_attempts(index.objects)
-        for name, stored in index.objects.items():
+        for name, listed in index.objects.items():
             match = MANIFEST_NAME.fullmatch(name)
             if match is None:
                 continue
             try:
-                found = self._parse(name, stored)
+                stored = self._parse(name, listed)
             except CheckpointError as error:
                 index.broken[name] = str(error)
                 if isinstance(error, CutOffManifestError):
@@ -160,9 +160,9 @@ class IndexReader:
                 continue
             except FileNotFoundError:  # another attempt removed it meanwhile
                 continue
-            counts = index.counts(found.step, found.attempt)
-            (index.checkpoints if counts else index.abandoned).append(found)
-        index.checkpoints.sort(key=lambda found: (found.step, found.number))
+            counts = index.counts(stored.step, stored.attempt)
+            (index.checkpoints if counts else index.abandoned).append(stored)
+        index.checkpoints.sort(key=lambda stored: (stored.step, stored.number))
         return index
 
     def read_attempts(self, objects: Mapping[str, StoredObject] | None = None) -> dict[int, int]:
@@ -170,28 +170,28 @@ class IndexReader:
         if objects is None:
             objects = self.store.list(ATTEMPTS_FOLDER)
         attempts = {}
-        for name, stored in objects.items():
+        for name, listed in objects.items():
             match = ATTEMPT_NAME.fullmatch(name)
             if match is None:
                 continue
-            key = (name, stored)
+            key = (name, listed)
             if key not in self._known:
                 self._known[key] = _parse_attempt(self.store.read(name))
             if self._known[key] is not None:
                 attempts[int(match[1])] = self._known[key]
         return attempts
 
-    def _parse(self, name: str, stored: StoredObject) -> StoredCheckpoint:
-        key = (name, stored)
+    def _parse(self, name: str, listed: StoredObject) -> StoredCheckpoint:
+        key = (name, listed)
         if key not in self._known:
             path = f"{self.store.url}/{name}"
-            if stored.size > MAX_MANIFEST_BYTES:
+            if listed.size > MAX_MANIFEST_BYTES:
                 raise checkpoint_error(
-                    path, f"at most {MAX_MANIFEST_BYTES} bytes", str(stored.size), DAMAGED_ADVICE
+                    path, f"at most {MAX_MANIFEST_BYTES} bytes", str(listed.size), DAMAGED_ADVICE
                 )
             self._known[key] = parse_stored_manifest(path, name, self.store.read(name))
-        found: StoredCheckpoint = self._known[key]
-        return found
+        stored: StoredCheckpoint = self._known[key]
+        return stored
 
 
 # Writing.
@@ -237,9 +237,9 @@ def commit_checkpoint(
     number = 1 + _highest_number(store, name)
     while True:
         check_newest_attempt(reader, attempt)
-        found = StoredCheckpoint(step_of(path), number, attempt, files, log_entries, health)
-        if store.create(found.manifest_name, encode_stored_manifest(found)):
-            return found
+        stored = StoredCheckpoint(step_of(path), number, attempt, files, log_entries, health)
+        if store.create(stored.manifest_name, encode_stored_manifest(stored)):
+            return stored
         number += 1  # another attempt was faster, or a process was killed while it wrote
 
 
@@ -261,33 +261,33 @@ def _highest_number(store: Store, folder: str) -> int:
 # Reading.
 
 
-def fetch_checkpoint(store: Store, found: StoredCheckpoint, root: Path) -> Path:
+def fetch_checkpoint(store: Store, stored: StoredCheckpoint, root: Path) -> Path:
     """Downloads a checkpoint into a folder of checkpoints. CheckpointError if it is not whole.
 
     It appears whole or not at all, and replaces one of the same step when it was verified.
     """
-    path = root / found.name
+    path = root / stored.name
     target = path
     finish_replacements(root)
     if path.exists():
         target = path.with_name(f"{path.name}{REPLACEMENT_SUFFIX}")
     with atomic_folder(target) as temporary:
-        for file, entry in found.files.items():
-            _download(store, found.object_name(file), entry, temporary / file)
+        for file, entry in stored.files.items():
+            _download(store, stored.object_name(file), entry, temporary / file)
         verify(temporary)
     finish_replacements(root)
     return path
 
 
-def fetch_logs(store: Store, found: StoredCheckpoint, root: Path) -> None:
+def fetch_logs(store: Store, stored: StoredCheckpoint, root: Path) -> None:
     """Downloads the logs up to a checkpoint, in place of those that are there."""
-    for log, entry in found.logs.items():
+    for log, entry in stored.logs.items():
         with atomic_file(root / log) as file:
             digest = hashlib.sha256()
-            for chunk in _read_object(store, found.object_name(log), entry):
+            for chunk in _read_object(store, stored.object_name(log), entry):
                 digest.update(chunk)
                 file.write(chunk)
-            _check_hash(store, found.object_name(log), entry, digest.hexdigest())
+            _check_hash(store, stored.object_name(log), entry, digest.hexdigest())
 
 
 def _download(store: Store, name: str, entry: FileEntry, path: Path) -> None:
@@ -324,18 +324,17 @@ def prune_store(
     there still is looked up. What no manifest names goes too, and what no longer counts.
     """
     index = reader.read()
+    newest = newest_of_each_step(index.checkpoints)
     superfluous = choose_superfluous(
-        newest_of_each_step(index.checkpoints),
-        keep,
-        lambda found, is_newest: found.health if is_whole(index, found) else None,
+        newest, keep, lambda stored, _: stored.health if is_whole(index, stored) else None
     )
-    going = {found.step for found in superfluous if found.step not in protect_steps}
-    staying = [found for found in newest_of_each_step(index.checkpoints) if found.step not in going]
-    if not any(is_whole(index, found) for found in staying):
+    going = {stored.step for stored in superfluous if stored.step not in protect_steps}
+    staying = [stored for stored in newest if stored.step not in going]
+    if not any(is_whole(index, stored) for stored in staying):
         return []
 
     # What a manifest that cannot be read belongs to may be whole: it goes when it is the oldest.
-    needed = {name for found in staying for name in (found.manifest_name, *found.objects)}
+    needed = {name for stored in staying for name in (stored.manifest_name, *stored.objects)}
     spared = {name.partition("/")[0] for name in index.broken}
     spared = {folder for folder in spared if step_of(folder) >= staying[0].step}
     unneeded = []
@@ -353,39 +352,39 @@ def prune_store(
 
 def newest_of_each_step(checkpoints: Iterable[StoredCheckpoint]) -> list[StoredCheckpoint]:
     """Of several manifests of a step the last one, in the order of the steps."""
-    return list({found.step: found for found in checkpoints}.values())
+    return list({stored.step: stored for stored in checkpoints}.values())
 
 
-def is_whole(index: StoreIndex, found: StoredCheckpoint) -> bool:
+def is_whole(index: StoreIndex, stored: StoredCheckpoint) -> bool:
     """Whether every object of a checkpoint is there, of its size."""
-    return find_missing_object(index, found) is None
+    return find_missing_object(index, stored) is None
 
 
-def find_missing_object(index: StoreIndex, found: StoredCheckpoint) -> str | None:
+def find_missing_object(index: StoreIndex, stored: StoredCheckpoint) -> str | None:
     """The first object of a checkpoint that is not there, or has another size, in words."""
-    for name, entry in found.objects.items():
-        stored = index.objects.get(name)
-        if stored is None:
+    for name, entry in stored.objects.items():
+        listed = index.objects.get(name)
+        if listed is None:
             return f"{name}: expected {entry.size} bytes, found no such object"
-        if stored.size != entry.size:
-            return f"{name}: expected {entry.size} bytes, found {stored.size}"
+        if listed.size != entry.size:
+            return f"{name}: expected {entry.size} bytes, found {listed.size}"
     return None
 
 
 # The format of manifests and attempts.
 
 
-def encode_stored_manifest(found: StoredCheckpoint) -> bytes:
+def encode_stored_manifest(stored: StoredCheckpoint) -> bytes:
     """The bytes of a manifest."""
     return _seal(
         {
             "format": FORMAT,
             "version": VERSION,
-            "attempt": found.attempt,
-            "step": found.step,
-            "files": {name: asdict(entry) for name, entry in found.files.items()},
-            "logs": {name: asdict(entry) for name, entry in found.logs.items()},
-            "health": asdict(found.health),
+            "attempt": stored.attempt,
+            "step": stored.step,
+            "files": {name: asdict(entry) for name, entry in stored.files.items()},
+            "logs": {name: asdict(entry) for name, entry in stored.logs.items()},
+            "health": asdict(stored.health),
         }
     )
 

@@ -107,14 +107,16 @@ def store_ending(url: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         tree = checkpoint.load(newest).tree
         log = (mirror.folder / "log.jsonl").read_text()
         index = mirror._connect().read()
-        for found in index.checkpoints:
-            mirror.fetch_step(found.step)
-            checkpoint.verify(mirror.folder / found.name)
+        for stored in index.checkpoints:
+            mirror.fetch_step(stored.step)
+            checkpoint.verify(mirror.folder / stored.name)
     assert not index.broken
     assert not index.abandoned
-    named = {name for found in index.checkpoints for name in (*found.objects, found.manifest_name)}
+    named = {
+        name for stored in index.checkpoints for name in (*stored.objects, stored.manifest_name)
+    }
     assert named == {name for name in index.objects if name.startswith("step-")}
-    names = [found.name for found in index.checkpoints]
+    names = [stored.name for stored in index.checkpoints]
     return {**leaves_by_path(tree), "kept": names, "log": log}
 
 

@@ -145,7 +145,7 @@ def test_nothing_is_visible_before_all_of_it_is_there(machines: Machines) -> Non
         fresh = machines.add()
         fresh.mirror.fetch()
         counts.add(len(fresh.names))
-        assert fresh.names == [found.name for found in index.checkpoints]
+        assert fresh.names == [stored.name for stored in index.checkpoints]
         assert index.broken == {}
     assert counts == {0, 1}
 
@@ -229,8 +229,8 @@ def test_what_an_older_attempt_commits_in_a_race_does_not_count(machines: Machin
     first.save(30, value=1030)
     for step in (20, 30):
         path = first.folder / checkpoint.name_of(step)
-        found = commit_checkpoint(SlowReader(first.mirror._connect().store), 1, path, {})
-        assert found.number == (2 if step == 20 else 1)  # the newer one's name was taken
+        stored = commit_checkpoint(SlowReader(first.mirror._connect().store), 1, path, {})
+        assert stored.number == (2 if step == 20 else 1)  # the newer one's name was taken
     fresh = machines.add()
     fresh.mirror.fetch()
     assert fresh.newest() == 2020
@@ -396,3 +396,21 @@ def test_the_folder_says_where_it_belongs(machines: Machines) -> None:
 def test_a_url_that_cannot_be_written_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a store that can be written"):
         StoreMirror("https://host/run", "out")
+
+
+def test_an_older_attempt_that_saves_while_a_newer_one_begins_is_no_obstacle(
+    machines: Machines,
+) -> None:
+    """It commits between the newer one's look for a checkpoint and its claim."""
+    first = start_run(machines, 10)
+    second = machines.add()
+    second.mirror.fetch()
+    first.save(20, value=1020)
+    first.finish()
+    second.mirror.check_no_other_run(10)
+    second.mirror.begin(10)
+    second.save(15, value=2015)
+    second.finish()
+    fresh = machines.add()
+    fresh.mirror.fetch()
+    assert fresh.newest() == 2015

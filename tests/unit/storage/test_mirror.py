@@ -14,7 +14,7 @@ from halfstep.checkpoint.health import HEALTH_FILE, Health
 from halfstep.errors import Notice, StoreError
 from halfstep.storage.mirror import RECORD_FILE, StoreMirror, working_folder
 from halfstep.storage.store_access import RetryPolicy
-from halfstep.storage.store_checkpoints import IndexReader, commit_checkpoint
+from halfstep.storage.store_checkpoints import IndexReader, OlderAttemptError, commit_checkpoint
 from tests.support.faulty_store import SECRET, FaultyFileSystem, use_faulty_store
 
 URL = "faulty://bucket/run"
@@ -210,7 +210,9 @@ def test_an_older_attempt_uploads_nothing_more(machines: Machines) -> None:
     assert fresh.newest() == 2020
 
 
-def test_what_an_older_attempt_commits_in_a_race_does_not_count(machines: Machines) -> None:
+def test_what_an_older_attempt_commits_in_a_race_does_not_count(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its look at the attempts came right before the newer one began."""
     first = start_run(machines, 10)
     second = machines.add()
@@ -225,12 +227,18 @@ def test_what_an_older_attempt_commits_in_a_race_does_not_count(machines: Machin
         def read_attempts(self, objects: object = None) -> dict[int, int]:
             return {1: -1}
 
+    manifests = {path: path.read_bytes() for path in machines.objects("**/manifest-*.json")}
     first.save(20, value=1020)
     first.save(30, value=1030)
+    store = first.mirror._connect().store
+    with pytest.raises(OlderAttemptError, match="attempt 2 of this run"):
+        commit_checkpoint(IndexReader(store), 1, first.folder / checkpoint.name_of(20), {})
+    monkeypatch.setattr(store, "list", lambda folder="": {})  # nor any manifest
     for step in (20, 30):
         path = first.folder / checkpoint.name_of(step)
-        stored = commit_checkpoint(SlowReader(first.mirror._connect().store), 1, path, {})
+        stored = commit_checkpoint(SlowReader(store), 1, path, {})
         assert stored.number == (2 if step == 20 else 1)  # the newer one's name was taken
+    assert {path: path.read_bytes() for path in manifests} == manifests
     fresh = machines.add()
     fresh.mirror.fetch()
     assert fresh.newest() == 2020

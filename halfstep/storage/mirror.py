@@ -58,7 +58,7 @@ LOG_SUFFIXES = {*LINE_SUFFIXES, ".json"}
 
 READ_ONLY_SCHEMES = {"http", "https", "hf", "github", "data"}
 
-FOREGROUND_RETRIES = RetryPolicy(tries=10)  # about half a minute, before a run and at its end
+RETRIES = RetryPolicy(tries=10)  # about a minute, where a store is not there at all
 
 IDLE_S = 30.0  # between two looks at the folder, when no checkpoint is made: logs grow
 FIRST_PAUSE_S = 1.0  # after a failure
@@ -97,7 +97,7 @@ class StoreMirror:
         self.protected_steps: frozenset[int] = frozenset()
         """Beside the newest `keep`, these stay in the store."""
         self.give_up_after_s = GIVE_UP_AFTER_S
-        self.retries = FOREGROUND_RETRIES
+        self.retries = RETRIES
         self._starts_over = False
         self._has_fetched = False  # the run goes on from the newest that could be used
         self._replaced_files: list[str] = []

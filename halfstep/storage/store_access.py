@@ -46,6 +46,8 @@ class RetryPolicy:
     tries: int = 5
     first_delay_s: float = 0.2
     max_delay_s: float = 10.0
+    max_total_s: float = 40.0
+    """No new try after this time: the libraries of some stores try for long by themselves."""
 
     def delays(self) -> Iterator[float]:
         """Before each try but the first. At random a bit shorter, so that runs do not keep step."""
@@ -229,6 +231,7 @@ class Store:
         The error holds no secret, and has no cause whose text could.
         """
         delays = self.retries.delays()
+        last_try = time.monotonic() + self.retries.max_total_s
         while True:
             try:
                 return self._call(call)
@@ -239,7 +242,8 @@ class Store:
                 delay = None
             except Exception as error:
                 reason = error
-                delay = None if _is_permanent(error) else next(delays, None)
+                is_over = _is_permanent(error) or time.monotonic() > last_try
+                delay = None if is_over else next(delays, None)
             if delay is None:
                 raise StoreError(
                     f"{self.what}: cannot {action} {self.url}/{name}: {_describe(reason)}"

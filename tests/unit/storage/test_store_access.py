@@ -107,6 +107,14 @@ def test_delays_grow_and_end() -> None:
     assert all(top / 2 <= delay <= top for delay, top in zip(delays, longest, strict=True))
 
 
+def test_no_call_is_tried_for_ever(store: Store, tmp_path: Path) -> None:
+    use_faulty_store({"folder": str(tmp_path / "store"), "down": 1})
+    store.retries = RetryPolicy(tries=1_000_000, first_delay_s=0.01, max_total_s=0.1)
+    with pytest.raises(StoreError):
+        store.list()
+    assert 3 < SCHEDULE.call_count < 1000
+
+
 def test_the_etags_are_those_of_s3(tmp_path: Path) -> None:
     """By Amazon's rule: the MD5 of the content, or of the MD5s of the parts, and their number."""
     import hashlib

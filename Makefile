@@ -9,6 +9,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 OLD := setup: expected Python 3.11 or later, $(PYTHON) is %d.%d. Name another one: make PYTHON=python3.11
 STAMP := $(VENV)/.installed
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full bench lint clean
@@ -53,6 +54,11 @@ test-full: test ## test, then the slow tests, more cases, a browser and the muta
 	@$(PIP) install playwright
 	@$(PY) -m playwright install --with-deps chromium || apt-get install -qq -y chromium
 	@HALFSTEP_NEEDS_BROWSER=1 $(PY) -m pytest -q tests/unit/report/test_browser.py
+	@echo "test-full: a real S3 server, in an environment of its own over this one"
+	@$(PY) -m venv .venv-stores
+	@$(PY) -c '$(PURELIB)' > $$(.venv-stores/bin/python -c '$(PURELIB)')/beside.pth
+	@.venv-stores/bin/python -m pip --quiet --quiet --disable-pip-version-check install 'moto[server]' s3fs
+	@.venv-stores/bin/python -m pytest -q -m slow tests/faults/test_store_s3.py
 	@echo "test-full: mutants"
 	@$(PY) tests/rules/mutants.py
 

@@ -41,6 +41,10 @@ class CheckpointError(ValueError):
     """
 
 
+class StoreError(OSError):
+    """An object store could not be reached, or refused. The message shows no credentials."""
+
+
 DAMAGED_ADVICE = "The file is damaged or was not written by halfstep: use another checkpoint."
 
 

@@ -21,6 +21,8 @@ from halfstep.engine import Callback, Run
 from halfstep.errors import Notice
 from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
+from halfstep.storage.mirror import StoreMirror
+from halfstep.storage.url import is_store_url
 from halfstep.utils.atomic_files import TRASH_PREFIX
 from halfstep.utils.checks import expect, whole_number
 from halfstep.utils.keywords import suggest_keywords, user_stacklevel
@@ -63,6 +65,10 @@ class Checkpoint(Callback):
     `keep`. `best` names a score of the evaluations: the best checkpoint so far is kept too. A save
     that fails (a full disk) is a notice and training goes on; at the end of the run it is an error.
     The folder is locked during a fit: another process that wants to save there is refused at once.
+
+    `folder` may be the URL of a store, such as "s3://bucket/run". Then `self.folder` is a folder of
+    this machine, and everything in it is uploaded while training goes on; `fit` waits for it at its
+    end. `resume="auto"` brings the newest checkpoint from the store.
     """
 
     last = True
@@ -89,6 +95,10 @@ class Checkpoint(Callback):
             expect(
                 every_seconds > 0, "Checkpoint: every_seconds", "a number above 0", every_seconds
             )
+        self.store: StoreMirror | None = None
+        if is_store_url(folder):
+            self.store = StoreMirror(folder, "Checkpoint")
+            folder = self.store.folder
         self.folder = Path(folder)
         self.every_steps = every_steps
         self.every_epochs = every_epochs
@@ -105,6 +115,7 @@ class Checkpoint(Callback):
         self._may_save = False  # the folder was checked and is this run's
         self._is_due = False  # a save waits for the end of the update cycle
         self._has_abandoned = False  # there may be some of steps that this run left to go back
+        self._successor: Path | None = None  # the checkpoint that will take their place
         self._verified = VerifiedCheckpoints()
 
     def begin(self, run: Run) -> None:
@@ -136,6 +147,10 @@ class Checkpoint(Callback):
         self._saved_time = time.monotonic()
         self._has_abandoned = run.resumed is not None
         self._is_due = False
+        if self.store is not None:
+            self.store.keep = self.keep
+            self.store.protected_steps = self._protected_steps
+            self.store.begin(None if run.resumed is None else run.position)
         self._may_save = True
 
     def _check_writable(self) -> None:
@@ -158,6 +173,8 @@ class Checkpoint(Callback):
         existing = checkpoint.listing(self.folder)
         if resumed_step is not None and self.allows_later:
             return
+        if self.store is not None:
+            self.store.check_no_other_run(resumed_step)
         if resumed_step is not None:
             # A broken or failed one does no harm: it is replaced when its step comes.
             good = good_checkpoints(self.folder, self._verified)
@@ -195,6 +212,8 @@ class Checkpoint(Callback):
         return (run.position // self.every_steps + 1) * self.every_steps
 
     def visit(self, run: Run) -> None:
+        if self.store is not None:
+            self.store.warn_of_problems()
         state_before = self.state_dict()
         is_best = False
         if self.best is not None:
@@ -246,10 +265,16 @@ class Checkpoint(Callback):
 
     @property
     def best_path(self) -> Path | None:
-        """The checkpoint of the best evaluation so far; None if there is none, or no `best`."""
+        """The checkpoint of the best evaluation so far; None if there is none, or no `best`.
+
+        One that another machine has saved comes from the store now.
+        """
         if self.best_step is None:
             return None
-        return self.folder / checkpoint.name_of(self.best_step)
+        path = self.folder / checkpoint.name_of(self.best_step)
+        if self.store is not None and not path.exists():
+            self.store.fetch_step(self.best_step)
+        return path
 
     def _save(self, run: Run) -> None:
         path = self.folder / checkpoint.name_of(run.position)
@@ -264,9 +289,35 @@ class Checkpoint(Callback):
             self._saved_step = run.position
             self._saved_time = time.monotonic()
             if self._has_abandoned and health.is_good:
-                self._remove_abandoned(path)
-        protect = [] if self.best_path is None else [self.best_path]
-        checkpoint.prune(self.folder, self.keep, protect, verified=self._verified)
+                self._successor = path
+        if self.store is not None:
+            self.store.protected_steps = self._protected_steps
+            self.store.notify()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Removes what is too many: with a store, only where those that stay are there too."""
+        uploaded = None if self.store is None else self.store.uploaded()
+        if self._successor is not None and (uploaded is None or self._successor in uploaded):
+            self._remove_abandoned(self._successor)
+        protect = [self.folder / checkpoint.name_of(step) for step in self._protected_steps]
+        checkpoint.prune(
+            self.folder, self.keep, protect, verified=self._verified, successors=uploaded
+        )
+
+    @property
+    def _protected_steps(self) -> frozenset[int]:
+        return frozenset() if self.best_step is None else frozenset([self.best_step])
+
+    def fetch(self) -> None:
+        """Brings the newest checkpoint of the store into the folder, where there is a store."""
+        if self.store is not None:
+            self.store.fetch()
+
+    def finish_uploads(self, *, show: bool = True) -> None:
+        """Waits until the store has everything in the folder, or a Notice says what it has not."""
+        if self.store is not None:
+            self.store.finish(self._prune, show=show)
 
     def _remove_abandoned(self, newest: Path) -> None:
         """Removes the checkpoints of later steps, from where training had failed.
@@ -274,6 +325,7 @@ class Checkpoint(Callback):
         `begin` saw that none of them is good. They count updates that this run makes anew, and
         would pass for the future of its own checkpoints. The newest must be whole first.
         """
+        self._successor = None
         if self._verified.examine(newest, read_again=True) is None:
             return
         for path in reversed(checkpoint.listing(self.folder)):
@@ -310,13 +362,17 @@ class Checkpoint(Callback):
 def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
     """Locks the folders of the Checkpoints among the callbacks, for one fit.
 
-    It comes before anything in them is read, cut or overwritten.
+    It comes before anything in them is read, cut or overwritten. At the end, when the other
+    callbacks have closed their files, it waits for uploads.
     """
+    callbacks = list(callbacks)
+    shows_progress = any(callback.shows_progress for callback in callbacks)
     with ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, Checkpoint):
                 stack.enter_context(hold_lock(callback.folder))
                 finish_replacements(callback.folder)
+                stack.callback(callback.finish_uploads, show=shows_progress)
         yield
 
 

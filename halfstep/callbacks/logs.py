@@ -23,6 +23,7 @@ from torch import Tensor
 from halfstep.engine import Callback, Row, Run
 from halfstep.engine.run import ROW_COLUMNS, score_name
 from halfstep.errors import Notice
+from halfstep.storage.url import hide_credentials, is_store_url
 from halfstep.utils.atomic_files import sync_folder, write_chunks
 from halfstep.utils.checks import whole_number
 from halfstep.utils.keywords import suggest_keywords, user_stacklevel
@@ -342,6 +343,12 @@ class LogFile:
     """
 
     def __init__(self, owner: str, path: str | Path, *, overwrite: bool) -> None:
+        if is_store_url(path):
+            raise ValueError(
+                f"{owner}: expected a file of this machine, got {hide_credentials(str(path))}. "
+                f"Write {owner}(saver.folder / 'log.jsonl') with saver = hs.Checkpoint(URL): all "
+                "that is in its folder is uploaded."
+            )
         self.owner = owner
         self.path = Path(path)
         self.overwrite = overwrite

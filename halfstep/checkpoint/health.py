@@ -91,7 +91,7 @@ def read_health(folder: Path) -> Health:
     content = read_extra_file(folder, HEALTH_FILE)
     if content is not None:
         try:
-            return _decode(content)
+            return decode_health(content)
         except (ValueError, RecursionError) as error:
             found = f"something else ({error})"
             raise checkpoint_error(
@@ -119,7 +119,7 @@ def _as_dict(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _decode(content: bytes) -> Health:
+def decode_health(content: bytes) -> Health:
     """The health in these bytes. A newer halfstep may have written other keys too."""
     values = {**asdict(Health()), **_as_dict(json.loads(content))}
     saved = SavedValue(values, HEALTH_FILE)

@@ -10,10 +10,11 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from halfstep.checkpoint.disk import remove_folder
 from halfstep.checkpoint.health import Health, read_health
@@ -24,6 +25,8 @@ from halfstep.errors import CheckpointError, Notice, checkpoint_error
 from halfstep.utils.atomic_files import sync_folder
 from halfstep.utils.keywords import user_stacklevel
 from halfstep.utils.text import plural
+
+Item = TypeVar("Item")
 
 REPLACEMENT_SUFFIX = ".new"
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{9,})(?:\.new)?")
@@ -122,6 +125,7 @@ def prune(
     protect: Collection[Path] = (),
     *,
     verified: VerifiedCheckpoints | None = None,
+    successors: Collection[Path] | None = None,
 ) -> list[Path]:
     """Removes all checkpoints but the newest `keep` good ones, the oldest first.
 
@@ -129,7 +133,8 @@ def prune(
     whole, checksums included; damaged ones are not counted. Neither are those that are not good
     (see `latest`) and those inside a streak of skipped updates, which may become too long: of them
     the newest stays beside the `keep`, or as many as good ones are missing. `verified`
-    remembers between calls what is known about each; the newest good one is read in any case.
+    remembers between calls what is known about each; the newest good one is read in any case. Only
+    `successors` count, where they are given: those that are in a store too.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -139,41 +144,69 @@ def prune(
     protected = {os.path.realpath(path) for path in protect}
     if all(os.path.realpath(path) in protected for path in paths[:-keep]):
         return []  # nothing is too many, so nothing need be read
-    if verified is None:
-        verified = VerifiedCheckpoints()
+    if successors is not None and len(successors) <= keep:
+        return []
+    known = verified or VerifiedCheckpoints()
 
-    # From the newest back to the one that completes the number to keep; older ones are too many.
-    too_many: list[Path] = []
-    judge = _Judge()
-    good_count = 0
-    uncounted: list[tuple[Path, Health]] = []
-    for index in reversed(range(len(paths))):
-        health = verified.examine(paths[index], read_again=good_count == 0)
-        if health is None:
-            continue
-        if not judge.is_good(health) or health.skips_in_a_row > 0:
-            uncounted.append((paths[index], health))
-            continue
-        good_count += 1
-        if good_count == keep:
-            too_many = paths[:index]
-            break
-    too_many = [*too_many, *_superfluous(uncounted, keep - good_count)]
+    def examine(path: Path, is_newest: bool) -> Health | None:
+        if successors is None or path in successors:
+            return known.examine(path, read_again=is_newest)
+        try:  # it does not count, so its tensors need not be read
+            return read_health(path)
+        except CheckpointError:
+            return None
 
-    removed = [path for path in too_many if os.path.realpath(path) not in protected]
+    superfluous = choose_superfluous(paths, keep, examine, successors)
+    removed = [path for path in superfluous if os.path.realpath(path) not in protected]
     for path in removed:
         remove_folder(path)
     return removed
 
 
-def _superfluous(uncounted: list[tuple[Path, Health]], missing: int) -> list[Path]:
+def choose_superfluous(
+    checkpoints: Sequence[Item],
+    keep: int,
+    examine: Callable[[Item, bool], Health | None],
+    successors: Collection[Item] | None = None,
+) -> list[Item]:
+    """Which of the checkpoints are too many, the oldest first; all come in order of their steps.
+
+    `examine` says the health of one, None where it is damaged. It is asked from the newest on, with
+    True until one counts, and not about those that are too many. Only `successors` count, where
+    they are given: others may be too many, and take no place.
+    """
+    # From the newest back to the one that completes the number to keep; older ones are too many.
+    too_many: list[Item] = []
+    judge = _Judge()
+    good_count = 0
+    uncounted: list[tuple[Item, Health]] = []
+    for index in reversed(range(len(checkpoints))):
+        if successors is not None and checkpoints[index] not in successors:
+            health = examine(checkpoints[index], False)
+            if health is not None:
+                judge.is_good(health)  # it may say that older ones are not
+            continue
+        health = examine(checkpoints[index], good_count == 0)
+        if health is None:
+            continue
+        if not judge.is_good(health) or health.skips_in_a_row > 0:
+            uncounted.append((checkpoints[index], health))
+            continue
+        good_count += 1
+        if good_count == keep:
+            too_many = list(checkpoints[:index])
+            break
+    return [*too_many, *_superfluous(uncounted, keep - good_count)]
+
+
+def _superfluous(uncounted: list[tuple[Item, Health]], missing: int) -> list[Item]:
     """Which of the checkpoints that do not count go, the oldest first; they come newest first.
 
     As many stay as good ones are missing, but one at least, and the newest that has finite weights.
     """
-    stay = [path for path, _ in uncounted[: max(missing, 1)]]
-    stay += [path for path, health in uncounted if not health.is_lost][:1]
-    return [path for path, _ in reversed(uncounted) if path not in stay]
+    stay = [item for item, _ in uncounted[: max(missing, 1)]]
+    stay += [item for item, health in uncounted if not health.is_lost][:1]
+    return [item for item, _ in reversed(uncounted) if item not in stay]
 
 
 def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None) -> None:

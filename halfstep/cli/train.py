@@ -52,10 +52,12 @@ from halfstep.experiment.run_progress import (
     refuse_fewer_epochs,
 )
 from halfstep.experiment.training_run import WeightRescue, silence_signal_message
+from halfstep.storage.url import is_store_url, parse_store_url
 from halfstep.utils.durations import duration_s
 from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
+    from halfstep.callbacks import Checkpoint
     from halfstep.engine import Callback, Run
     from halfstep.experiment.builders import RunParts
 
@@ -120,7 +122,12 @@ def train(
     sink: SinkOption = None,
     max_time: MaxTimeOption = None,
     limit_batches: LimitBatchesOption = None,
-    out: Annotated[Path, typer.Option(help="folder of the run")] = Path("runs/train"),
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="<path>", help="folder of the run, or the URL of a store: s3://bucket/run"
+        ),
+    ] = "runs/train",
     resume: Annotated[
         str | None,
         typer.Option(
@@ -141,8 +148,11 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """The command; its help is HELP. Most options are read from `ctx.params`."""
+    from halfstep.callbacks import Checkpoint
     from halfstep.experiment.output_folder import lock_output_folder
 
+    if is_store_url(out):
+        parse_store_url(out, "--out")
     # Settings, model and data come before the folder is touched: most mistakes show here.
     time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
     settings = _read_settings(ctx)
@@ -154,32 +164,38 @@ def train(
 
     # Standard output is left to the JSON.
     log_file = sys.stderr if as_json else sys.stdout
-    with lock_output_folder(out):
+    saver = Checkpoint(out)
+    folder = saver.folder
+    with lock_output_folder(folder):
         if fresh:
-            training_run.remove_run(out)
-        refuse_links_out_of(out, WRITTEN_FILES)
-        _check_folder(out, settings, built.facts, resume)
-        _check_going_back(out, resume, discard_later=discard_later)
+            training_run.remove_run(folder)
+        refuse_links_out_of(folder, WRITTEN_FILES)
+        _open_store(saver, resume, fresh=fresh)
+        _check_folder(folder, settings, built.facts, resume)
+        _check_going_back(folder, resume, discard_later=discard_later)
         if resume not in (None, "auto"):
             refuse_fewer_epochs(Path(resume), settings.epochs)
 
-        finished = finished_run(out, settings.epochs) if resume == "auto" else None
+        finished = finished_run(folder, settings.epochs) if resume == "auto" else None
         if finished is not None and finished.missing is not None:
             echo(
-                f"note: {out}: {finished.missing}. Training is done, and what is missing is "
+                f"note: {folder}: {finished.missing}. Training is done, and what is missing is "
                 f"written again from {finished.checkpoint.name}",
                 err=True,
             )
         if finished is not None and finished.missing is None:
             if finished.lost_lines is not None:
                 echo(f"note: {out}: {finished.lost_lines}", err=True)
-            echo(_nothing_to_do_message(out, settings.epochs, finished), file=log_file)
-            summary = finished.summary(out)
+            echo(_nothing_to_do_message(folder, settings.epochs, finished), file=log_file)
+            if saver.store is not None:  # it may have been stopped before all was uploaded
+                saver.store.begin(finished.steps)
+                saver.finish_uploads()
+            summary = finished.summary(folder)
         else:
             summary = _fit(
                 built,
                 settings,
-                out,
+                saver,
                 resume,
                 sink,
                 time_limit_s,
@@ -261,6 +277,19 @@ def _warn_useless_verify(built: "RunParts") -> None:
         )
 
 
+def _open_store(saver: "Checkpoint", resume: str | None, *, fresh: bool) -> None:
+    """Where OUT is the URL of a store: brings what the run goes on from, or begins anew there."""
+    if saver.store is None:
+        return
+    if fresh:
+        files = (training_run.RUN_FILE, training_run.LOG_FILE, training_run.WEIGHTS_FILE)
+        saver.store.start_over([*files, *training_run.REPORT_FILES])
+    if resume == "auto" and not fresh:
+        saver.fetch()
+    elif resume is None:
+        saver.store.check_no_other_run(None)
+
+
 def _check_folder(
     out: Path, settings: training_run.TrainSettings, facts: dict[str, Any], resume: str | None
 ) -> None:
@@ -330,7 +359,7 @@ def _nothing_to_do_message(out: Path, epochs: int, finished: FinishedRun) -> str
 def _fit(
     built: "RunParts",
     settings: training_run.TrainSettings,
-    out: Path,
+    own_saver: "Checkpoint",
     resume: str | None,
     sink: int | None,
     time_limit_s: float | None,
@@ -345,6 +374,7 @@ def _fit(
     from halfstep.engine.limits import TIME_IS_OVER
     from halfstep.model.fit_arguments import check_callbacks
 
+    out = own_saver.folder
     arguments = dict(built.fit_arguments)
     arguments["epochs"] = settings.epochs
     arguments["resume"] = resume or built.fit_arguments.get("resume")
@@ -370,7 +400,6 @@ def _fit(
     rescue = WeightRescue()
     callbacks = check_callbacks(arguments.get("callbacks", ()))
     savers = [c for c in callbacks if isinstance(c, Checkpoint) and c.folder == out]
-    own_saver = Checkpoint(out)
     for saver in (own_saver, *savers):
         saver.allows_later = discard_later  # remove_later removes them
     shown: list[Callback] = []
@@ -405,11 +434,14 @@ def _fit(
         raise typer.Exit(EXIT_TIME_OVER)
     built.model.save(weights_path)
     record_weights(out)
+    for saver in savers or [own_saver]:
+        saver.finish_uploads()
 
     files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
-    echo(f"written: {printable(out)}/{files} and checkpoints", file=log_file)
+    shown_out = out if own_saver.store is None else own_saver.store.url
+    echo(f"written: {printable(shown_out)}/{files} and checkpoints", file=log_file)
     return {
-        "out": str(out),
+        "out": str(shown_out),
         "resumed": run.resumed,
         "steps": run.global_step,
         "history": run.history,

@@ -13,6 +13,7 @@ from typing import Any
 from halfstep.checkpoint import lock
 from halfstep.experiment.saved_comparison import check_summary, read_result
 from halfstep.experiment.settings import Settings
+from halfstep.storage.url import hide_credentials, is_store_url
 from halfstep.utils.files import read_json
 from halfstep.utils.text import printable
 
@@ -36,6 +37,11 @@ MAX_NAMES_SHOWN = 3  # of files that are in the way
 
 def lock_output_folder(out: Path) -> AbstractContextManager[None]:
     """Inside, no other process can use the folder; the lock ends with the block or the process."""
+    if is_store_url(out):
+        raise ValueError(
+            f"out: expected a folder of this machine, got {hide_credentials(str(out))}. "
+            "halfstep train writes to a store, a comparison does not."
+        )
     request = lock.LockRequest("out", LOCK_FILE, "name another folder: --out")
     return lock.hold_lock(out, request)
 

@@ -71,6 +71,7 @@ from halfstep.step.options import (
 from halfstep.step.rank_startup import check_equal_states
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
+from halfstep.storage.url import hide_credentials, is_store_url
 from halfstep.utils.keywords import suggest_keywords
 from halfstep.utils.optional_folders import is_left_out
 from halfstep.utils.saved_state import SavedValue
@@ -734,9 +735,18 @@ def _nothing_to_predict() -> str:
 
 def _newest_checkpoint(source: str | Path, callbacks: Sequence[Callback]) -> Path | None:
     """The checkpoint that resume= means; None where "auto" finds none."""
+    if is_store_url(source):
+        shown = hide_credentials(str(source))
+        raise ValueError(
+            f"resume: expected 'auto' or a path of this machine, got {shown}. "
+            "Give the URL to hs.Checkpoint and write resume='auto'."
+        )
     folders = [Path(source)]
     if source == "auto":
-        folders = [callback.folder for callback in callbacks if isinstance(callback, Checkpoint)]
+        savers = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+        for saver in savers:
+            saver.fetch()
+        folders = [saver.folder for saver in savers]
         if not folders:
             raise ValueError(
                 "resume='auto': expected a Checkpoint among the callbacks, to know where to look"

@@ -49,7 +49,7 @@ SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 # "user:password@" and "token@". A password may have a slash in it.
-PASSWORD_IN_URL = re.compile(r"(?<=://)([^/\s:@'\"]*:[^\s@'\"]+|[^/\s@'\"]+)@")
+PASSWORD_IN_URL = re.compile(r"(:/{1,3})([^/\s:@'\"]*:[^\s@'\"]+|[^/\s@'\"]+)@")
 # Parameters of a query, and those of the header that signs a request.
 PARAMETER = re.compile(r"(?<=[?&,\s])([A-Za-z0-9_.-]+)=([^&,\s'\"<>]+)")
 ACCESS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b")
@@ -81,9 +81,12 @@ class StoreURL:
 def is_store_url(text: str | Path) -> bool:
     """Whether the text names a place in a store, and not a file: it begins with "scheme://".
 
-    A web address does too; it can be read from, and not written to.
+    A web address does too; it can be read from, and not written to. True also for a Path that was
+    made of a URL, which parse_store_url refuses.
     """
-    return isinstance(text, str) and URL_START.match(text) is not None
+    if isinstance(text, Path):
+        return COLLAPSED_URL.match(str(text)) is not None
+    return URL_START.match(text) is not None
 
 
 def parse_store_url(text: str | Path, what: str) -> StoreURL:
@@ -166,7 +169,7 @@ def local_name(url: StoreURL) -> str:
 
 def hide_credentials(text: str) -> str:
     """The text of an error or a URL, without passwords, keys, signatures and tokens."""
-    text = PASSWORD_IN_URL.sub(f"{MASK}@", text)
+    text = PASSWORD_IN_URL.sub(rf"\1{MASK}@", text)
     text = PARAMETER.sub(_mask_parameter, text)
     text = ACCESS_KEY_ID.sub(MASK, text)
     for secret in _configured_secrets():

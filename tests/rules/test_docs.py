@@ -42,6 +42,7 @@ def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # what a block writes lands here
+    monkeypatch.setenv("HALFSTEP_OUT", str(tmp_path / "out"))
     namespace: dict[str, object] = {"__name__": "docs"}
     for block in read_blocks(page.read_text()):
         if block.no_run is None:

@@ -47,14 +47,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("errors", "utils", "data", "metrics", "precision", "step", "engine"),
         *("kernels", "cuda_graphs", "compiler"),
     },
-    "callbacks": {"errors", "utils", "checkpoint", "step", "engine"},
+    "callbacks": {"errors", "utils", "checkpoint", "storage", "step", "engine"},
     "model": {
         *("errors", "utils", "distributed", "checkpoint", "schedules", "metrics"),
-        *("precision", "step", "engine", "callbacks"),
+        *("storage", "precision", "step", "engine", "callbacks"),
     },
     "experiment": {
         *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
-        *("engine", "callbacks", "model"),
+        *("storage", "engine", "callbacks", "model"),
     },
     "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},

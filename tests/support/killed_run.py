@@ -29,6 +29,15 @@ from halfstep.callbacks.history import History
 from halfstep.callbacks.logs import JSONLLog
 from halfstep.engine import Callback, Row, Run
 from halfstep.model import Model
+from halfstep.storage.store_access import RetryPolicy
+
+if __name__ == "__main__":  # the path of a program is that of its own folder
+    sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support.faulty_store import use_faulty_store
+
+STORE_URL = "faulty://bucket/run"
+QUICK_RETRIES = RetryPolicy(tries=12, first_delay_s=0.001, max_delay_s=0.05)
 
 SIZE = 26  # 7 batches of 4, the last one of 2
 SYSTEM_CALLS = (
@@ -201,16 +210,30 @@ def train(
     accumulate: int = 1,
     optimizer: str = "adamw",
     pause: float = 0,
+    store: dict[str, Any] | None = None,
 ) -> Run:
     """The run: 14 steps, or 15 as three epochs of five.
 
-    Evaluations at every third step and at each epoch's end. `pause` makes every batch slow.
+    Evaluations at every third step and at each epoch's end. `pause` makes every batch slow. With
+    `store`, the settings of a faulty store, or the URL of another one and the environment that it
+    needs, checkpoints and log go there, by way of `folder`.
     """
     folder = Path(folder)
+    out: str | Path = folder / "run"
+    log_path = folder / "log.jsonl"
+    if store is not None:
+        out = store.get("url", STORE_URL)
+        os.environ.update({"HALFSTEP_OUT": str(folder), **store.get("environment", {})})
+        if out == STORE_URL:
+            use_faulty_store(store)
+    saver = Checkpoint(out, every_steps=every_steps, keep=keep, best="acc")
+    if saver.store is not None:
+        saver.store.retries = QUICK_RETRIES
+        log_path = saver.folder / "log.jsonl"
     callbacks = [
         History(),
-        JSONLLog(folder / "log.jsonl", overwrite=True),
-        Checkpoint(folder / "run", every_steps=every_steps, keep=keep, best="acc"),
+        JSONLLog(log_path, overwrite=True),
+        saver,
         SignalAtMoment(*death, pause=pause),
     ]
     return build_model(optimizer, accumulate=accumulate).fit(

@@ -36,7 +36,7 @@ def test_a_url_is_taken_apart(text: str, scheme: str, path: str) -> None:
     assert (url / "step").name == "step"
 
 
-@pytest.mark.parametrize("text", ["runs/mlp", "csv:houses.csv", "/tmp/x", "C:\\x", Path("s3:/x")])
+@pytest.mark.parametrize("text", ["runs/mlp", "csv:houses.csv", "/tmp/x", "C:\\x", Path("runs/s3")])
 def test_paths_are_no_urls(text: str | Path) -> None:
     assert not is_store_url(text)
 
@@ -70,6 +70,7 @@ def test_what_names_no_place_is_refused(text: str) -> None:
 
 
 def test_a_path_that_was_a_url_is_refused() -> None:
+    assert is_store_url(Path("s3://bucket/run"))
     with pytest.raises(ValueError, match="got a Path, which has lost a slash: s3:/bucket/run"):
         parse_store_url(Path("s3://bucket/run"), "Checkpoint")
 

@@ -12,14 +12,18 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from halfstep.distributed.host_requests import HostRequests, Request
+from halfstep.distributed.joining import store_of_attempt
+from halfstep.distributed.rank_progress import RankProgress
 from halfstep.errors import Notice, RankLostError
 
 # torch 2.13 gave it another name.
@@ -28,6 +32,10 @@ _all_gather: Any = next((getattr(dist, n) for n in _NAMES_OF_ALL_GATHER if hasat
 
 # Set by torchrun for each process that it starts.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# How long a rank waits for the others, in a collective and at the start. Rank 0 may be saving a
+# large checkpoint meanwhile. A program that wants another calls init_process_group(timeout=…).
+RANK_TIMEOUT = timedelta(minutes=10)
 
 BROADCAST_ELEMENTS = 1 << 24  # of one dtype at a time: bounds the memory of a broadcast
 
@@ -38,8 +46,11 @@ class Ranks:
     Without a process group (one process alone) every collective returns what it was given.
     """
 
-    def __init__(self, group: Any = None, host_group: Any = None) -> None:
+    def __init__(
+        self, group: Any = None, host_group: Any = None, progress: RankProgress | None = None
+    ) -> None:
         self.group = group
+        self.progress = RankProgress() if progress is None else progress
         self.host_group = host_group  # for values that the hosts know; never waits for a device
         self.index = 0
         self.count = 1
@@ -138,14 +149,18 @@ class Ranks:
         torch raises it where a rank has ended, hangs beyond the timeout, or called another
         collective.
         """
+        self.progress.enter(what)
         try:
             yield
         except RuntimeError as error:
+            missing = self.progress.describe_missing()
+            if not missing:
+                missing = "it has ended with an error of its own, hangs, or runs another program"
             raise RankLostError(
-                f"{self}: {what}: another rank did not take part. It has ended with an error of "
-                "its own, hangs, or runs another program; look for its message. torch says: "
-                f"{_first_line(error)}"
+                f"{self}: {what}, step {self.progress.step}: another rank did not take part: "
+                f"{missing}. Look for its message. torch says: {_first_line(error)}"
             ) from error
+        self.progress.leave()
 
 
 def find_ranks(device: torch.device) -> Ranks | None:
@@ -160,7 +175,7 @@ def find_ranks(device: torch.device) -> Ranks | None:
             return None
         _join(device)
     world = dist.group.WORLD
-    ranks = Ranks(world, _host_group_of(world))
+    ranks = Ranks(world, _host_group_of(world), _progress_in(world))
     _check_devices(ranks, device)
     return ranks
 
@@ -181,13 +196,20 @@ def _join(device: torch.device) -> None:
     arguments: dict[str, Any] = {}
     if device.type == "cuda":
         arguments["device_id"] = device
-    dist.init_process_group(backend, **arguments)
+    store, rank, count = next(rendezvous("env://", timeout=RANK_TIMEOUT))
+    dist.init_process_group(
+        backend,
+        store=store_of_attempt(store, rank, count, RANK_TIMEOUT),
+        rank=rank,
+        world_size=count,
+        timeout=RANK_TIMEOUT,
+        **arguments,
+    )
     atexit.register(_leave)
-    rank = dist.get_rank()
     if rank > 0:
         # Rank 0 says it already.
         warnings.filterwarnings("ignore", category=Notice)
-    if dist.get_world_size() > 1:
+    if count > 1:
         sys.excepthook = _excepthook_of(rank)
 
 
@@ -202,12 +224,42 @@ def _excepthook_of(rank: int) -> Any:
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        for _, progress in _PROGRESS:
+            progress.end(f"{kind.__name__}: {_first_line(error)}")
         text = "".join(traceback.format_exception(kind, error, trace))
         lines = [f"[rank {rank}] {line}" for line in text.splitlines()]
         sys.stderr.write("\n".join(lines) + "\n")
         sys.stderr.flush()
 
     return excepthook
+
+
+# The progress of this process in the last world that was seen.
+_PROGRESS: list[tuple[Any, RankProgress]] = []
+
+
+def _progress_in(world: Any) -> RankProgress:
+    """Where this rank is, published in the store of the group, from a clone for its thread."""
+    for known_world, progress in _PROGRESS:
+        if known_world is world:
+            return progress
+    store = None
+    if dist.get_world_size() > 1:
+        group_store = dist.distributed_c10d._get_default_store()
+        store = group_store.clone() if hasattr(group_store, "clone") else None
+    progress = RankProgress(dist.get_rank(), dist.get_world_size(), store)
+    if not _PROGRESS:
+        atexit.register(_end_progress)  # runs before _leave, which was registered earlier
+    for _, earlier in _PROGRESS:
+        earlier.close()
+    _PROGRESS[:] = [(world, progress)]
+    return progress
+
+
+def _end_progress() -> None:
+    for _, progress in _PROGRESS:
+        progress.end("its program is over")
+        progress.close()
 
 
 # The group of hosts beside the last world that was seen: making one is a collective of its own.

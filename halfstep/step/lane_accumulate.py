@@ -85,6 +85,7 @@ class LaneAccumulate:
 
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
+        self.ranks.progress.step = state.steps + 1
         if _is_power_of_two(state.steps + 1):
             check_same_batch(batch, self.ranks, state.steps + 1)
         pieces = self.lanes.split(batch)

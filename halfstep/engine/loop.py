@@ -98,6 +98,7 @@ class Loop:
         # The processes that train together: what one host wants, all must do at the same step.
         ranks: Ranks | None = getattr(step, "ranks", None)
         self.ranks = ranks if ranks is not None and ranks.count > 1 else None
+        self._agreed_limit = 1  # steps until the next visit, with several ranks
 
         self.captured_runner = make_runner()
         run.evaluates = evaluate is not None
@@ -134,7 +135,7 @@ class Loop:
                 self.on_begun()
                 if self.pending:
                     self._evaluate_and_visit()
-                while not run.stopped and not self._is_finished():
+                while self._goes_on():
                     self._begin_steps()
                     if self.captured_runner is not None:
                         self._run_captured(self.captured_runner)
@@ -157,6 +158,8 @@ class Loop:
                 raise
             finally:
                 self.events.call_end()
+        if self.ranks is not None:  # a rank that ended now would have the first one killed
+            self.ranks.any_of([], "the end of the run")
         is_first_rank = self.ranks is None or self.ranks.index == 0
         if self.signals.caught and not signals.QUIET and is_first_rank:
             print(
@@ -165,6 +168,18 @@ class Loop:
                 file=sys.stderr,
             )
         self.signals.raise_caught()
+
+    def _goes_on(self) -> bool:
+        """Whether there are steps to do; on all ranks the same ones, up to the same visit."""
+        run = self.run
+        if self.ranks is not None:
+            own = (run.stopped, self._own_steps_until_visit())
+            reasons, limits = zip(*self.ranks.gather_objects(own, "a visit"), strict=True)
+            self._agreed_limit = min(limits)
+            for reason in reasons:
+                if reason is not None:
+                    run.stop(reason)
+        return not run.stopped and not self._is_finished()
 
     def _is_finished(self) -> bool:
         run = self.run
@@ -195,6 +210,8 @@ class Loop:
             self.captured_runner = self.make_runner()
         if self.train_metrics is not None:
             self.train_metrics.use_captured(self.captured_runner is not None)
+            if getattr(self.step, "lanes", None) is not None:
+                self.train_metrics.use_divided_batches()
         if run.step == 0:
             self.events.call_all("epoch_begin")
         self._positions = []
@@ -385,7 +402,11 @@ class Loop:
                 self._records[-1] = with_extras(tail, last.parts, last.counts)
 
     def _steps_until_visit(self) -> int:
-        """Steps until the host must look in."""
+        """Steps until the host must look in, on whichever rank that is first."""
+        return self._own_steps_until_visit() if self.ranks is None else self._agreed_limit
+
+    def _own_steps_until_visit(self) -> int:
+        """Steps until the host of this process must look in."""
         run = self.run
         timing = self.timing
         if timing.sink:

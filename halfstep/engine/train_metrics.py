@@ -39,6 +39,7 @@ class TrainMetrics:
     ) -> None:
         self.labels = labels
         self._captured = False
+        self._divided = False
         self._has_warned_captured = False
         self._failed: set[str] = set()
         self._other_updates = 0  # batches that the other metrics have seen since their reset
@@ -63,7 +64,7 @@ class TrainMetrics:
     @property
     def other_names(self) -> tuple[str, ...]:
         """The metrics that are no part of the records."""
-        return () if self._captured else tuple(self._others)
+        return () if self._captured or self._divided else tuple(self._others)
 
     def begin(self) -> None:
         """Before the first step of a fit: nothing is counted, and nothing has failed."""
@@ -93,6 +94,19 @@ class TrainMetrics:
                 Notice,
                 stacklevel=user_stacklevel(),
             )
+
+    def use_divided_batches(self) -> None:
+        """Batches are divided over ranks or lanes: only totals and counts can be put together."""
+        if self._others and not self._divided:
+            names = list_some([repr(name) for name in self._others], 4)
+            warnings.warn(
+                f"metrics: {names}: counted in evaluations only, as each batch is divided over "
+                "ranks or lanes and only metrics of hs.metrics and functions can be put together "
+                f"again; {OFF_ADVICE}",
+                Notice,
+                stacklevel=user_stacklevel(),
+            )
+        self._divided = True
 
     @torch.no_grad()
     def __call__(self, batch: Batch, result: BatchLoss) -> Counts:

@@ -83,6 +83,15 @@ class LaneAccumulate:
         self._present: list[bool] | None = None
         self._agreed_present: list[bool] | None = None
 
+    def take_over(self, other: "LaneAccumulate") -> None:
+        """Goes on with the open cycle of another one, for the same lanes."""
+        self.gradient_sum = other.gradient_sum
+        self._lane_states = other._lane_states
+        self._lane_buffers = other._lane_buffers
+        self._columns = other._columns
+        self._present = other._present
+        self._agreed_present = other._agreed_present
+
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
         self.ranks.progress.step = state.steps + 1

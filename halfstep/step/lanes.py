@@ -24,8 +24,6 @@ from halfstep.step.objective import Batch, batch_size
 from halfstep.utils import rng
 from halfstep.utils.keywords import user_stacklevel
 
-MAX_SEED = 1 << 53  # a checkpoint holds whole numbers up to there
-
 
 @dataclass(frozen=True)
 class Lanes:
@@ -123,7 +121,7 @@ def new_seed(ranks: Ranks | None) -> int:
     """A seed from torch's generator, whose own sequence does not move; rank 0's for all ranks."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
-    seed = int(torch.randint(0, MAX_SEED, (), generator=generator))
+    seed = int(torch.randint(0, 1 << 53, (), generator=generator))
     if ranks is None:
         return seed
     return int(ranks.broadcast_object(seed, "the seed of the lanes"))

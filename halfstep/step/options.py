@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -141,6 +141,12 @@ class StepOptions:
         is_lane_count = is_number and self.logical >= 1
         expect(is_lane_count, "logical", "1 or more micro-batches per batch", self.logical)
 
+        if self.exact == "bits":
+            expected = "'auto' or False beside exact='bits', as programs depend on the batches met"
+            expect(self.compile is not True, "compile", expected, self.compile)
+            expected = "'auto' or False beside exact='bits', since no measurement repeats"
+            expect(self.cudnn_benchmark is not True, "cudnn_benchmark", expected, True)
+
         for name in ("compile", "channels_last", "cudnn_benchmark", "polish"):
             flag = getattr(self, name)
             is_flag = isinstance(flag, bool) or flag == "auto"
@@ -152,6 +158,18 @@ class StepOptions:
         for name in ("count", "forward"):
             function = getattr(self, name)
             expect(function is None or callable(function), name, "a function", function)
+
+    def settled_for(self, device: torch.device) -> "StepOptions":
+        """The options with what exact="bits" leaves no choice about."""
+        if self.exact != "bits":
+            return self
+        needs_kernels = device.type == "cuda"
+        return replace(
+            self,
+            compile=False,
+            cudnn_benchmark=False,
+            deterministic=self.deterministic or needs_kernels,
+        )
 
     @property
     def measures_algorithms(self) -> bool:

@@ -125,6 +125,7 @@ class TrainStep:
         self.optimizer = optimizer
         self.names, self.params = find_parameters(net, loss, optimizer)
         self.device = find_device(net, self.params)
+        self.options = self.options.settled_for(self.device)
         if self.options.deterministic:
             check_deterministic(self.device)
         self.objective = Objective(net, loss, self.options.forward, self.options.count)
@@ -390,6 +391,7 @@ class TrainStep:
             buffers=self.buffers,
             in_lanes=self.lanes is not None,
         )
+        before = getattr(self, "accumulator", None)
         self.accumulator: Accumulate | LaneAccumulate = accumulator
         if self.lanes is not None:
             self.accumulator = LaneAccumulate(
@@ -400,6 +402,8 @@ class TrainStep:
                 self.lane_seed,
                 cycle_length=self.options.accumulate,
             )
+            if isinstance(before, LaneAccumulate):
+                self.accumulator.take_over(before)
         commit = Commit(
             optimizer=self.optimizer,
             optimizer_kind=self.optimizer_kind,

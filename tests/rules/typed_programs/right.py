@@ -98,6 +98,9 @@ hs.Model(
     channels_last=False,
     polish="auto",
     cudnn_benchmark="auto",
+    strategy="auto",
+    exact=None,
+    logical=12,
 )
 step = hs.TrainStep(
     net,
@@ -120,6 +123,9 @@ step = hs.TrainStep(
     channels_last="auto",
     polish=True,
     cudnn_benchmark=False,
+    strategy="none",
+    exact="bits",
+    logical=6,
 )
 settings: dict[str, Any] = {"clip_norm": 1.0}
 hs.Model(net, nn.CrossEntropyLoss(), optimizer, **settings)

@@ -10,7 +10,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,6 +122,7 @@ def prune(
     protect: Collection[Path] = (),
     *,
     verified: VerifiedCheckpoints | None = None,
+    guard: Callable[[], object] | None = None,
 ) -> list[Path]:
     """Removes all checkpoints but the newest `keep` good ones, the oldest first.
 
@@ -130,6 +131,7 @@ def prune(
     (see `latest`) and those inside a streak of skipped updates, which may become too long: of them
     the newest stays beside the `keep`, or as many as good ones are missing. `verified`
     remembers between calls what is known about each; the newest good one is read in any case.
+    `guard` is called before each removal, and may raise.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -162,6 +164,8 @@ def prune(
 
     removed = [path for path in too_many if os.path.realpath(path) not in protected]
     for path in removed:
+        if guard is not None:
+            guard()
         remove_folder(path)
     return removed
 
@@ -176,11 +180,17 @@ def _superfluous(uncounted: list[tuple[Path, Health]], missing: int) -> list[Pat
     return [path for path, _ in reversed(uncounted) if path not in stay]
 
 
-def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None) -> None:
+def replace(
+    path: Path,
+    tree: object,
+    *,
+    extra_files: Mapping[str, bytes] | None = None,
+    guard: Callable[[], object] | None = None,
+) -> None:
     """Saves the tree in place of the checkpoint at `path`.
 
     At every moment one of the two is there whole, under a name that `listing` and `latest` know.
-    The old one is removed when the new one was verified.
+    The old one is removed when the new one was verified, and `guard` raises nothing.
     """
     finish_replacements(path.parent)
     new = path.with_name(f"{path.name}{REPLACEMENT_SUFFIX}")
@@ -190,6 +200,8 @@ def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None
     except CheckpointError:
         remove_folder(new)
         raise
+    if guard is not None:
+        guard()
     _take_place(new, path)
 
 

@@ -1,10 +1,10 @@
 """How a process joins the group of its job, in an attempt of its own.
 
-torchrun starts a group again after a loss, and all attempts share one store. Addresses that ranks of
-an earlier attempt left there would be taken for those of this one (torch 2.13: "Connection refused"
-after each restart). torchrun's restart count does not tell attempts apart: it is counted on each
-host, and stays as it is when hosts come or go. So the ranks that are here now agree on a name for
-their attempt first, and keep what is theirs in the store under that name.
+torchrun starts a group again after a loss, and all attempts share one store. Addresses that ranks
+of an earlier attempt left there would be taken for those of this one (torch 2.13: "Connection
+refused" after each restart). torchrun's restart count does not tell attempts apart: it is counted
+on each host, and stays as it is when hosts come or go. So the ranks that are here now agree on a
+name for their attempt first, and keep what is theirs in the store under that name.
 """
 
 import secrets
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from halfstep.errors import RankLostError
 from halfstep.utils.text import list_some
+
+_PrefixStore: Any = getattr(dist, "PrefixStore", None)  # torch may be built without
 
 LOOK_EVERY_S = 0.02  # how often rank 0 looks for ranks that came
 MAX_RANKS_SHOWN = 8
@@ -32,7 +34,7 @@ def store_of_attempt(store: Any, rank: int, count: int, timeout: timedelta) -> A
         _answer_ranks(store, name, count, timeout)
     else:
         name = _ask_for_name(store, rank, timeout)
-    return dist.PrefixStore(f"halfstep/attempt/{name}", store)
+    return _PrefixStore(f"halfstep/attempt/{name}", store)
 
 
 def _ask_for_name(store: Any, rank: int, timeout: timedelta) -> str:

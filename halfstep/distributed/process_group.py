@@ -14,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.distributed.joining import store_of_attempt
@@ -143,6 +142,24 @@ class Ranks:
         return self.gather_objects(value, what)[0]
 
     @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """All ranks leave the block, or all raise: each its own error, or that of another rank."""
+        error: Exception | None = None
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as caught:
+            error = caught
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        texts = self.gather_objects(own, what)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankLostError(f"{self}: {what} failed on rank {rank}: {text}")
+
+    @contextmanager
     def named_errors(self, what: str) -> Iterator[None]:
         """An error inside a collective says which one it was, and that another rank is the cause.
 
@@ -186,12 +203,33 @@ def rank_of_environment() -> int:
     return int(rank) if rank.isdecimal() and _started_by_torchrun() else 0
 
 
+class TorchrunJob(NamedTuple):
+    """What torchrun's variables say about the job."""
+
+    name: str  # the same for all its attempts
+    restart: int  # how often the group was started again on this host
+    ranks: int
+
+
+def job_of_environment() -> TorchrunJob | None:
+    """The job of torchrun that this process is part of; None for a process started alone."""
+    if not _started_by_torchrun():
+        return None
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none":  # nobody gave torchrun one
+        name = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return TorchrunJob(name, int(restart), int(os.environ["WORLD_SIZE"]))
+
+
 def _started_by_torchrun() -> bool:
     return all(os.environ.get(name) for name in TORCHRUN_VARIABLES)
 
 
 def _join(device: torch.device) -> None:
     """Joins torchrun's process group: NCCL for CUDA, gloo for a CPU."""
+    from torch.distributed.rendezvous import rendezvous
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     arguments: dict[str, Any] = {}
     if device.type == "cuda":

@@ -85,8 +85,8 @@ class RankProgress:
             records = self._read_others()
 
         silent = _silent_ranks(first, records)
-        causes = []
-        others_lost = []
+        causes: list[str] = []
+        others_lost: list[str] = []
         for rank in range(self.count):
             if rank == self.rank:
                 continue

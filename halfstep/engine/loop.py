@@ -5,6 +5,7 @@ the network stand at the same step: rows are delivered, weights may be read, sig
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -158,16 +159,20 @@ class Loop:
                 raise
             finally:
                 self.events.call_end()
+        was_stopped = self.signals.caught is not None
         if self.ranks is not None:  # a rank that ended now would have the first one killed
             self.ranks.any_of([], "the end of the run")
+            was_stopped = self.ranks.requests.take(Request.STOP)
         is_first_rank = self.ranks is None or self.ranks.index == 0
-        if self.signals.caught and not signals.QUIET and is_first_rank:
+        if was_stopped and not signals.QUIET and is_first_rank:
             print(
-                f"halfstep: {self.signals.caught.name} after step {run.position}; "
+                f"halfstep: {self._stop_reason()} after step {run.position}; "
                 "where a Checkpoint saves the run, fit(resume='auto') goes on from here",
                 file=sys.stderr,
             )
         self.signals.raise_caught()
+        if was_stopped:  # the signal came to another rank: the job ends on all of them
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _goes_on(self) -> bool:
         """Whether there are steps to do; on all ranks the same ones, up to the same visit."""

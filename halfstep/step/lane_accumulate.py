@@ -102,8 +102,14 @@ class LaneAccumulate:
         if cycle.micro == 0:
             self._open_cycle(state)
         reports = []
-        for position, piece in enumerate(pieces):
-            reports.append(self._run_lane(state, position, piece))
+        try:
+            for position, piece in enumerate(pieces):
+                reports.append(self._run_lane(state, position, piece))
+        except BaseException:
+            # Nothing of this cycle has happened, unless batches before this one are part of it.
+            if cycle.micro == 0 and self.buffers:
+                self.buffers.restore(cycle.buffers)
+            raise
         cycle.micro += 1
         if cycle.micro == self.cycle_length:
             self._end_lanes()  # gradients travel while the ranks exchange their losses

@@ -4,7 +4,6 @@ As a program under torchrun: `rank_runs.py FOLDER [OPTIONS AS JSON]`. In FOLDER 
 checkpoints of `run/`, `log.csv`, the samples that each rank computed, and a file for each process.
 """
 
-import csv
 import json
 import os
 import signal
@@ -22,9 +21,9 @@ from torch import Tensor, nn
 import halfstep as hs
 from halfstep.callbacks.history import History
 from halfstep.callbacks.logs import CSVLog
-from halfstep.engine import Callback, Row, Run
+from halfstep.engine import Callback, Run
 from tests.support.rank_jobs import ROOT
-from tests.support.run_endings import leaves_by_path, run_ending
+from tests.support.run_endings import run_ending
 
 SAMPLES = 52  # four batches of 12, and one of 4: fewer than there are logical micro-batches
 BATCH = 12

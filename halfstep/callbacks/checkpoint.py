@@ -323,6 +323,13 @@ def lock_folders(callbacks: Iterable[Callback], job: Job | None = None) -> Itera
         yield
 
 
+def check_claims(callbacks: Iterable[Callback]) -> None:
+    """NewerAttemptError if a newer attempt of this job writes in the folder of a Checkpoint."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            callback._check_claim()
+
+
 def _find_health(run: Run, tree: dict[str, Any]) -> Health:
     """What is wrong with the run at this moment. The host reads its tensors now anyway."""
     step = run.model.step

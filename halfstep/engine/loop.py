@@ -113,6 +113,9 @@ class Loop:
         self.config: dict[str, Any] = {}  # what the run was made of, in words
         self.time_limit: TimeLimit | None = None
         self.on_begun: Callable[[], object] = lambda: None
+        self.before_rows: Callable[[], object] = lambda: (
+            None
+        )  # what it raises leaves rows unwritten
 
         # Of the visit under way.
         self._batches: Iterator[Args] | None = None
@@ -161,6 +164,7 @@ class Loop:
                 self.events.call_end()
         was_stopped = self.signals.caught is not None
         if self.ranks is not None:  # a rank that ended now would have the first one killed
+            self._must_stop()  # a signal that came last is for all ranks too
             self.ranks.any_of([], "the end of the run")
             was_stopped = self.ranks.requests.take(Request.STOP)
         is_first_rank = self.ranks is None or self.ranks.index == 0
@@ -178,7 +182,10 @@ class Loop:
         """Whether there are steps to do; on all ranks the same ones, up to the same visit."""
         run = self.run
         if self.ranks is not None:
-            own = (run.stopped, self._own_steps_until_visit())
+            stopped = run.stopped
+            if stopped is None and self.signals.caught:
+                stopped = self.signals.caught.name
+            own = (stopped, self._own_steps_until_visit())
             reasons, limits = zip(*self.ranks.gather_objects(own, "a visit"), strict=True)
             self._agreed_limit = min(limits)
             for reason in reasons:
@@ -310,6 +317,7 @@ class Loop:
                 extra_columns=self._extra_columns(),
             )
         run.seconds += time.perf_counter() - self._visit_started
+        self.before_rows()
         self.pending = bool(rows)
         if self._must_stop():
             run.stop(self._stop_reason())
@@ -462,6 +470,7 @@ class Loop:
         self.run.valid_step += 1
         self.events.call_all("valid_step")
         if self.ranks is not None:
+            self._must_stop()  # asks, if there was a signal
             self.ranks.any_of([], "an evaluation")
         return self._must_stop()
 

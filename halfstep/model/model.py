@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.callbacks.checkpoint import lock_folders
+from halfstep.callbacks.checkpoint import check_claims, lock_folders
 from halfstep.callbacks.progress_bar import add_progress
 from halfstep.checkpoint.attempts import Job
 from halfstep.distributed import Ranks, job_of_environment
@@ -302,6 +302,7 @@ class Model:
             loop.on_begun = backup.forget
             if self._ranks is not None:  # an attempt that was given up gets no further
                 self._ranks.any_of([], "the start of fit")
+            loop.before_rows = partial(check_claims, loop.callbacks)
             with lock_folders(loop.callbacks, _job_of(self.step)):
                 self._resume(loop, resume, backup)
                 self._schedule_tables.check()

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,9 @@ class Witness(Callback):
         pids.mkdir(exist_ok=True)
         (pids / name).write_text(str(os.getpid()))
 
+    def end(self, run: Run) -> None:
+        self.file.close()
+
     def note(self, run: Run, x: Tensor) -> None:
         if run.model.net.training:
             numbers = [int(number) for number in x[:, 0]]
@@ -223,10 +227,7 @@ def errors_of(folder: Path) -> str:
 
 def ending(folder: Path) -> dict[str, Any]:
     """All that a run leaves, the bytes of its log included."""
-    (folder / "log.jsonl").write_bytes(b"")
-    result = run_ending(folder)
-    result["log"] = (folder / "log.csv").read_bytes()
-    return result
+    return run_ending(folder, log="log.csv")
 
 
 def undisturbed(folder: Path, **options: Any) -> dict[str, Any]:
@@ -261,7 +262,53 @@ def sample_counts(folder: Path) -> dict[int, Counter[int]]:
     return counts
 
 
-if __name__ == "__main__":
+def train_through(folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """Several runs in one job, because starting processes takes seconds.
+
+    Each is stopped by a signal, which fit turns into an exit, and is then resumed to its end. What
+    stopped it, and where, goes to a file of each rank.
+    """
+    for name, options in cases.items():
+        case_folder = folder / name
+        case_folder.mkdir(exist_ok=True)
+        end = EndWitness()
+        try:
+            train(case_folder, callbacks=(end,), **options)
+            code: Any = 0
+        except SystemExit as error:
+            code = error.code
+        except KeyboardInterrupt:
+            code = "KeyboardInterrupt"
+        ended = {"code": code, "step": end.position, "reason": end.reason}
+        (case_folder / f"ended-{rank_number()}.json").write_text(json.dumps(ended))
+        train(case_folder, **{**options, "disturb": None})
+
+
+class EndWitness(Callback):
+    """Where a run ended, and why it says that it did."""
+
+    position = -1
+    reason: str | None = None
+
+    def end(self, run: Run) -> None:
+        self.position = run.position
+        self.reason = run.stopped
+
+
+def main(folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    run_folder = Path(sys.argv[1])
-    train(run_folder, **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
+    if "cases" in options:
+        train_through(folder, options["cases"])
+        return
+    group_timeout_s = options.pop("group_timeout_s", None)
+    if group_timeout_s is not None:  # the program makes the process group, as users do
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group_timeout_s))
+    if options.pop("own_folders", False):  # as on hosts that share no storage
+        own_folder = folder / f"host-{rank_number()}"
+        own_folder.mkdir(exist_ok=True)
+        os.chdir(own_folder)
+    train(folder, **options)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))

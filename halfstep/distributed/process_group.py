@@ -8,7 +8,6 @@ is.
 import atexit
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -247,29 +246,11 @@ def _join(device: torch.device) -> None:
     if rank > 0:
         # Rank 0 says it already.
         warnings.filterwarnings("ignore", category=Notice)
-    if count > 1:
-        sys.excepthook = _excepthook_of(rank)
 
 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _excepthook_of(rank: int) -> Any:
-    """Prints a traceback behind the number of the rank, in one write: ranks print side by side."""
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        for _, progress in _PROGRESS:
-            progress.end(f"{kind.__name__}: {_first_line(error)}")
-        text = "".join(traceback.format_exception(kind, error, trace))
-        lines = [f"[rank {rank}] {line}" for line in text.splitlines()]
-        sys.stderr.write("\n".join(lines) + "\n")
-        sys.stderr.flush()
-
-    return excepthook
 
 
 # The progress of this process in the last world that was seen.
@@ -288,10 +269,25 @@ def _progress_in(world: Any) -> RankProgress:
     progress = RankProgress(dist.get_rank(), dist.get_world_size(), store)
     if not _PROGRESS:
         atexit.register(_end_progress)  # runs before _leave, which was registered earlier
+        if store is not None:
+            sys.excepthook = _publish_error_before(sys.excepthook)
     for _, earlier in _PROGRESS:
         earlier.close()
     _PROGRESS[:] = [(world, progress)]
     return progress
+
+
+def _publish_error_before(print_error: Any) -> Any:
+    """An excepthook that lets the other ranks know the error, then prints it as before."""
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        for _, progress in _PROGRESS:
+            progress.end(f"{kind.__name__}: {_first_line(error)}")
+        print_error(kind, error, trace)
+
+    return excepthook
 
 
 def _end_progress() -> None:

@@ -113,9 +113,8 @@ class Loop:
         self.config: dict[str, Any] = {}  # what the run was made of, in words
         self.time_limit: TimeLimit | None = None
         self.on_begun: Callable[[], object] = lambda: None
-        self.before_rows: Callable[[], object] = lambda: (
-            None
-        )  # what it raises leaves rows unwritten
+        # Called before rows are handed out: what it raises leaves them unwritten.
+        self.before_rows: Callable[[], object] = lambda: None
 
         # Of the visit under way.
         self._batches: Iterator[Args] | None = None

@@ -43,7 +43,7 @@ def test_a_killed_worker(alone: dict[str, Any], tmp_path: Path) -> None:
     check_ended_as(alone, tmp_path)
 
     # The other rank has said who is missing, and the checkpoints know their attempt.
-    assert "[rank 0] halfstep.errors.RankLostError: rank 0 of 2" in errors_of(tmp_path)
+    assert "[rank0]: halfstep.errors.RankLostError: rank 0 of 2" in errors_of(tmp_path)
     newest = checkpoint.latest(tmp_path / "run")
     assert newest is not None
     assert b'"number": 2' in checkpoint.load(newest).files["attempt.json"]

@@ -14,7 +14,7 @@ JOIN_AND_END_S = 60  # start, error, end of all processes, on a busy machine
 
 def last_error(folder: Path, rank: int) -> str:
     """The line with which a rank's traceback ends."""
-    lines = re.findall(rf"^\[rank {rank}\] (\S.*)$", errors_of(folder), re.MULTILINE)
+    lines = re.findall(rf"^\[rank{rank}\]: (\S.*)$", errors_of(folder), re.MULTILINE)
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exit)\b", line)]
     assert errors, errors_of(folder)[-3000:]
     return str(errors[-1])

@@ -67,7 +67,7 @@ def build_model(**options: Any) -> hs.Model:
         optimizer,
         hs.Precision("O2", scale=scale),
         metrics={"acc": hs.metrics.Accuracy()},
-        schedule=hs.schedules.linear(0.02, 60, warmup=6, start=0.002),
+        schedule=hs.schedules.linear(0.02, 400, warmup=6, start=0.002),
         **{"ema": 0.9, "exact": "bits", "clip_norm": 1.0, **options},
     )
 

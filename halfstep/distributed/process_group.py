@@ -34,6 +34,7 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # How long a rank waits for the others, in a collective and at the start. Rank 0 may be saving a
 # large checkpoint meanwhile. A program that wants another calls init_process_group(timeout=…).
 RANK_TIMEOUT = timedelta(minutes=10)
+NCCL_MARGIN = timedelta(minutes=2)
 
 BROADCAST_ELEMENTS = 1 << 24  # of one dtype at a time: bounds the memory of a broadcast
 
@@ -233,15 +234,20 @@ def _join(device: torch.device) -> None:
     arguments: dict[str, Any] = {}
     if device.type == "cuda":
         arguments["device_id"] = device
+    # NCCL ends a process that waits too long without a word, so the hosts' group comes first.
+    timeout = RANK_TIMEOUT + NCCL_MARGIN if backend == "nccl" else RANK_TIMEOUT
     store, rank, count = next(rendezvous("env://", timeout=RANK_TIMEOUT))
     dist.init_process_group(
         backend,
         store=store_of_attempt(store, rank, count, RANK_TIMEOUT),
         rank=rank,
         world_size=count,
-        timeout=RANK_TIMEOUT,
+        timeout=timeout,
         **arguments,
     )
+    if backend == "nccl":
+        host_group = dist.new_group(backend="gloo", timeout=RANK_TIMEOUT)
+        _HOST_GROUPS[:] = [(dist.group.WORLD, host_group)]
     atexit.register(_leave)
     if rank > 0:
         # Rank 0 says it already.

@@ -27,6 +27,7 @@ def run_and_fail(folder: Path, ranks: int = 2, **options: Any) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_named_by_the_others(tmp_path: Path) -> None:
     run_and_fail(tmp_path, disturb={"what": "raise", "at": 3})
     assert last_error(tmp_path, 1) == "LookupError: a mistake of the user's own"

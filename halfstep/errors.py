@@ -27,6 +27,10 @@ class RankLostError(RuntimeError):
     """
 
 
+class NewerAttemptError(RuntimeError):
+    """A newer attempt of this job has begun: this one may neither save nor remove checkpoints."""
+
+
 class UncapturableError(RuntimeError):
     """A step that cannot become a CUDA graph.
 

@@ -12,13 +12,20 @@ from typing import Any
 
 from halfstep import checkpoint
 from halfstep.callbacks.plateau import Best, Mode
+from halfstep.checkpoint.attempts import (
+    ATTEMPT_FILE,
+    FolderClaim,
+    Job,
+    claim_folder,
+    release_older_attempt,
+)
 from halfstep.checkpoint.disk import remove_folder
 from halfstep.checkpoint.health import HEALTH_FILE, Health, find_nonfinite
 from halfstep.checkpoint.lock import hold_lock, unwritable_folder
 from halfstep.checkpoint.runs import finish_replacements, good_checkpoints, replace
 from halfstep.checkpoint.verified import VerifiedCheckpoints
 from halfstep.engine import Callback, Run
-from halfstep.errors import Notice
+from halfstep.errors import NewerAttemptError, Notice, RankLostError
 from halfstep.step import TrainStep
 from halfstep.step.overflow import LONG_STREAK
 from halfstep.storage.mirror import StoreMirror
@@ -65,6 +72,8 @@ class Checkpoint(Callback):
     `keep`. `best` names a score of the evaluations: the best checkpoint so far is kept too. A save
     that fails (a full disk) is a notice and training goes on; at the end of the run it is an error.
     The folder is locked during a fit: another process that wants to save there is refused at once.
+    Of several ranks the first one saves. When another rank is lost, nothing is saved: the restart
+    goes on from the newest checkpoint.
 
     `folder` may be the URL of a store, such as "s3://bucket/run". Then `self.folder` is a folder of
     this machine, and everything in it is uploaded while training goes on; `fit` waits for it at its
@@ -113,6 +122,7 @@ class Checkpoint(Callback):
         self._saved_step = -1  # the step of the last checkpoint that holds all of that step
         self._saved_time = time.monotonic()
         self._may_save = False  # the folder was checked and is this run's
+        self._claim: FolderClaim | None = None  # of this attempt of a job, during a fit
         self._is_due = False  # a save waits for the end of the update cycle
         self._has_abandoned = False  # there may be some of steps that this run left to go back
         self._successor: Path | None = None  # the checkpoint that will take their place
@@ -252,6 +262,9 @@ class Checkpoint(Callback):
             return
         if run.error is not None and not (self.on_error and isinstance(run.error, Exception)):
             return
+        # The state may be that of the middle of a step, and a newer attempt may have begun.
+        if isinstance(run.error, RankLostError | NewerAttemptError):
+            return
         # After a value that is not finite this state leads to the error again, also where it was
         # saved already: then it is saved once more, with a mark.
         if isinstance(run.error, FloatingPointError):
@@ -282,10 +295,14 @@ class Checkpoint(Callback):
             tree = run.model.snapshot()
             health = _find_health(run, tree)
             extra_files = {HEALTH_FILE: health.encode()}
-            if path.exists():
-                replace(path, tree, extra_files=extra_files)
-            else:
-                checkpoint.save(path, tree, extra_files=extra_files)
+            if self._claim is not None:
+                extra_files[ATTEMPT_FILE] = self._claim.attempt.encode()
+            write = replace if path.exists() else checkpoint.save
+            try:
+                write(path, tree, extra_files=extra_files, guard=self._check_claim)
+            except checkpoint.CheckpointError:
+                self._check_claim()  # a newer attempt removes what an older one was writing
+                raise
             self._saved_step = run.position
             self._saved_time = time.monotonic()
             if self._has_abandoned and health.is_good:
@@ -302,7 +319,12 @@ class Checkpoint(Callback):
             self._remove_abandoned(self._successor)
         protect = [self.folder / checkpoint.name_of(step) for step in self._protected_steps]
         checkpoint.prune(
-            self.folder, self.keep, protect, verified=self._verified, successors=uploaded
+            self.folder,
+            self.keep,
+            protect,
+            verified=self._verified,
+            successors=uploaded,
+            guard=self._check_claim,
         )
 
     @property
@@ -319,6 +341,11 @@ class Checkpoint(Callback):
         if self.store is not None:
             self.store.finish(self._prune, show=show)
 
+    def _check_claim(self) -> None:
+        """NewerAttemptError if a newer attempt of this job writes in the folder."""
+        if self._claim is not None:
+            self._claim.check()
+
     def _remove_abandoned(self, newest: Path) -> None:
         """Removes the checkpoints of later steps, from where training had failed.
 
@@ -331,6 +358,7 @@ class Checkpoint(Callback):
         for path in reversed(checkpoint.listing(self.folder)):
             is_later = checkpoint.step_of(path) > checkpoint.step_of(newest)
             if is_later and self._verified.examine(path) is not None:
+                self._check_claim()
                 remove_folder(path)
         self._has_abandoned = False
 
@@ -359,21 +387,31 @@ class Checkpoint(Callback):
 
 
 @contextmanager
-def lock_folders(callbacks: Iterable[Callback]) -> Iterator[None]:
+def lock_folders(callbacks: Iterable[Callback], job: Job | None = None) -> Iterator[None]:
     """Locks the folders of the Checkpoints among the callbacks, for one fit.
 
     It comes before anything in them is read, cut or overwritten. At the end, when the other
-    callbacks have closed their files, it waits for uploads.
+    callbacks have closed their files, it waits for uploads. `job`: this process is part of an
+    attempt of a job of torchrun; an older one may write there no more.
     """
     callbacks = list(callbacks)
     shows_progress = any(callback.shows_progress for callback in callbacks)
     with ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, Checkpoint):
+                release_older_attempt(callback.folder, job)
                 stack.enter_context(hold_lock(callback.folder))
+                callback._claim = claim_folder(callback.folder, job)
                 finish_replacements(callback.folder)
                 stack.callback(callback.finish_uploads, show=shows_progress)
         yield
+
+
+def check_claims(callbacks: Iterable[Callback]) -> None:
+    """NewerAttemptError if a newer attempt of this job writes in the folder of a Checkpoint."""
+    for callback in callbacks:
+        if isinstance(callback, Checkpoint):
+            callback._check_claim()
 
 
 def _find_health(run: Run, tree: dict[str, Any]) -> Health:

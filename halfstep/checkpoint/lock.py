@@ -128,8 +128,13 @@ def _create_lock_file(path: Path, request: LockRequest) -> None:
         raise unwritable_folder(path.parent, error, request) from error
 
 
+def this_process() -> str:
+    """How the lock names its holder."""
+    return f"process {os.getpid()} on {os.uname().nodename}"
+
+
 def _owner_line() -> str:
-    return f"process {os.getpid()} on {os.uname().nodename}\n"
+    return f"{this_process()}\n"
 
 
 def _in_use_error(path: Path, request: LockRequest) -> CheckpointError:

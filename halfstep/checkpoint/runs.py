@@ -126,6 +126,7 @@ def prune(
     *,
     verified: VerifiedCheckpoints | None = None,
     successors: Collection[Path] | None = None,
+    guard: Callable[[], object] | None = None,
 ) -> list[Path]:
     """Removes all checkpoints but the newest `keep` good ones, the oldest first.
 
@@ -134,7 +135,8 @@ def prune(
     (see `latest`) and those inside a streak of skipped updates, which may become too long: of them
     the newest stays beside the `keep`, or as many as good ones are missing. `verified`
     remembers between calls what is known about each; the newest good one is read in any case. Only
-    `successors` count, where they are given: those that are in a store too.
+    `successors` count, where they are given: those that are in a store too. `guard` is called
+    before each removal, and may raise.
     """
     if type(keep) is not int or keep < 1:
         raise ValueError(
@@ -159,6 +161,8 @@ def prune(
     superfluous = choose_superfluous(paths, keep, examine, successors)
     removed = [path for path in superfluous if os.path.realpath(path) not in protected]
     for path in removed:
+        if guard is not None:
+            guard()
         remove_folder(path)
     return removed
 
@@ -209,11 +213,17 @@ def _superfluous(uncounted: list[tuple[Item, Health]], missing: int) -> list[Ite
     return [item for item, _ in reversed(uncounted) if item not in stay]
 
 
-def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None) -> None:
+def replace(
+    path: Path,
+    tree: object,
+    *,
+    extra_files: Mapping[str, bytes] | None = None,
+    guard: Callable[[], object] | None = None,
+) -> None:
     """Saves the tree in place of the checkpoint at `path`.
 
     At every moment one of the two is there whole, under a name that `listing` and `latest` know.
-    The old one is removed when the new one was verified.
+    The old one is removed when the new one was verified, and `guard` raises nothing.
     """
     finish_replacements(path.parent)
     new = path.with_name(f"{path.name}{REPLACEMENT_SUFFIX}")
@@ -223,6 +233,8 @@ def replace(path: Path, tree: object, *, extra_files: Mapping[str, bytes] | None
     except CheckpointError:
         remove_folder(new)
         raise
+    if guard is not None:
+        guard()
     _take_place(new, path)
 
 

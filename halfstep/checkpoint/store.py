@@ -66,12 +66,17 @@ class Loaded:
 
 
 def save(
-    folder: str | Path, tree: object, *, extra_files: Mapping[str, bytes] | None = None
+    folder: str | Path,
+    tree: object,
+    *,
+    extra_files: Mapping[str, bytes] | None = None,
+    guard: Callable[[], object] | None = None,
 ) -> Path:
     """Writes the tree as a new checkpoint, complete or not at all, whenever the process dies.
 
     The same tree gives the same bytes. TypeError or ValueError for what no checkpoint can hold,
-    before the disk is touched; CheckpointError for the disk.
+    before the disk is touched; CheckpointError for the disk. `guard` is called when all is written,
+    before the folder gets its name: what it raises leaves nothing.
     """
     folder = Path(folder)
     extra = dict(extra_files or {})
@@ -97,6 +102,8 @@ def save(
         for name, content in small_files.items():
             entries[name] = write_file(temporary / name, [content])
         write_file(temporary / MANIFEST_FILE, [make_manifest(entries).encode()])
+        if guard is not None:
+            guard()
     return folder
 
 

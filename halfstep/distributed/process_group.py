@@ -8,18 +8,20 @@ is.
 import atexit
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.distributed.host_requests import HostRequests, Request
+from halfstep.distributed.joining import store_of_attempt
+from halfstep.distributed.rank_progress import RankProgress
 from halfstep.errors import Notice, RankLostError
 
 # torch 2.13 gave it another name.
@@ -28,6 +30,11 @@ _all_gather: Any = next((getattr(dist, n) for n in _NAMES_OF_ALL_GATHER if hasat
 
 # Set by torchrun for each process that it starts.
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# How long a rank waits for the others, in a collective and at the start. Rank 0 may be saving a
+# large checkpoint meanwhile. A program that wants another calls init_process_group(timeout=…).
+RANK_TIMEOUT = timedelta(minutes=10)
+NCCL_MARGIN = timedelta(minutes=2)
 
 BROADCAST_ELEMENTS = 1 << 24  # of one dtype at a time: bounds the memory of a broadcast
 
@@ -38,8 +45,11 @@ class Ranks:
     Without a process group (one process alone) every collective returns what it was given.
     """
 
-    def __init__(self, group: Any = None, host_group: Any = None) -> None:
+    def __init__(
+        self, group: Any = None, host_group: Any = None, progress: RankProgress | None = None
+    ) -> None:
         self.group = group
+        self.progress = RankProgress() if progress is None else progress
         self.host_group = host_group  # for values that the hosts know; never waits for a device
         self.index = 0
         self.count = 1
@@ -132,20 +142,42 @@ class Ranks:
         return self.gather_objects(value, what)[0]
 
     @contextmanager
+    def all_or_none(self, what: str) -> Iterator[None]:
+        """All ranks leave the block, or all raise: each its own error, or that of another rank."""
+        error: Exception | None = None
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as caught:
+            error = caught
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        texts = self.gather_objects(own, what)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankLostError(f"{self}: {what} failed on rank {rank}: {text}")
+
+    @contextmanager
     def named_errors(self, what: str) -> Iterator[None]:
         """An error inside a collective says which one it was, and that another rank is the cause.
 
         torch raises it where a rank has ended, hangs beyond the timeout, or called another
         collective.
         """
+        self.progress.enter(what)
         try:
             yield
         except RuntimeError as error:
+            missing = self.progress.describe_missing()
+            if not missing:
+                missing = "it has ended with an error of its own, hangs, or runs another program"
             raise RankLostError(
-                f"{self}: {what}: another rank did not take part. It has ended with an error of "
-                "its own, hangs, or runs another program; look for its message. torch says: "
-                f"{_first_line(error)}"
+                f"{self}: {what}, step {self.progress.step}: another rank did not take part: "
+                f"{missing}. Look for its message. torch says: {_first_line(error)}"
             ) from error
+        self.progress.leave()
 
 
 def find_ranks(device: torch.device) -> Ranks | None:
@@ -160,7 +192,7 @@ def find_ranks(device: torch.device) -> Ranks | None:
             return None
         _join(device)
     world = dist.group.WORLD
-    ranks = Ranks(world, _host_group_of(world))
+    ranks = Ranks(world, _host_group_of(world), _progress_in(world))
     _check_devices(ranks, device)
     return ranks
 
@@ -169,6 +201,25 @@ def rank_of_environment() -> int:
     """This process's rank, before it has joined a group; 0 in a process started alone."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() and _started_by_torchrun() else 0
+
+
+class TorchrunJob(NamedTuple):
+    """What torchrun's variables say about the job."""
+
+    name: str  # the same for all its attempts
+    restart: int  # how often the group was started again on this host
+    ranks: int
+
+
+def job_of_environment() -> TorchrunJob | None:
+    """The job of torchrun that this process is part of; None for a process started alone."""
+    if not _started_by_torchrun():
+        return None
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name == "none":  # nobody gave torchrun one
+        name = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return TorchrunJob(name, int(restart), int(os.environ["WORLD_SIZE"]))
 
 
 def _started_by_torchrun() -> bool:
@@ -180,18 +231,30 @@ def _started_by_torchrun() -> bool:
 
 def _join(device: torch.device) -> None:
     """Joins torchrun's process group: NCCL for CUDA, gloo for a CPU."""
+    from torch.distributed.rendezvous import rendezvous
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     arguments: dict[str, Any] = {}
     if device.type == "cuda":
         arguments["device_id"] = device
-    dist.init_process_group(backend, **arguments)
+    # NCCL ends a process that waits too long without a word, so the hosts' group comes first.
+    timeout = RANK_TIMEOUT + NCCL_MARGIN if backend == "nccl" else RANK_TIMEOUT
+    store, rank, count = next(rendezvous("env://", timeout=RANK_TIMEOUT))
+    dist.init_process_group(
+        backend,
+        store=store_of_attempt(store, rank, count, RANK_TIMEOUT),
+        rank=rank,
+        world_size=count,
+        timeout=timeout,
+        **arguments,
+    )
+    if backend == "nccl":
+        host_group = dist.new_group(backend="gloo", timeout=RANK_TIMEOUT)
+        _HOST_GROUPS[:] = [(dist.group.WORLD, host_group)]
     atexit.register(_leave)
-    rank = dist.get_rank()
     if rank > 0:
         # Rank 0 says it already.
         warnings.filterwarnings("ignore", category=Notice)
-    if dist.get_world_size() > 1:
-        sys.excepthook = _excepthook_of(rank)
 
 
 def _leave() -> None:
@@ -199,18 +262,47 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _excepthook_of(rank: int) -> Any:
-    """Prints a traceback behind the number of the rank, in one write: ranks print side by side."""
+# The progress of this process in the last world that was seen.
+_PROGRESS: list[tuple[Any, RankProgress]] = []
+
+
+def _progress_in(world: Any) -> RankProgress:
+    """Where this rank is, published in the store of the group, from a clone for its thread."""
+    for known_world, progress in _PROGRESS:
+        if known_world is world:
+            return progress
+    store = None
+    if dist.get_world_size() > 1:
+        group_store = dist.distributed_c10d._get_default_store()
+        store = group_store.clone() if hasattr(group_store, "clone") else None
+    progress = RankProgress(dist.get_rank(), dist.get_world_size(), store)
+    if not _PROGRESS:
+        atexit.register(_end_progress)  # runs before _leave, which was registered earlier
+        if store is not None:
+            sys.excepthook = _publish_error_before(sys.excepthook)
+    for _, earlier in _PROGRESS:
+        earlier.close()
+    _PROGRESS[:] = [(world, progress)]
+    return progress
+
+
+def _publish_error_before(print_error: Any) -> Any:
+    """An excepthook that lets the other ranks know the error, then prints it as before."""
 
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        text = "".join(traceback.format_exception(kind, error, trace))
-        lines = [f"[rank {rank}] {line}" for line in text.splitlines()]
-        sys.stderr.write("\n".join(lines) + "\n")
-        sys.stderr.flush()
+        for _, progress in _PROGRESS:
+            progress.end(f"{kind.__name__}: {_first_line(error)}")
+        print_error(kind, error, trace)
 
     return excepthook
+
+
+def _end_progress() -> None:
+    for _, progress in _PROGRESS:
+        progress.end("its program is over")
+        progress.close()
 
 
 # The group of hosts beside the last world that was seen: making one is a collective of its own.

@@ -5,6 +5,7 @@ the network stand at the same step: rows are delivered, weights may be read, sig
 """
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,6 +114,8 @@ class Loop:
         self.config: dict[str, Any] = {}  # what the run was made of, in words
         self.time_limit: TimeLimit | None = None
         self.on_begun: Callable[[], object] = lambda: None
+        # Called before rows are handed out: what it raises leaves them unwritten.
+        self.before_rows: Callable[[], object] = lambda: None
 
         # Of the visit under way.
         self._batches: Iterator[Args] | None = None
@@ -161,22 +164,30 @@ class Loop:
                 raise
             finally:
                 self.events.call_end()
+        was_stopped = self.signals.caught is not None
         if self.ranks is not None:  # a rank that ended now would have the first one killed
+            self._must_stop()  # a signal that came last is for all ranks too
             self.ranks.any_of([], "the end of the run")
+            was_stopped = self.ranks.requests.take(Request.STOP)
         is_first_rank = self.ranks is None or self.ranks.index == 0
-        if self.signals.caught and not signals.QUIET and is_first_rank:
+        if was_stopped and not signals.QUIET and is_first_rank:
             print(
-                f"halfstep: {self.signals.caught.name} after step {run.position}; "
+                f"halfstep: {self._stop_reason()} after step {run.position}; "
                 "where a Checkpoint saves the run, fit(resume='auto') goes on from here",
                 file=sys.stderr,
             )
         self.signals.raise_caught()
+        if was_stopped:  # the signal came to another rank: the job ends on all of them
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _goes_on(self) -> bool:
         """Whether there are steps to do; on all ranks the same ones, up to the same visit."""
         run = self.run
         if self.ranks is not None:
-            own = (run.stopped, self._own_steps_until_visit())
+            stopped = run.stopped
+            if stopped is None and self.signals.caught:
+                stopped = self.signals.caught.name
+            own = (stopped, self._own_steps_until_visit())
             reasons, limits = zip(*self.ranks.gather_objects(own, "a visit"), strict=True)
             self._agreed_limit = min(limits)
             for reason in reasons:
@@ -308,6 +319,7 @@ class Loop:
                 extra_columns=self._extra_columns(),
             )
         run.seconds += time.perf_counter() - self._visit_started
+        self.before_rows()
         self.pending = bool(rows)
         if self._must_stop():
             run.stop(self._stop_reason())
@@ -460,6 +472,7 @@ class Loop:
         self.run.valid_step += 1
         self.events.call_all("valid_step")
         if self.ranks is not None:
+            self._must_stop()  # asks, if there was a signal
             self.ranks.any_of([], "an evaluation")
         return self._must_stop()
 

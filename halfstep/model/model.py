@@ -1,6 +1,7 @@
 """`Model`: network, loss and optimizer in one precision, with fit, evaluate and predict."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,9 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from halfstep import checkpoint
 from halfstep.callbacks import Checkpoint
-from halfstep.callbacks.checkpoint import lock_folders
+from halfstep.callbacks.checkpoint import check_claims, lock_folders
 from halfstep.callbacks.progress_bar import add_progress
-from halfstep.distributed import Ranks
+from halfstep.checkpoint.attempts import Job
+from halfstep.distributed import Ranks, job_of_environment
 from halfstep.engine import Callback, Feed, Loop, Run, Timing
 from halfstep.engine.auto_compile import auto_compile_callbacks
 from halfstep.engine.batch_errors import explain_batch_error
@@ -92,6 +94,28 @@ def _total_size(feeds: Iterable[Feed]) -> int | None:
     sizes = [feed.size for feed in feeds]
     known = [size for size in sizes if size is not None]
     return sum(known) if sizes and len(known) == len(sizes) else None
+
+
+def _job_of(step: Any) -> Job | None:
+    """The job of torchrun whose ranks train together; None where this process trains by itself."""
+    job = job_of_environment()
+    if job is None or getattr(step, "ranks", None) is None:
+        return None
+    return Job(job.name, job.restart, job.ranks)
+
+
+def _load_checkpoint(path: Path, ranks: Ranks) -> Any:
+    """The tree of the checkpoint that rank 0 has chosen."""
+    try:
+        return checkpoint.load(path).tree
+    except checkpoint.CheckpointError as error:
+        if ranks.index == 0:
+            raise
+        raise checkpoint.CheckpointError(
+            f"{ranks}, in {os.getcwd()} on {os.uname().nodename}: {error} Rank 0 chose this "
+            "checkpoint, and every rank reads it: its folder must be one that all hosts share, "
+            "given to Checkpoint as an absolute path"
+        ) from error
 
 
 def choose_captures(eval_step: EvalStep, capture: bool | str, verify: int) -> Any:
@@ -279,7 +303,10 @@ class Model:
             )
             loop.time_limit = time_limit
             loop.on_begun = backup.forget
-            with lock_folders(loop.callbacks):
+            if self._ranks is not None:  # an attempt that was given up gets no further
+                self._ranks.any_of([], "the start of fit")
+            loop.before_rows = partial(check_claims, loop.callbacks)
+            with lock_folders(loop.callbacks, _job_of(self.step)):
                 self._resume(loop, resume, backup)
                 self._schedule_tables.check()
                 loop.run_epochs()
@@ -479,10 +506,12 @@ class Model:
             _check_folders(loop.callbacks, resumed_step=None)
             fit_arguments.close_cycle(self.step)
             return
-        saved = checkpoint.load(path).tree
         fit = self._fit
-        check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feeds)
-        _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
+        ranks = self._ranks or Ranks()
+        with ranks.all_or_none("reading the checkpoint"):
+            saved = _load_checkpoint(path, ranks)
+            check_snapshot(saved, self.step, loop, fit.feed, fit.callbacks, path, fit.valid_feeds)
+            _check_folders(loop.callbacks, resumed_step=saved["loop"]["global_step"])
 
         backup.add_callbacks(fit.callbacks.values())
         backup.add(fit.feed.undo_function())

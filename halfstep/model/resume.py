@@ -38,6 +38,11 @@ def take_snapshot(
             "the error came in the middle of an update, so that there is no whole state to save. "
             "Resume from an older checkpoint."
         )
+    if not getattr(step, "can_be_saved", True):
+        raise CheckpointError(
+            "the error came in the middle of an update cycle, whose sums are spread over lanes and "
+            "ranks. Resume from an older checkpoint."
+        )
     states = {name: callback.state_dict() for name, callback in callbacks.items()}
     writers = {name for name, callback in callbacks.items() if callback.writes}
     # Each evaluation draws from them: its order, augmentations of the validation data.

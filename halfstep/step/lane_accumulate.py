@@ -94,6 +94,7 @@ class LaneAccumulate:
 
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
+        self.ranks.progress.step = state.steps + 1
         if _is_power_of_two(state.steps + 1):
             check_same_batch(batch, self.ranks, state.steps + 1)
         pieces = self.lanes.split(batch)
@@ -101,8 +102,14 @@ class LaneAccumulate:
         if cycle.micro == 0:
             self._open_cycle(state)
         reports = []
-        for position, piece in enumerate(pieces):
-            reports.append(self._run_lane(state, position, piece))
+        try:
+            for position, piece in enumerate(pieces):
+                reports.append(self._run_lane(state, position, piece))
+        except BaseException:
+            # Nothing of this cycle has happened, unless batches before this one are part of it.
+            if cycle.micro == 0 and self.buffers:
+                self.buffers.restore(cycle.buffers)
+            raise
         cycle.micro += 1
         if cycle.micro == self.cycle_length:
             self._end_lanes()  # gradients travel while the ranks exchange their losses

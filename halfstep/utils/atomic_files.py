@@ -191,6 +191,16 @@ def remove_leftovers(parent: Path) -> None:
             _delete(path)
 
 
+def remove_temporaries(parent: Path) -> None:
+    """Removes all temporaries in a folder, also those of processes that live.
+
+    Whoever fills one gets an error when it is to take its name.
+    """
+    for name in os.listdir(parent):
+        if name.startswith((TRASH_PREFIX, TEMPORARY_PREFIX)):
+            _delete(parent / name)
+
+
 def _temporary_name() -> str:
     pid = os.getpid()
     owner = f"{_host_id()}-{pid}-{_process_start(pid)}"

@@ -31,7 +31,7 @@ def leaves_by_path(tree: Any, name: str = "") -> dict[str, Any]:
     return {name: tree}
 
 
-def run_ending(folder: Path) -> dict[str, Any]:
+def run_ending(folder: Path, log: str = "log.jsonl") -> dict[str, Any]:
     """All that a run leaves: its last checkpoint, the names of all checkpoints, and the log.
 
     The checkpoint has weights, optimizer, averages, scale, counters, random states, the position in
@@ -44,7 +44,7 @@ def run_ending(folder: Path) -> dict[str, Any]:
     return {
         **leaves_by_path(checkpoint.load(last).tree),
         "kept": checkpoint_names,
-        "log": (folder / "log.jsonl").read_text(),
+        "log": (folder / log).read_bytes().decode(),
     }
 
 

@@ -599,7 +599,7 @@ class Model:
         batch_number = 0
         for batch_number, args in enumerate(feed.start(), 1):
             try:
-                with self._averaged_weights():
+                with self._averaged_weights(), self._evaluation_buffers():
                     out = self._predict_batch(args, has_targets)
             except Exception as error:
                 where = f"prediction, batch {batch_number}"
@@ -696,7 +696,7 @@ class Model:
         """
         if self._rank > 0:
             return
-        with self._averaged_weights():
+        with self._averaged_weights(), self._evaluation_buffers():
             save_weights(self.net, path)
 
     def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> Account:

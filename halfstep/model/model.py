@@ -67,7 +67,7 @@ from halfstep.step.options import (
     StepOptions,
     Strategy,
 )
-from halfstep.step.rank_startup import check_equal_states
+from halfstep.step.rank_startup import check_equal_states, check_same_sizes
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
 from halfstep.utils.keywords import suggest_keywords
@@ -353,6 +353,9 @@ class Model:
         valid_feeds = {name: self._make_feed(data) for name, data in valid_sets.items()}
         for valid_feed in valid_feeds.values():
             valid_feed.limit = limit
+        if self._ranks is not None:
+            valid_sizes = {f"valid {name}".strip(): f.size for name, f in valid_feeds.items()}
+            check_same_sizes({"training": feed.size, **valid_sizes}, self._ranks)
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
             feed.announce_resume_limits("data")
             for name, valid_feed in valid_feeds.items():

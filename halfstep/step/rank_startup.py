@@ -72,6 +72,20 @@ def check_same_batch(batch: Batch, ranks: Ranks, step_number: int) -> None:
             )
 
 
+def check_same_sizes(sizes: dict[str, int | None], ranks: Ranks) -> None:
+    """Refuses data that has more batches on some ranks: the others would wait at its end.
+
+    None is a size that nobody knows.
+    """
+    all_sizes = ranks.gather_objects(sizes, "the sizes of the data")
+    for rank, other in enumerate(all_sizes):
+        if other != all_sizes[0]:
+            raise ValueError(
+                f"rank {rank} has data of {other} batches, rank 0 of {all_sizes[0]}: expected the "
+                "same batches on all ranks. Give each of them all of the data, without sharding"
+            )
+
+
 def check_same_weights(params: Sequence[Tensor], ranks: Ranks, step_number: int) -> None:
     """Refuses ranks whose weights have come apart: something was changed on some of them only."""
     if ranks.count == 1:

@@ -21,6 +21,8 @@ REFUSALS = {
     "other_order": "ValueError: rank 1 has the parameters of rank 0 in another order",
     "other_rate": "ValueError: step 2: rank 1 has other weights than rank 0",
     "shuffled_otherwise": "ValueError: step 6: rank 1 was given another batch than rank 0",
+    "longer_data": "ValueError: rank 1 has data of {'training': 4, 'valid': 2} batches, rank 0",
+    "longer_valid_data": "ValueError: rank 1 has data of {'training': 3, 'valid': 3} batches",
     "other_parts": "ValueError: loss: expected the same parts on all ranks",
     "growing_buffer": "ValueError: expected buffers that keep their number, shapes and dtypes",
     "sizes_in_a_tuple": "TypeError: expected tensors, or lists of text, to be divided",

@@ -447,6 +447,24 @@ def shuffled_otherwise() -> dict[str, Any]:
     return error_of(lambda: model.fit(1, loader, progress=False))
 
 
+def fit_on(train_batches: int, valid_batches: int) -> dict[str, Any]:
+    net = mlp()
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = (torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    valid = [batch] * valid_batches
+    return error_of(lambda: model.fit(1, [batch] * train_batches, valid=valid, progress=False))
+
+
+@case
+def longer_data() -> dict[str, Any]:
+    return fit_on(3 + int(os.environ["RANK"]), 2)
+
+
+@case
+def longer_valid_data() -> dict[str, Any]:
+    return fit_on(3, 2 + int(os.environ["RANK"]))
+
+
 @case
 def other_parts() -> dict[str, Any]:
     def loss(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:

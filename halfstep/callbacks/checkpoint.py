@@ -269,6 +269,14 @@ class Checkpoint(Callback):
         # saved already: then it is saved once more, with a mark.
         if isinstance(run.error, FloatingPointError):
             self._saved_step = -1
+        if not getattr(run.model.step, "can_be_saved", True):
+            _warn_not_saved(
+                run,
+                "as its update cycle is open and spread over ranks or lanes; the newest "
+                "checkpoint is of an earlier step. Give steps_per_epoch= as a multiple of "
+                "accumulate=, where that is how the run ended",
+            )
+            return
         try:
             self._save(run)
         except checkpoint.CheckpointError as error:

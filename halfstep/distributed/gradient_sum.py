@@ -26,6 +26,9 @@ WHAT = "the sum of gradients"  # how an error calls the collective
 class GradientSum(Protocol):
     """Adds lanes, then ranks."""
 
+    def reset(self) -> None:
+        """Forgets the lanes of a batch that ended in an error."""
+
     def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None:
         """Takes the gradients of one lane of this rank, to be multiplied by `factor`."""
 
@@ -54,6 +57,11 @@ class AllReduceSum:
         self._buckets: list[tuple[list[int], Tensor, Any]] = []  # positions, values, work
         # The memory of each bucket, by its positions: new memory costs page faults each step.
         self._memory: dict[tuple[int, ...], Tensor] = {}
+
+    def reset(self) -> None:
+        self._grads = []
+        self._factor = None
+        self._buckets = []
 
     def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None:
         self._grads = grads
@@ -109,6 +117,9 @@ class TreeSum:
         # The sums that each rank is left with, which every rank can count for all.
         self.node_ranges = [_sizes_of_nodes(lanes) for lanes in lanes_of_ranks]
 
+    def reset(self) -> None:
+        self._nodes = []
+
     def add(self, lane: int, grads: list[Tensor | None], factor: Tensor | None) -> None:
         """Adds the gradients of one lane, times `factor`. They become this object's."""
         if factor is not None:
@@ -142,6 +153,9 @@ class TreeSum:
         for node, flat_node in zip(nodes, flat_nodes, strict=True):
             _flatten(indices, node.grads, like, None, flat_node)
         element_count = flat_nodes.shape[1]
+        if element_count == 0:  # parameters without elements: nothing to send
+            _set_views(flat_nodes[0], indices, like, sums)
+            return
         rank_count = self.ranks.count
         piece_size = -(-element_count // rank_count)
         padded = torch.nn.functional.pad(flat_nodes, (0, piece_size * rank_count - element_count))
@@ -217,7 +231,8 @@ def _multiply_(grads: Sequence[Tensor | None], factor: Tensor) -> None:
 def _buckets(like: Sequence[Tensor], present: Sequence[bool], max_bytes: int) -> list[list[int]]:
     """The positions of the gradients to be sent, in groups of one dtype and a limited size.
 
-    The same on all ranks. From the last parameter to the first, as backward computes them.
+    The same on all ranks. From the last parameter to the first, as backward computes them. Complex
+    numbers are sent as pairs of real ones, in groups of their own: a pair begins at an even place.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, list[int]] = {}
@@ -225,7 +240,7 @@ def _buckets(like: Sequence[Tensor], present: Sequence[bool], max_bytes: int) ->
     for i in reversed(range(len(like))):
         if not present[i]:
             continue
-        dtype = like[i].dtype.to_real()
+        dtype = like[i].dtype
         size = like[i].numel() * like[i].element_size()
         if dtype in open_buckets and bytes_in[dtype] + size > max_bytes:
             buckets.append(open_buckets.pop(dtype))

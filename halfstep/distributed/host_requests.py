@@ -23,6 +23,11 @@ class HostRequests:
         self._pending = [False] * len(Request)
         self._agreed = [False] * len(Request)
 
+    def clear(self) -> None:
+        """A run begins: what was asked for in an earlier one is done with."""
+        self._pending = [False] * len(Request)
+        self._agreed = [False] * len(Request)
+
     def ask(self, request: Request) -> None:
         """All ranks will learn of it at the next exchange."""
         self._pending[request] = True

@@ -34,6 +34,7 @@ from halfstep.engine.streaks import StreakWatch
 from halfstep.engine.train_metrics import TrainMetrics
 from halfstep.errors import NonFiniteError
 from halfstep.step import Record
+from halfstep.step.lane_accumulate import LaneAccumulate
 from halfstep.step.objective import batch_size
 from halfstep.step.overflow import raise_device_errors
 from halfstep.step.state import with_extras
@@ -132,6 +133,8 @@ class Loop:
     def run_epochs(self) -> None:
         """Trains from where the run stands to its end. `end` is called whatever happens."""
         run = self.run
+        if self.ranks is not None:
+            self.ranks.requests.clear()
         with self.signals:
             try:
                 self.events.call_until_error("begin")
@@ -193,7 +196,16 @@ class Loop:
             for reason in reasons:
                 if reason is not None:
                     run.stop(reason)
-        return not run.stopped and not self._is_finished()
+        must_go_on = not run.stopped or self._cycle_is_spread
+        return must_go_on and not self._is_finished()
+
+    @property
+    def _cycle_is_spread(self) -> bool:
+        """Whether an update cycle is open that cannot be saved, so that a stop waits for its end.
+
+        Its sums are spread over lanes or ranks.
+        """
+        return not getattr(self.step, "can_be_saved", True)
 
     def _is_finished(self) -> bool:
         run = self.run
@@ -238,6 +250,9 @@ class Loop:
         limit = self._steps_until_visit()
         if self._batches is None:
             self._batches = self.feed.start()
+            accumulator = getattr(self.step, "accumulator", None)
+            if isinstance(accumulator, LaneAccumulate):
+                accumulator.compares_next_batch = True  # a pass may begin by a shuffle
         while len(self._positions) < limit and not self._must_stop():
             args = next(self._batches, None)
             if args is None:
@@ -254,11 +269,12 @@ class Loop:
 
     def _must_stop(self) -> bool:
         """Whether a signal came: to this process, or to any of the ranks that train together."""
-        if self.ranks is None:
-            return self.signals.caught is not None
-        if self.signals.caught:
-            self.ranks.requests.ask(Request.STOP)
-        return self.ranks.requests.is_agreed(Request.STOP)
+        is_asked = self.signals.caught is not None
+        if self.ranks is not None:
+            if is_asked:
+                self.ranks.requests.ask(Request.STOP)
+            is_asked = self.ranks.requests.is_agreed(Request.STOP)
+        return is_asked and not self._cycle_is_spread
 
     def _visit_is_due(self) -> bool:
         """Whether the host should look in: some time has passed, on the clock of any rank."""
@@ -433,6 +449,8 @@ class Loop:
         else:
             limit = CAPTURED_STEPS_PER_VISIT
         limits = [limit]
+        if run.stopped and self._cycle_is_spread:
+            limits.append(self.step.options.accumulate - self.step.state.cycle.micro)
         if timing.epoch_steps is not None:
             limits.append(timing.epoch_steps - run.step)
         if timing.valid_steps:

@@ -8,6 +8,7 @@ from halfstep.engine import Callback, Feed, Timing
 from halfstep.engine.events import EVENTS
 from halfstep.engine.limits import BatchLimit
 from halfstep.errors import Notice
+from halfstep.step import TrainStep
 from halfstep.utils.keywords import user_stacklevel
 
 
@@ -103,7 +104,10 @@ def close_cycle(step: Any) -> None:
             Notice,
             stacklevel=user_stacklevel(),
         )
-        cycle.close()
+        if isinstance(step, TrainStep):
+            step.drop_cycle()
+        else:
+            cycle.close()
 
 
 def check_callbacks(callbacks: Any) -> list[Callback]:

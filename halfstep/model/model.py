@@ -70,7 +70,7 @@ from halfstep.step.options import (
     StepOptions,
     Strategy,
 )
-from halfstep.step.rank_startup import check_equal_states
+from halfstep.step.rank_startup import check_equal_states, check_same_sizes
 from halfstep.step.state_dict import reset_averages
 from halfstep.step.step_copy import refuse_copy
 from halfstep.storage.url import hide_credentials, is_store_url
@@ -383,6 +383,9 @@ class Model:
         valid_feeds = {name: self._make_feed(data) for name, data in valid_sets.items()}
         for valid_feed in valid_feeds.values():
             valid_feed.limit = limit
+        if self._ranks is not None:
+            valid_sizes = {f"valid {name}".strip(): f.size for name, f in valid_feeds.items()}
+            check_same_sizes({"training": feed.size, **valid_sizes}, self._ranks)
         if any(isinstance(callback, Checkpoint) for callback in user_callbacks):
             feed.announce_resume_limits("data")
             for name, valid_feed in valid_feeds.items():
@@ -633,7 +636,7 @@ class Model:
         batch_number = 0
         for batch_number, args in enumerate(feed.start(), 1):
             try:
-                with self._averaged_weights():
+                with self._averaged_weights(), self._evaluation_buffers():
                     out = self._predict_batch(args, has_targets)
             except Exception as error:
                 where = f"prediction, batch {batch_number}"
@@ -744,7 +747,7 @@ class Model:
         """
         if self._rank > 0:
             return
-        with self._averaged_weights():
+        with self._averaged_weights(), self._evaluation_buffers():
             save_weights(self.net, path)
 
     def load(self, source: str | Path | Mapping[str, Tensor], *, strict: bool = True) -> Account:

@@ -8,20 +8,25 @@ on every rank, and update.py goes on as for one large batch: all ranks unscale, 
 update the same numbers, so that they skip together and stay equal bit for bit.
 """
 
+import copy
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfstep.distributed import AllReduceSum, GradientSum, Ranks, TreeSum
+from halfstep.errors import Notice
 from halfstep.step.accumulate import Accumulate, MicroBatch
 from halfstep.step.lanes import Lanes, lane_random_numbers, lanes_of_ranks, mean_buffers
 from halfstep.step.objective import Batch
-from halfstep.step.rank_startup import check_same_batch
+from halfstep.step.rank_startup import check_same_batch, check_same_weights
 from halfstep.step.rollback import Buffers
 from halfstep.step.state import Cycle, StepState
+from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.text import list_some
 
 WHICH_GRADIENTS = "the parameters that have gradients"  # how an error calls the exchange
 
@@ -82,6 +87,9 @@ class LaneAccumulate:
         # in those of any rank. None before that is known.
         self._present: list[bool] | None = None
         self._agreed_present: list[bool] | None = None
+        # A batch ended in an error, when some of its lanes had been added to the open cycle.
+        self._cycle_is_torn = False
+        self.compares_next_batch = False  # whatever its number: it is the first of a pass
 
     def take_over(self, other: "LaneAccumulate") -> None:
         """Goes on with the open cycle of another one, for the same lanes."""
@@ -91,12 +99,24 @@ class LaneAccumulate:
         self._columns = other._columns
         self._present = other._present
         self._agreed_present = other._agreed_present
+        self._cycle_is_torn = other._cycle_is_torn
+        self.compares_next_batch = other.compares_next_batch
+
+    def copy_cycle(self, other: "LaneAccumulate", memo: dict[int, Any]) -> None:
+        """Goes on with a copy of the open cycle of another one. Nothing of it was summed yet."""
+        self._lane_states = copy.deepcopy(other._lane_states, memo)
+        self._lane_buffers = copy.deepcopy(other._lane_buffers, memo)
+        self._columns = other._columns
+        self._cycle_is_torn = other._cycle_is_torn
 
     def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
         """Adds one global batch. Returns what it reports, of all lanes together."""
         self.ranks.progress.step = state.steps + 1
-        if _is_power_of_two(state.steps + 1):
+        self.drop_torn_cycle(state)
+        if self.compares_next_batch or _is_power_of_two(state.steps + 1):
+            self.compares_next_batch = False
             check_same_batch(batch, self.ranks, state.steps + 1)
+            check_same_weights(self.params, self.ranks, state.steps + 1)
         pieces = self.lanes.split(batch)
         cycle = state.cycle
         if cycle.micro == 0:
@@ -106,9 +126,11 @@ class LaneAccumulate:
             for position, piece in enumerate(pieces):
                 reports.append(self._run_lane(state, position, piece))
         except BaseException:
-            # Nothing of this cycle has happened, unless batches before this one are part of it.
-            if cycle.micro == 0 and self.buffers:
-                self.buffers.restore(cycle.buffers)
+            # Some lanes have added their part of this batch, others have not.
+            if cycle.micro == 0:
+                self.restore_buffers(cycle)
+            else:
+                self._cycle_is_torn = True
             raise
         cycle.micro += 1
         if cycle.micro == self.cycle_length:
@@ -127,8 +149,30 @@ class LaneAccumulate:
         self._lane_states = []
         self._lane_buffers = []
 
+    def drop_torn_cycle(self, state: StepState) -> None:
+        """After an error in the middle of a cycle: its sums are of no use, and it begins anew."""
+        if not self._cycle_is_torn:
+            return
+        self._cycle_is_torn = False
+        if state.cycle.micro == 0:  # another state was loaded
+            return
+        warnings.warn(
+            f"the {state.cycle.micro} batches of the open update cycle are dropped: a later batch "
+            "ended in an error, when some of its lanes had been added",
+            Notice,
+            stacklevel=user_stacklevel(),
+        )
+        self.restore_buffers(state.cycle)
+        state.cycle.close()
+
+    def restore_buffers(self, cycle: Cycle) -> None:
+        """Makes the buffers what they were before the cycle: the same on all ranks."""
+        if self.buffers:
+            self.buffers.restore(cycle.buffers)
+
     def _open_cycle(self, state: StepState) -> None:
         """Starts all sums from nothing. Buffers are copied, to go back to and to start lanes at."""
+        self.gradient_sum.reset()
         cycle = state.cycle
         zero = self.accumulate.float64_zero()
         cycle.grads = []
@@ -160,11 +204,27 @@ class LaneAccumulate:
             )
         with random_numbers:
             report = self.accumulate(self._lane_states[position], piece)
+        if self.buffers:
+            self._check_buffers(state.cycle)
         if has_several and self.buffers:
             self._lane_buffers[position] = [b.detach().clone() for b in self.buffers.tensors()]
         if self.cycle_length == 1:
             self._end_lane(position)
         return report
+
+    def _check_buffers(self, cycle: Cycle) -> None:
+        """Refuses buffers that forward has put in place of others, if no mean can be taken."""
+        before = [(tuple(b.shape), b.dtype) for b in cycle.buffers]
+        now = [(tuple(b.shape), b.dtype) for b in self.buffers.tensors()]
+        if now == before:
+            return
+        changed = [f"{list(shape)} ({dtype})" for shape, dtype in set(now) ^ set(before)]
+        raise ValueError(
+            "expected buffers that keep their number, shapes and dtypes in forward, so that they "
+            f"can be averaged over ranks or lanes; forward has changed {list_some(changed, 4)}. "
+            "Give the buffer its shape when the network is built, or keep the tensor as a plain "
+            "attribute, without register_buffer"
+        )
 
     def _end_lanes(self) -> None:
         """The cycle is over: hands what is left to the sum, which may begin."""
@@ -246,6 +306,13 @@ class LaneAccumulate:
             return self._columns
         all_names = self.ranks.gather_objects(self.objective.part_names, "the parts of the loss")
         known = [names for names in all_names if names is not None]
+        for names in known:
+            if names != known[0]:
+                raise ValueError(
+                    f"loss: expected the same parts on all ranks, received {known[0]} on one and "
+                    f"{names} on another; return all of them every time, with "
+                    "torch.zeros_like(loss) for a part that is switched off"
+                )
         if known and self.objective.part_names is None:
             self.objective.part_names = known[0]
         if known:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from halfstep.distributed import Ranks
 from halfstep.errors import Notice
@@ -36,6 +36,7 @@ class Lanes:
     def split(self, batch: Batch) -> list[Batch]:
         """This rank's slices of a global batch, in the order of its lanes. Some may be empty."""
         rows = batch_size(batch)
+        check_can_split(batch, rows)
         bounds = even_bounds(rows, self.count)
         return [
             self._slice(batch, rows, start, stop)
@@ -44,15 +45,13 @@ class Lanes:
 
     def _slice(self, batch: Batch, rows: int, start: int, stop: int) -> Batch:
         def part(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != rows:
+            if not _has_rows(leaf, rows):
                 return leaf
             piece = leaf[start:stop]
             # Kernels of matrix products round by where a matrix begins in memory.
-            return piece.clone() if self.exact else piece
+            return piece.clone() if self.exact and isinstance(piece, Tensor) else piece
 
-        check_can_split(batch, rows)
-        slices: Batch = tree_map(part, batch)
-        return slices
+        return tuple(tree_map(part, item, is_leaf=_is_plain_list) for item in batch)
 
 
 def plan_lanes(ranks: Ranks | None, *, exact: bool, logical: int) -> Lanes | None:
@@ -89,15 +88,56 @@ def even_bounds(total: int, count: int) -> list[tuple[int, int]]:
 
 
 def check_can_split(batch: Batch, rows: int) -> None:
-    """Refuses a batch that is a list of samples: nobody knows how its tensors belong together."""
+    """Refuses a batch of which nobody knows what belongs to which sample."""
     for item in batch:
-        is_list = isinstance(item, list) and len(item) > 0
-        if is_list and all(isinstance(x, Tensor | dict) for x in item):
+        _refuse_lists_of_samples(item)
+    leaves = [leaf for item in batch for leaf in tree_leaves(item, is_leaf=_is_plain_list)]
+    if not any(isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves):
+        raise TypeError(
+            "expected a batch with a tensor whose first dimension counts the samples, so that it "
+            "can be divided over ranks or lanes; received none. Make tensors in collate_fn, or "
+            "train each rank by itself with strategy='none'"
+        )
+    for leaf in leaves:
+        # A list of texts has one for each sample. Numbers may be that, or a size.
+        if _is_plain_list(leaf) and len(leaf) == rows > 1 and not _is_texts(leaf):
             raise TypeError(
-                "expected a batch of tensors whose first dimension counts the samples, so that it "
-                f"can be divided over ranks; received a list of {len(item)} tensors or dicts. Pad "
-                "and stack them in collate_fn, or train each rank by itself with strategy='none'"
+                f"expected tensors, or lists of text, to be divided over ranks or lanes; received "
+                f"a {type(leaf).__name__} of {rows} values of type {type(leaf[0]).__name__} in a "
+                f"batch of {rows} samples, which may or may not have one for each sample; make it "
+                "a tensor in collate_fn"
             )
+
+
+def _refuse_lists_of_samples(item: Any) -> None:
+    """Looks for a list with one tensor or dict for each sample, in dicts too."""
+    if isinstance(item, dict):
+        for value in item.values():
+            _refuse_lists_of_samples(value)
+    is_list = isinstance(item, list) and len(item) > 0
+    if is_list and all(isinstance(x, Tensor | dict) for x in item):
+        raise TypeError(
+            "expected a batch of tensors whose first dimension counts the samples, so that it "
+            f"can be divided over ranks; received a list of {len(item)} tensors or dicts. Pad "
+            "and stack them in collate_fn, or train each rank by itself with strategy='none'"
+        )
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    """Whether this part of a batch has one entry for each sample."""
+    if isinstance(leaf, Tensor | np.ndarray):
+        return leaf.ndim > 0 and leaf.shape[0] == rows
+    return _is_plain_list(leaf) and len(leaf) == rows and _is_texts(leaf)
+
+
+def _is_plain_list(item: Any) -> bool:
+    """Whether it is a list or tuple of single values: text, numbers, objects."""
+    is_list = type(item) in (list, tuple) and len(item) > 0
+    return is_list and not any(isinstance(x, Tensor | list | tuple | dict) for x in item)
+
+
+def _is_texts(items: Sequence[Any]) -> bool:
+    return all(isinstance(x, str | bytes) for x in items)
 
 
 def use_one_thread() -> None:

@@ -427,8 +427,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def batch_size(batch: Batch) -> int:
-    """The samples of a batch: the rows of its first tensor, 1 when it has none."""
-    first = batch[0] if batch and isinstance(batch[0], Tensor) else None
-    if first is None:
-        first = next((x for x in tree_leaves(batch) if isinstance(x, Tensor)), None)
-    return first.shape[0] if first is not None and first.dim() > 0 else 1
+    """The samples of a batch: the rows of its first tensor that has rows, 1 without one."""
+    if batch and isinstance(batch[0], Tensor) and batch[0].dim() > 0:
+        return batch[0].shape[0]
+    with_rows = (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0)
+    first = next(with_rows, None)
+    return 1 if first is None else first.shape[0]

@@ -4,6 +4,8 @@ Every rank runs the whole program, so each has built its own network and optimiz
 are given to all. What cannot be given is compared, and refused by name.
 """
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from halfstep.distributed import Ranks
-from halfstep.step.fingerprint import fingerprint
+from halfstep.step.fingerprint import combine, fingerprint
 from halfstep.step.objective import Batch
 from halfstep.utils import rng
 
@@ -70,6 +72,37 @@ def check_same_batch(batch: Batch, ranks: Ranks, step_number: int) -> None:
             )
 
 
+def check_same_sizes(sizes: dict[str, int | None], ranks: Ranks) -> None:
+    """Refuses data that has more batches on some ranks: the others would wait at its end.
+
+    None is a size that nobody knows.
+    """
+    all_sizes = ranks.gather_objects(sizes, "the sizes of the data")
+    for rank, other in enumerate(all_sizes):
+        if other != all_sizes[0]:
+            raise ValueError(
+                f"rank {rank} has data of {other} batches, rank 0 of {all_sizes[0]}: expected the "
+                "same batches on all ranks. Give each of them all of the data, without sharding"
+            )
+
+
+def check_same_weights(params: Sequence[Tensor], ranks: Ranks, step_number: int) -> None:
+    """Refuses ranks whose weights have come apart: something was changed on some of them only."""
+    if ranks.count == 1:
+        return
+    with torch.no_grad():
+        weights = int(combine([fingerprint(p).to(params[0].device) for p in params]))
+    all_weights = ranks.gather_objects(weights, "the comparison of the ranks' weights")
+    for rank, other in enumerate(all_weights):
+        if other != all_weights[0]:
+            raise ValueError(
+                f"step {step_number}: rank {rank} has other weights than rank 0. All ranks make "
+                "the same updates, so something was changed on some ranks only: weights, a "
+                "learning rate, what is frozen. Do that on all of them, and leave for rank 0 "
+                "alone what prints and writes"
+            )
+
+
 def refuse_wrapped(net: object) -> None:
     """Refuses a network that sums its gradients over ranks by itself."""
     for module in net.modules() if isinstance(net, nn.Module) else ():
@@ -89,23 +122,46 @@ def _check_same_network(step: "TrainStep", ranks: Ranks) -> None:
             *step.net.named_buffers(),
         )
     ]
-    options = (step.precision.name, step.options.accumulate, step.options.exact)
-    everything = ranks.gather_objects((layout, options), "the networks of the ranks")
-    first_layout, first_options = everything[0]
-    for rank, (other_layout, other_options) in enumerate(everything):
-        if other_options != first_options:
-            raise ValueError(
-                f"rank {rank} trains with precision, accumulate, exact = {other_options}, rank 0 "
-                f"with {first_options}: expected one program with the same options on all ranks"
-            )
+    everything = ranks.gather_objects((layout, _settings(step)), "the networks of the ranks")
+    first_layout, first_settings = everything[0]
+    for rank, (other_layout, other_settings) in enumerate(everything):
+        for name in {**first_settings, **other_settings}:
+            if other_settings.get(name) != first_settings.get(name):
+                raise ValueError(
+                    f"rank {rank} has {name} = {other_settings.get(name)}, rank 0 has "
+                    f"{first_settings.get(name)}: expected one program with the same settings on "
+                    "all ranks"
+                )
         if other_layout == first_layout:
             continue
         differing = set(other_layout) ^ set(first_layout)
+        if not differing:
+            raise ValueError(
+                f"rank {rank} has the parameters of rank 0 in another order: expected the same "
+                "order on all ranks. A Python set has no order of its own: build layers from a "
+                "list, or from sorted(…)"
+            )
         name, shape, dtype = min(differing)
         raise ValueError(
             f"rank {rank} has another network than rank 0, for instance in {name} ({dtype} of "
             f"shape {list(shape)}): expected one program that builds the same network on all ranks"
         )
+
+
+def _settings(step: "TrainStep") -> dict[str, str]:
+    """What decides the updates beside weights and data, by name, as text."""
+    settings = {"precision": step.precision.name, "optimizer": type(step.optimizer).__name__}
+    for option in fields(step.options):
+        value = getattr(step.options, option.name)
+        if value is None or isinstance(value, bool | int | float | str):
+            settings[option.name] = repr(value)
+    for i, group in enumerate(step.optimizer.param_groups):
+        for name, value in group.items():
+            if name == "params":
+                settings[f"parameters of group {i}"] = str(len(value))
+            elif value is None or isinstance(value, bool | int | float | str | tuple):
+                settings[f"{name} of group {i}"] = repr(value)
+    return settings
 
 
 def _other_tensors(step: "TrainStep") -> list[Tensor]:

@@ -340,6 +340,12 @@ def _check_can_continue(step: "TrainStep", saved: SavedValue, precision: Precisi
             f"{saved.where}: the saved update cycle is open and its gradients carry "
             "another loss scale; call flush() before saving, or load it with the same scale"
         )
+    if open_micro_batches and step.lanes is not None:
+        raise ValueError(
+            f"{saved.where}: {open_micro_batches} batches of the saved update cycle are open, "
+            "summed by one process, and cannot be divided over ranks or lanes; go on from a step "
+            "that ends a cycle, or in one process without exact= up to such a step"
+        )
     if open_micro_batches and open_micro_batches >= step.options.accumulate:
         raise ValueError(
             f"{saved.where}: {open_micro_batches} batches of the saved update cycle "

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfstep.errors import Notice
+from halfstep.step.lane_accumulate import LaneAccumulate
 from halfstep.utils.python_state import values_around
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ def deep_copy_step(step: "TrainStep", memo: dict[int, Any]) -> "TrainStep":
         copied = type(step)(net, loss, optimizer, precision=step.precision, **options)
     copied.state = copy.deepcopy(step.state, memo)
     copied.set_lane_seed(step.lane_seed)
+    if isinstance(copied.accumulator, LaneAccumulate):
+        assert isinstance(step.accumulator, LaneAccumulate), "a copy has the same options"
+        copied.accumulator.copy_cycle(step.accumulator, memo)
     copied.compiled(step.compiled.on, step.compiled.reason)
     memo[id(step)] = copied
     return copied

@@ -219,6 +219,8 @@ class TrainStep:
     def flush(self) -> Record | None:
         """Ends the open cycle: a short tail is an update of its own, weighted by what it holds."""
         self._check_usable()
+        if isinstance(self.accumulator, LaneAccumulate):
+            self.accumulator.drop_torn_cycle(self.state)
         if self.state.cycle.micro == 0:
             return None
         with set_backend_flags(self.precision, self.device, **self._backend_flags):
@@ -282,6 +284,12 @@ class TrainStep:
         """Whether this process holds the whole state: an open cycle in lanes is spread over all."""
         return self.lanes is None or self.state.cycle.micro == 0
 
+    def drop_cycle(self) -> None:
+        """Forgets the batches of the open update cycle."""
+        if self.lanes is not None and self.state.cycle.micro and self.buffers:
+            self.buffers.restore(self.state.cycle.buffers)  # each lane has its own
+        self.state.cycle.close()
+
     def switch(self, precision: PrecisionName | Precision) -> None:
         """Continues in another precision: same weights and optimizer state, a fresh loss scale."""
         self._check_usable()
@@ -304,7 +312,8 @@ class TrainStep:
 
     def fingerprints(self) -> dict[str, Tensor]:
         """A 64-bit fingerprint of each tensor that decides the next step, by name."""
-        return fingerprints(self)
+        with self.evaluation_buffers():  # the same on all ranks, in the middle of a cycle too
+            return fingerprints(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What decides the next step, as plain dicts, numbers and tensors.

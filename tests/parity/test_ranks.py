@@ -8,15 +8,25 @@ import torch
 
 from tests.support.rank_jobs import run_case, run_cases
 
-ORDINARY = ["masked_cycles", "summed_loss", "layer_of_one_rank"]
+ORDINARY = ["masked_cycles", "summed_loss", "layer_of_one_rank", "mixed_parameters"]
 EXACT = ["exact_fp32", "exact_fp32_cycles", "exact_O1", "exact_O2", "exact_bf16"]
+EXACT += ["exact_mixed", "exact_buffers"]
 OVERFLOWS = ["overflow_in_first_lane", "overflow_in_last_lane"]
-ALL = [*ORDINARY, *EXACT, *OVERFLOWS, "parts_and_metrics", "sunk"]
+ALL = [*ORDINARY, *EXACT, *OVERFLOWS, "parts_and_metrics", "sunk", "time_limits"]
 
 # What is refused on several ranks → words of the error.
 REFUSALS = {
     "other_network": "ValueError: rank 1 has another network than rank 0, for instance in bias",
-    "other_options": "ValueError: rank 1 trains with precision, accumulate, exact",
+    "other_options": "ValueError: rank 1 has accumulate = 2, rank 0 has 1: expected one program",
+    "other_order": "ValueError: rank 1 has the parameters of rank 0 in another order",
+    "other_rate": "ValueError: step 2: rank 1 has other weights than rank 0",
+    "shuffled_otherwise": "ValueError: step 6: rank 1 was given another batch than rank 0",
+    "longer_data": "ValueError: rank 1 has data of {'training': 4, 'valid': 2} batches, rank 0",
+    "longer_valid_data": "ValueError: rank 1 has data of {'training': 3, 'valid': 3} batches",
+    "other_parts": "ValueError: loss: expected the same parts on all ranks",
+    "growing_buffer": "ValueError: expected buffers that keep their number, shapes and dtypes",
+    "sizes_in_a_tuple": "TypeError: expected tensors, or lists of text, to be divided",
+    "dicts_in_a_dict": "TypeError: expected a batch of tensors whose first dimension counts",
     "other_batches": "ValueError: step 1: rank 1 was given another batch than rank 0",
     "lists_of_samples": "TypeError: expected a batch of tensors whose first dimension counts",
     "wrapped_network": "TypeError: net: expected the plain network",
@@ -53,7 +63,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_ranks_give_the_result_of_one_process(name: str, ranks: Any, alone: Any) -> None:
     for outcomes in ranks:
         for key, expected in alone[name]["net"].items():
-            assert (outcomes[name]["net"][key] - expected).abs().max() <= FP64_BOUND, key
+            value = outcomes[name]["net"][key]
+            assert torch.allclose(value, expected, rtol=0, atol=FP64_BOUND), key
         difference = outcomes[name]["records"] - alone[name]["records"]
         assert difference.abs().max() <= FP64_BOUND
         assert outcomes[name]["updates"] == alone[name]["updates"] > 0
@@ -105,6 +116,11 @@ def test_a_sunk_step_is_the_same_step(ranks: Any) -> None:
     for outcomes in ranks:
         through_sink, one_by_one = outcomes["sunk"]["fingerprints"]
         assert through_sink == one_by_one
+
+
+def test_a_time_limit_ends_with_its_run(ranks: Any) -> None:
+    for outcomes in ranks:
+        assert outcomes["time_limits"]["position"] == 51
 
 
 def test_what_cannot_be_divided_is_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ another in one job, because starting processes takes seconds. Each rank writes w
 FOLDER/CASE-RANK.pt. `run_case` in the process of a test gives what one process computes.
 """
 
+import copy
 import os
 import subprocess
 import sys
@@ -177,7 +178,81 @@ def layer_of_one_rank() -> dict[str, Any]:
     return train(step, data)
 
 
+class Mixed(nn.Module):
+    """Complex parameters beside an odd count of real ones, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, temperature: Tensor, x: Tensor, texts: list[str]) -> Tensor:
+        weights = torch.tensor([float(text) for text in texts], dtype=torch.float64)
+        out = (x.to(self.weight.dtype) @ self.weight).abs() * self.scale + self.empty.sum()
+        return out * temperature * weights[:, None]
+
+
+def mixed_case(exact: Any) -> dict[str, Any]:
+    """A number comes first in each batch, and a list of texts has one for each sample."""
+    net = Mixed()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    step = hs.TrainStep(net, loss, optimizer, precision="fp64", exact=exact, clip_norm=1.0)
+    records = []
+    for x, y in batches(torch.float64):
+        texts = [str(i % 3) for i in range(len(x))]
+        records.append(step(torch.tensor(0.5), x, texts, y))
+    return outcome(step, records)
+
+
+@case
+def mixed_parameters() -> dict[str, Any]:
+    return mixed_case(None)
+
+
 # exact="bits".
+
+
+@case
+def exact_mixed() -> dict[str, Any]:
+    return mixed_case("bits")
+
+
+class Counting(nn.Module):
+    """Buffers of many dtypes that each forward pass puts anew in place of the old ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("low", torch.zeros(2, dtype=torch.bfloat16))
+        self.register_buffer("flag", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.low = self.low + x.detach().mean().bfloat16()
+            self.flag = ~self.flag
+            self.passes = self.passes + 1
+        return self.out(x - self.mean)
+
+
+@case
+def exact_buffers() -> dict[str, Any]:
+    """Also: a layer is frozen and trained again, and the step goes on as a copy in mid-cycle."""
+    net = Counting()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, accumulate=3, exact="bits")
+    records = []
+    for i, (x, y) in enumerate(batches(torch.float32)):
+        step.net.out.bias.requires_grad_(i not in (3, 4, 5))
+        if i == 5:
+            step = copy.deepcopy(step)
+        records.append(step(x, y))
+    records.append(step.flush())
+    return outcome(step, records)
 
 
 def exact_case(precision: Any, *, accumulate: int = 1, norm: bool = True) -> dict[str, Any]:
@@ -301,6 +376,19 @@ def sunk() -> dict[str, Any]:
     return {"fingerprints": fingerprints}
 
 
+@case
+def time_limits() -> dict[str, Any]:
+    """The time limit of a run that has ended is nothing to the next run."""
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer)
+    x, y = batches(torch.float32)[0]
+    # It is over at the first visit, after 50 steps; the ranks learn of that in the last step.
+    model.fit(1, [(x, y)] * 51, max_time=1e-6, progress=False)
+    run = model.fit(1, [(x, y)] * 51, max_time=1000.0, progress=False)
+    return {"position": run.position}
+
+
 # What is refused, on all ranks with the same words. RANK is missing in a process alone.
 
 
@@ -327,6 +415,91 @@ def other_network() -> dict[str, Any]:
 def other_options() -> dict[str, Any]:
     accumulate = 1 + int(os.environ["RANK"])
     return error_of(lambda: step_of(mlp(), accumulate=accumulate))
+
+
+@case
+def other_order() -> dict[str, Any]:
+    names = ["a", "b"] if os.environ["RANK"] == "0" else ["b", "a"]
+    return error_of(lambda: step_of(nn.ModuleDict({name: nn.Linear(6, 4) for name in names})))
+
+
+@case
+def other_rate() -> dict[str, Any]:
+    """Not the rate that the step was built with, but one that was set later."""
+    step = step_of(mlp())
+    step.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * int(os.environ["RANK"])
+    x = torch.ones(8, 6)
+    y = torch.zeros(8, dtype=torch.long)
+    step(x, y)
+    return error_of(lambda: step(x, y))
+
+
+@case
+def shuffled_otherwise() -> dict[str, Any]:
+    """After the first pass, at a step whose batch is not looked at for its number."""
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer)
+    rows = torch.utils.data.TensorDataset(torch.arange(30.0).view(5, 6), torch.zeros(5).long())
+    loader = torch.utils.data.DataLoader(rows, 1, shuffle=True)
+    model.fit(1, loader, progress=False)
+    torch.manual_seed(int(os.environ["RANK"]))
+    return error_of(lambda: model.fit(1, loader, progress=False))
+
+
+def fit_on(train_batches: int, valid_batches: int) -> dict[str, Any]:
+    net = mlp()
+    model = hs.Model(net, nn.CrossEntropyLoss(), torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = (torch.ones(8, 6), torch.zeros(8, dtype=torch.long))
+    valid = [batch] * valid_batches
+    return error_of(lambda: model.fit(1, [batch] * train_batches, valid=valid, progress=False))
+
+
+@case
+def longer_data() -> dict[str, Any]:
+    return fit_on(3 + int(os.environ["RANK"]), 2)
+
+
+@case
+def longer_valid_data() -> dict[str, Any]:
+    return fit_on(3, 2 + int(os.environ["RANK"]))
+
+
+@case
+def other_parts() -> dict[str, Any]:
+    def loss(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        entropy = nn.functional.cross_entropy(outputs, labels)
+        return {"loss": entropy, f"part_{os.environ['RANK']}": entropy}
+
+    step = step_of(mlp(), loss, count=lambda batch: len(batch[1]))
+    return error_of(lambda: step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)))
+
+
+@case
+def growing_buffer() -> dict[str, Any]:
+    class Growing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("cache", torch.zeros(len(x)))
+            return super().forward(x)
+
+    step = step_of(Growing(6, 4))
+    step.net.register_buffer("cache", torch.zeros(1))
+    step.buffers.collect_again()
+    return error_of(lambda: step(torch.ones(8, 6), torch.zeros(8, dtype=torch.long)))
+
+
+@case
+def sizes_in_a_tuple() -> dict[str, Any]:
+    step = step_of(mlp())
+    return error_of(lambda: step(torch.ones(2, 6), (224, 224), torch.zeros(2).long()))
+
+
+@case
+def dicts_in_a_dict() -> dict[str, Any]:
+    step = step_of(mlp(), forward=lambda net, b: (net(b["x"]), b["y"]))
+    boxes = [{"box": torch.zeros(3, 4)}, {"box": torch.zeros(1, 4)}]
+    batch = {"x": torch.ones(2, 6), "y": torch.zeros(2).long(), "targets": boxes}
+    return error_of(lambda: step(batch))
 
 
 @case

@@ -6,7 +6,7 @@ tensors in, tensors out.
 
 from halfstep.distributed.gradient_sum import AllReduceSum, GradientSum, TreeSum
 from halfstep.distributed.host_requests import HostRequests, Request
-from halfstep.distributed.process_group import Ranks, find_ranks, rank_of_environment
+from halfstep.distributed.process_group import Ranks, find_ranks
 
 __all__ = [
     "AllReduceSum",
@@ -16,5 +16,4 @@ __all__ = [
     "Request",
     "TreeSum",
     "find_ranks",
-    "rank_of_environment",
 ]

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.errors import Notice, RankLostError
+from halfstep.utils.rank_environment import started_by_torchrun
 
 # torch 2.13 gave it another name.
 _NAMES_OF_ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 _all_gather: Any = next((getattr(dist, n) for n in _NAMES_OF_ALL_GATHER if hasattr(dist, n)), None)
-
-# Set by torchrun for each process that it starts.
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 BROADCAST_ELEMENTS = 1 << 24  # of one dtype at a time: bounds the memory of a broadcast
 
@@ -156,23 +154,13 @@ def find_ranks(device: torch.device) -> Ranks | None:
     if not dist.is_available():
         return None
     if not dist.is_initialized():
-        if not _started_by_torchrun():
+        if not started_by_torchrun():
             return None
         _join(device)
     world = dist.group.WORLD
     ranks = Ranks(world, _host_group_of(world))
     _check_devices(ranks, device)
     return ranks
-
-
-def rank_of_environment() -> int:
-    """This process's rank, before it has joined a group; 0 in a process started alone."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and _started_by_torchrun() else 0
-
-
-def _started_by_torchrun() -> bool:
-    return all(os.environ.get(name) for name in TORCHRUN_VARIABLES)
 
 
 def _join(device: torch.device) -> None:

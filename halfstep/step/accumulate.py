@@ -24,7 +24,7 @@ from halfstep.step.objective import Batch, BatchLoss, Objective, batch_size
 from halfstep.step.options import StepOptions
 from halfstep.step.plain_paths import ForwardPath
 from halfstep.step.rollback import Buffers
-from halfstep.step.state import NOTHING, Cycle, StepState
+from halfstep.step.state import NOTHING, Cycle
 
 
 class MicroBatch(NamedTuple):
@@ -44,7 +44,7 @@ class OpenCycle(Protocol):
 
 
 class Accumulate:
-    """Adds micro-batches to the open cycle of a StepState."""
+    """Adds micro-batches to the open cycle of a StepState, or of a lane."""
 
     def __init__(
         self,
@@ -79,15 +79,11 @@ class Accumulate:
         self.no_batch = MicroBatch(self.zero_loss)  # of a flush
         self.unit_seed = torch.ones((), dtype=loss_dtype, device=applied.device)
 
-    def __call__(self, state: StepState, batch: Batch) -> MicroBatch:
+    def __call__(self, state: OpenCycle, batch: Batch) -> MicroBatch:
         """Adds one micro-batch to the open cycle. Returns what it reports."""
-        if state.cycle.micro == 0:
-            self._open_cycle(state.cycle)
-        return self.add(state, batch)
-
-    def add(self, state: OpenCycle, batch: Batch) -> MicroBatch:
-        """Adds one micro-batch to a cycle that has been opened."""
         cycle = state.cycle
+        if cycle.micro == 0 and not self.in_lanes:  # the cycles of lanes are opened together
+            self._open_cycle(cycle)
         parts: Mapping[str, Tensor] = NOTHING
         counts: Mapping[str, tuple[Tensor, Tensor]] = NOTHING
         terms: Tensor | None = None

@@ -152,7 +152,7 @@ class LaneAccumulate:
                 self.seed, state.steps, lane, self.accumulate.applied.device
             )
         with random_numbers:
-            report = self.accumulate.add(self._lane_states[position], piece)
+            report = self.accumulate(self._lane_states[position], piece)
         if has_several and self.buffers:
             self._lane_buffers[position] = [b.detach().clone() for b in self.buffers.tensors()]
         if self.cycle_length == 1:

@@ -121,7 +121,7 @@ def new_seed(ranks: Ranks | None) -> int:
     """A seed from torch's generator, whose own sequence does not move; rank 0's for all ranks."""
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
-    seed = int(torch.randint(0, 1 << 62, (), generator=generator))
+    seed = int(torch.randint(0, 1 << 53, (), generator=generator))
     if ranks is None:
         return seed
     return int(ranks.broadcast_object(seed, "the seed of the lanes"))

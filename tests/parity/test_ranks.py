@@ -11,7 +11,20 @@ from tests.support.rank_jobs import run_case, run_cases
 ORDINARY = ["masked_cycles", "summed_loss", "layer_of_one_rank"]
 EXACT = ["exact_fp32", "exact_fp32_cycles", "exact_O1", "exact_O2", "exact_bf16"]
 OVERFLOWS = ["overflow_in_first_lane", "overflow_in_last_lane"]
-ALL = [*ORDINARY, *EXACT, *OVERFLOWS]
+ALL = [*ORDINARY, *EXACT, *OVERFLOWS, "parts_and_metrics", "sunk"]
+
+# What is refused on several ranks → words of the error.
+REFUSALS = {
+    "other_network": "ValueError: rank 1 has another network than rank 0, for instance in bias",
+    "other_options": "ValueError: rank 1 trains with precision, accumulate, exact",
+    "other_batches": "ValueError: step 1: rank 1 was given another batch than rank 0",
+    "lists_of_samples": "TypeError: expected a batch of tensors whose first dimension counts",
+    "wrapped_network": "TypeError: net: expected the plain network",
+    "distributed_sampler": "ValueError: expected the same batches on every rank",
+    "unknown_loss": "ValueError: a batch in 2 slices: expected to know how many terms",
+    "too_few_slices": "ValueError: logical=1: expected at least as many micro-batches as ranks",
+    "sparse_gradients": "ValueError: expected dense gradients, to be summed over ranks",
+}
 
 # Sums of some 40 terms of size 1 in another order, in float64, over 8 updates of AdamW.
 FP64_BOUND = 1e-12
@@ -80,3 +93,22 @@ def test_dropout_differs_between_lanes_and_weights_move(alone: Any) -> None:
     without_cycles = alone["exact_fp32"]["net"]
     with_cycles = alone["exact_fp32_cycles"]["net"]
     assert not torch.equal(without_cycles["0.weight"], with_cycles["0.weight"])
+
+
+def test_parts_metrics_and_scores_are_those_of_one_process(ranks: Any, alone: Any) -> None:
+    for outcomes in ranks:
+        assert outcomes["parts_and_metrics"] == alone["parts_and_metrics"]
+    assert {"loss", "entropy", "size", "acc"} <= set(alone["parts_and_metrics"]["history"][0])
+
+
+def test_a_sunk_step_is_the_same_step(ranks: Any) -> None:
+    for outcomes in ranks:
+        through_sink, one_by_one = outcomes["sunk"]["fingerprints"]
+        assert through_sink == one_by_one
+
+
+def test_what_cannot_be_divided_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = run_cases(2, tmp_path, list(REFUSALS))
+    for outcome in outcomes:
+        for name, words in REFUSALS.items():
+            assert outcome[name]["error"].startswith(words), (name, outcome[name]["error"])

@@ -255,6 +255,128 @@ def overflow_in_last_lane() -> dict[str, Any]:
     return overflow_case("last")
 
 
+# Losses in parts, metrics, hs.sink, evaluation.
+
+
+def loss_in_parts(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    entropy = nn.functional.cross_entropy(outputs, labels)
+    size = outputs.pow(2).mean()
+    return {"loss": entropy + 0.1 * size, "entropy": entropy, "size": size}
+
+
+@case
+def parts_and_metrics() -> dict[str, Any]:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(
+        net,
+        loss_in_parts,
+        optimizer,
+        metrics={"acc": hs.metrics.Accuracy()},
+        count=lambda batch: len(batch[1]),
+        exact="bits",
+    )
+    data = batches(torch.float32)
+    run = model.fit(2, data, valid=data[:3], progress=False)
+    return {"history": run.history, "scores": model.evaluate(data)}
+
+
+@case
+def sunk() -> dict[str, Any]:
+    """The same steps by hs.sink and one by one."""
+    fingerprints = []
+    for through_sink in (True, False):
+        torch.manual_seed(0)
+        net = mlp(dropout=0.2)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        step = hs.TrainStep(net, nn.CrossEntropyLoss(), optimizer, accumulate=3)
+        step.set_lane_seed(5)
+        data = batches(torch.float32)
+        if through_sink:
+            for _ in hs.sink(step, data, every=4):
+                pass
+        else:
+            train(step, data)
+        fingerprints.append(int(step.state_fingerprint()))
+    return {"fingerprints": fingerprints}
+
+
+# What is refused, on all ranks with the same words. RANK is missing in a process alone.
+
+
+def error_of(function: Callable[[], object]) -> dict[str, Any]:
+    try:
+        function()
+    except (ValueError, TypeError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def step_of(net: nn.Module, loss: Any = None, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return hs.TrainStep(net, loss or nn.CrossEntropyLoss(), optimizer, **options)
+
+
+@case
+def other_network() -> dict[str, Any]:
+    width = 4 + int(os.environ["RANK"])
+    return error_of(lambda: step_of(nn.Linear(6, width)))
+
+
+@case
+def other_options() -> dict[str, Any]:
+    accumulate = 1 + int(os.environ["RANK"])
+    return error_of(lambda: step_of(mlp(), accumulate=accumulate))
+
+
+@case
+def other_batches() -> dict[str, Any]:
+    step = step_of(mlp())
+    x = torch.full((8, 6), float(os.environ["RANK"]))
+    return error_of(lambda: step(x, torch.zeros(8, dtype=torch.long)))
+
+
+@case
+def lists_of_samples() -> dict[str, Any]:
+    step = step_of(mlp())
+    return error_of(lambda: step([torch.zeros(6), torch.zeros(6)], torch.zeros(2).long()))
+
+
+@case
+def wrapped_network() -> dict[str, Any]:
+    step_of(mlp())  # joins the process group
+    wrapped = nn.parallel.DistributedDataParallel(mlp())
+    return error_of(lambda: step_of(wrapped))
+
+
+@case
+def distributed_sampler() -> dict[str, Any]:
+    net = mlp()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = hs.Model(net, nn.CrossEntropyLoss(), optimizer)
+    rows = torch.utils.data.TensorDataset(torch.zeros(8, 6), torch.zeros(8).long())
+    sampler: Any = torch.utils.data.DistributedSampler(rows)
+    loader = torch.utils.data.DataLoader(rows, 4, sampler=sampler)
+    return error_of(lambda: model.fit(1, loader, progress=False))
+
+
+@case
+def unknown_loss() -> dict[str, Any]:
+    return error_of(lambda: step_of(mlp(), lambda out, y: (out[:, 0] - y).abs().mean()))
+
+
+@case
+def too_few_slices() -> dict[str, Any]:
+    return error_of(lambda: step_of(mlp(), exact="bits", logical=1))
+
+
+@case
+def sparse_gradients() -> dict[str, Any]:
+    net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 4))
+    step = step_of(net)
+    return error_of(lambda: step(torch.zeros(4, 2).long(), torch.zeros(4).long()))
+
+
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     rank = os.environ["RANK"]

@@ -111,6 +111,8 @@ def describe_failure(endings: dict[int, RankEnding], rank_count: int) -> str:
     """Which rank failed, and why: the first error that is not another rank's loss."""
     errors = sorted((e for e in endings.values() if e.message), key=lambda e: e.time)
     own_errors = [e for e in errors if not e.is_lost]
+    if len(own_errors) == rank_count and len({e.message for e in own_errors}) == 1:
+        return own_errors[0].message  # none of them is to blame
     if own_errors:
         return f"rank {own_errors[0].rank}: {own_errors[0].message}"
     missing = [str(rank) for rank in range(rank_count) if rank not in endings]
@@ -136,7 +138,7 @@ def note_new_attempt() -> None:
         reason = describe_failure(endings, rank_count_of_environment())
     echo(
         f"note: {reason}\nnote: all ranks are started again, for the {_ordinal(attempt)} time; "
-        "the run goes on from its newest checkpoint",
+        "the run goes on from its newest checkpoint, or begins",
         err=True,
     )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.errors import Notice, RankLostError
-from halfstep.utils.rank_environment import started_by_torchrun
+from halfstep.utils.rank_environment import attempt_of_environment, started_by_torchrun
 
 # torch 2.13 gave it another name.
 _NAMES_OF_ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
@@ -165,17 +165,23 @@ def find_ranks(device: torch.device) -> Ranks | None:
 
 def _join(device: torch.device) -> None:
     """Joins torchrun's process group: NCCL for CUDA, gloo for a CPU."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed.rendezvous import rendezvous
+
     backend = "nccl" if device.type == "cuda" else "gloo"
     arguments: dict[str, Any] = {}
     if device.type == "cuda":
         arguments["device_id"] = device
-    dist.init_process_group(backend, **arguments)
+    # torchrun's store outlives the ranks that it starts again: what those of the last attempt wrote
+    # into it would be read as the addresses of these.
+    store, rank, count = next(rendezvous("env://"))
+    own_store = PrefixStore(f"attempt-{attempt_of_environment()}", store)
+    dist.init_process_group(backend, store=own_store, rank=rank, world_size=count, **arguments)
     atexit.register(_leave)
-    rank = dist.get_rank()
     if rank > 0:
         # Rank 0 says it already.
         warnings.filterwarnings("ignore", category=Notice)
-    if dist.get_world_size() > 1:
+    if count > 1:
         sys.excepthook = _excepthook_of(rank)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -27,7 +28,7 @@ from halfstep.utils.rank_environment import (
 # The folder for the endings of the ranks: set by `halfstep … --ranks` for the ranks it starts.
 ENDINGS_VARIABLE = "HALFSTEP_RANK_ENDINGS"
 
-PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
+LAUNCHER_CHECK_S = 1.0  # how soon a rank notices that its launcher was killed
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class RankProcess:
         self.error_stream = sys.stderr
         if self.rank > 0:
             sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        if has_launcher():
-            _stop_with_parent()
+        if has_launcher() and self.rank == 0:
+            _stop_with_launcher()
 
     def end(self, code: object) -> int:
         """Under the launcher: all ranks end, with an exit code that they agree on.
@@ -151,9 +152,17 @@ def _ending_path(folder: Path, attempt: int, rank: object) -> Path:
     return folder / f"attempt-{attempt}-rank-{rank}.json"
 
 
-def _stop_with_parent() -> None:
-    """If the launcher is killed, this rank gets SIGTERM: it saves, and stops (Linux)."""
-    import ctypes
+def _stop_with_launcher() -> None:
+    """If the launcher is killed, rank 0 gets SIGTERM: all ranks stop with it, and it saves.
 
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    Linux can send a signal by itself (PR_SET_PDEATHSIG), but sends one for each thread of the
+    parent, and the second one ends a rank that is saving.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_CHECK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="halfstep-launcher-watch", daemon=True).start()

@@ -81,11 +81,9 @@ def _run_to_end(count: int, max_restarts: int, folder: str) -> tuple[bool, int |
         logs_specs=DefaultLogsSpecs(log_dir=os.path.join(folder, "torchrun")),
         signals_to_handle=",".join(signals),
     )
-    # The same program, with the options of its interpreter.
-    words = sys.orig_argv[1:]
     logging.disable(logging.CRITICAL)  # torchrun's own account of the end
     try:
-        elastic_launch(config, sys.executable)(*words)
+        elastic_launch(config, sys.executable)(*_own_command())
     except ChildFailedError:
         return True, None
     except SignalException as stop:
@@ -93,6 +91,15 @@ def _run_to_end(count: int, max_restarts: int, folder: str) -> tuple[bool, int |
     finally:
         logging.disable(logging.NOTSET)
     return False, None
+
+
+def _own_command() -> list[str]:
+    """What Python was started with: the options of the interpreter, the program, its words."""
+    typed = sys.argv[1:]
+    words = [word for word in sys.orig_argv[1:] if word != "--debug"]  # main() takes it out
+    if words[len(words) - len(typed) :] == typed:
+        return sys.orig_argv[1:]
+    return ["-m", "halfstep", *typed]  # called by another program
 
 
 def _is_handled(number: signal.Signals) -> bool:

@@ -104,6 +104,11 @@ def list_mistakes() -> list[Mistake]:
             "train --batch abc",
             f"{train} --batch 32 --out runs/batch",
         ),
+        Mistake(
+            "Fewer ranks than one",
+            f"{train} --ranks 0",
+            f"{train} --ranks 1 --out runs/ranks",
+        ),
         Mistake("A path that is wrong", "train --data photoes/", "data check photos/"),
         Mistake("A folder without classes", "train --data photos/bag", "data check photos/"),
         Mistake(

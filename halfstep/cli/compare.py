@@ -11,8 +11,11 @@ from halfstep.cli.options import (
     ClassWeightsOption,
     DataOption,
     DropOption,
+    ExactOption,
+    LogicalOption,
     LrOption,
     PlainOption,
+    RanksOption,
     SamplesOption,
     SizeOption,
     SkipDamagedOption,
@@ -25,7 +28,9 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import command_line, echo, exit_code, print_json
 from halfstep.cli.output_links import refuse_links_out_of
+from halfstep.cli.rank_options import RankOptions
 from halfstep.experiment.training_run import silence_signal_message
+from halfstep.utils.rank_environment import rank_of_environment
 
 if TYPE_CHECKING:
     from halfstep.compare import Settings
@@ -94,6 +99,9 @@ def compare(
     task: TaskOption = None,
     drop: DropOption = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1")] = "auto",
+    ranks: RanksOption = None,
+    exact: ExactOption = None,
+    logical: LogicalOption = None,
     out: Annotated[Path, typer.Option(help="folder of the comparison")] = Path("runs/compare"),
     fresh: Annotated[
         bool, typer.Option("--fresh", help="throw away what OUT holds of a comparison")
@@ -108,6 +116,9 @@ def compare(
     from halfstep.experiment import output_folder
     from halfstep.experiment.settings import BY_DEVICE
     from halfstep.report import write as write_report
+
+    rank_options = RankOptions(ranks, exact, logical)
+    rank_options.check(device)
 
     # What to train: as typed, or as before in this folder, or the usual.
     what_is_there = None if fresh else output_folder.precisions_and_seeds(out)
@@ -136,7 +147,10 @@ def compare(
         task=task,
         drop=drop,
         device=device,
+        **rank_options.settings(),
     )
+    if rank_options.must_launch:
+        raise typer.Exit(rank_options.launch(device))
 
     refuse_links_out_of(out, _written_files(settings))
 
@@ -159,6 +173,11 @@ def compare(
         echo(_stop_message(settings, out), err=True)
         raise typer.Exit(exit_code(stop)) from None
 
+    reference_failed = summary["rows"][0]["verdict_kind"] == "failed"
+    end = typer.Exit(1 if reference_failed else 0)
+    if rank_of_environment() > 0:
+        raise end
+
     # Show the summary: as JSON, as a coloured table on a terminal, or as plain text.
     written = write_report(out)
     if as_json:
@@ -170,8 +189,7 @@ def compare(
             echo("\n" + table.text(summary))
         echo(f"written: {', '.join(map(str, written))}")
 
-    reference_failed = summary["rows"][0]["verdict_kind"] == "failed"
-    raise typer.Exit(1 if reference_failed else 0)
+    raise end
 
 
 def _written_files(settings: "Settings") -> list[str]:

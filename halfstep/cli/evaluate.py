@@ -147,6 +147,8 @@ def settings_of_run(
                 "(--build package.module:function)."
             )
         settings = training_run.TrainSettings()
+    # Nothing is trained: how the ranks of the run added up does not matter, nor their one thread.
+    settings = replace(settings, exact=None, logical=None)
     if "path" in replaced:
         settings = replace(settings, path=None)
     settings = _without_data_settings(settings, options.get("data"))

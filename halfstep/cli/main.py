@@ -28,10 +28,12 @@ from halfstep.cli.info import info
 from halfstep.cli.options import Command, Group, option_flag
 from halfstep.cli.output import EXIT_INTERRUPTED, echo
 from halfstep.cli.predict import predict
+from halfstep.cli.rank_process import RankProcess, has_launcher
 from halfstep.cli.report import report
 from halfstep.cli.runs import diff, replay
 from halfstep.cli.train import HELP as TRAIN_HELP
 from halfstep.cli.train import train
+from halfstep.experiment.rank_agreement import AgreedRefusal
 
 EXIT_ERROR = 2
 HELP_COLUMNS = 120  # help is as wide as the terminal, up to this
@@ -124,15 +126,22 @@ def main() -> None:
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 
+    process = RankProcess(debug=debug)
     try:
         with _short_notices(debug):
             _run_app()
-    except Exception as error:
+    except SystemExit as end:
+        if not has_launcher():
+            raise
+        sys.exit(process.end(end.code))
+    except Exception as raised:
+        is_agreed = isinstance(raised, AgreedRefusal)
+        error = raised.error if isinstance(raised, AgreedRefusal) else raised
         if debug:
-            echo("".join(traceback.format_exception(error)), err=True, nl=False)
+            text = "".join(traceback.format_exception(error)).rstrip()
         else:
-            echo(f"halfstep: {_error_message(error)}", err=True)
-        sys.exit(EXIT_ERROR)
+            text = _error_message(error)
+        sys.exit(process.show_error(error, text, agreed=is_agreed, exit_code=EXIT_ERROR))
 
 
 def _run_app() -> None:

@@ -251,6 +251,30 @@ DeviceOption = Annotated[
     ),
 ]
 
+# On several processes.
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        help="start so many processes on this machine, which divide each batch among them",
+    ),
+]
+ExactOption = Annotated[
+    str | None,
+    typer.Option(
+        "--exact",
+        help="bits: the same bits for any number of ranks",
+        autocompletion=complete_one("bits"),
+    ),
+]
+LogicalOption = Annotated[
+    int | None,
+    typer.Option(
+        "--logical",
+        help="with --exact bits: the micro-batches of each batch, at least one a rank; else 12",
+    ),
+]
+
 # A run that exists already, and the settings that a command may replace in it.
 RunArgument = Annotated[
     Path, typer.Argument(help="folder of a run, one checkpoint of it, or a file of weights")

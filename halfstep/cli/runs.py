@@ -92,7 +92,7 @@ def replay(
     halfstep replay runs/first --step 120  a run of halfstep train
     halfstep replay runs/a --step 1234 --build train:build --save step.safetensors
     """
-    from halfstep.experiment.training_run import run_builder
+    from halfstep.experiment.training_run import read_run_file, run_builder
     from halfstep.reproduce import replay as replay_step
 
     result = replay_step(run_builder(run, build, "replay", trust=trust), run, step)
@@ -120,6 +120,12 @@ def replay(
                 "builder, the data, the versions or the device are others than in the run, or a "
                 "checkpoint was changed."
             )
+            settings = read_run_file(run)
+            if settings is not None and settings.ranks > 1 and settings.exact is None:
+                echo(
+                    f"note: the run had {settings.ranks} ranks, whose sums are rounded otherwise "
+                    "than those of this one process; runs with --exact bits can be replayed"
+                )
     if save is not None:
         _save_tensors(result, save)
         echo(f"written: {save}", err=as_json)

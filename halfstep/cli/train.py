@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -20,14 +21,17 @@ from halfstep.cli.options import (
     DropOption,
     EmaOption,
     EpochsOption,
+    ExactOption,
     JsonOption,
     LimitBatchesOption,
+    LogicalOption,
     LrOption,
     MaxTimeOption,
     NetOption,
     OptimizerOption,
     PlainOption,
     PrecisionOption,
+    RanksOption,
     SamplesOption,
     ScheduleOption,
     SeedOption,
@@ -44,7 +48,10 @@ from halfstep.cli.options import (
 )
 from halfstep.cli.output import command_line, echo, exit_code, note_usual_net, print_json
 from halfstep.cli.output_links import refuse_links_out_of
+from halfstep.cli.rank_options import RankOptions
+from halfstep.cli.rank_process import note_new_attempt
 from halfstep.experiment import training_run
+from halfstep.experiment.rank_agreement import refused_together
 from halfstep.experiment.run_progress import (
     FinishedRun,
     finished_run,
@@ -54,16 +61,23 @@ from halfstep.experiment.run_progress import (
 from halfstep.experiment.training_run import WeightRescue, silence_signal_message
 from halfstep.storage.url import is_store_url, parse_store_url
 from halfstep.utils.durations import duration_s
+from halfstep.utils.rank_environment import (
+    attempt_of_environment,
+    rank_count_of_environment,
+    rank_of_environment,
+)
 from halfstep.utils.text import plural, printable
 
 if TYPE_CHECKING:
     from halfstep.callbacks import Checkpoint
+    from halfstep.distributed import Ranks
     from halfstep.engine import Callback, Run
     from halfstep.experiment.builders import RunParts
 
 # Settings that may be given beside --build; a builder decides all others.
-SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed", "limit_batches"}
+SETTINGS_BESIDE_BUILD = {"build", "epochs", "seed", "limit_batches", "ranks"}
 
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 EXIT_TIME_OVER = 124  # as timeout(1) has it
 
 MAX_SEED = (1 << 63) - 1  # torch's generators take signed 64-bit seeds
@@ -82,6 +96,7 @@ halfstep train --data csv:houses.csv --target price --out runs/houses
 halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 \
 --out runs/mine
 halfstep train --build train:build --epochs 20 --out runs/own --resume auto
+halfstep train --ranks 4 --out runs/four                  four processes, each a part of every batch
 
 Exit code: 0 done, 2 a mistake or an error; 124 when --max-time was over, 130 and 143 when stopped
 by a signal, each with a checkpoint.
@@ -122,6 +137,13 @@ def train(
     sink: SinkOption = None,
     max_time: MaxTimeOption = None,
     limit_batches: LimitBatchesOption = None,
+    ranks: RanksOption = None,
+    exact: ExactOption = None,
+    logical: LogicalOption = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(help="with --ranks: how often all are started again when one has ended"),
+    ] = 0,
     out: Annotated[
         str,
         typer.Option(
@@ -148,6 +170,7 @@ def train(
     as_json: JsonOption = False,
 ) -> None:
     """The command; its help is HELP. Most options are read from `ctx.params`."""
+    from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint
     from halfstep.experiment.output_folder import lock_output_folder
 
@@ -155,35 +178,44 @@ def train(
         parse_store_url(out, "--out")
     # Settings, model and data come before the folder is touched: most mistakes show here.
     time_limit_s = None if max_time is None else duration_s("--max-time", max_time)
-    settings = _read_settings(ctx)
+    options = RankOptions(ranks, exact, logical, max_restarts)
+    options.check(device)
+    settings = _read_settings(ctx, options)
+    if options.must_launch:
+        raise typer.Exit(options.launch(device))
+
     built = training_run.build_run(settings, training=True)
     note_usual_net(ctx)
     # What the data decides is written down too, so that every command uses the same.
     settings = replace(_with_epochs(settings, built), **built.chosen)
     _warn_useless_verify(built)
 
-    # Standard output is left to the JSON.
-    log_file = sys.stderr if as_json else sys.stdout
     saver = Checkpoint(out)
     folder = saver.folder
-    with lock_output_folder(folder):
-        if fresh:
-            training_run.remove_run(folder)
-        refuse_links_out_of(folder, WRITTEN_FILES)
-        _open_store(saver, resume, fresh=fresh)
-        _check_folder(folder, settings, built.facts, resume)
-        _check_going_back(folder, resume, discard_later=discard_later)
-        if resume not in (None, "auto"):
-            refuse_fewer_epochs(Path(resume), settings.epochs)
 
-        finished = finished_run(folder, settings.epochs) if resume == "auto" else None
-        if finished is not None and finished.missing is not None:
-            echo(
-                f"note: {folder}: {finished.missing}. Training is done, and what is missing is "
-                f"written again from {finished.checkpoint.name}",
-                err=True,
-            )
-        if finished is not None and finished.missing is None:
+    # Ranks that were started again go on where they were, whatever began the run.
+    job = _join(built)
+    if attempt_of_environment() > 0:
+        note_new_attempt()
+        fresh = False
+        has_checkpoint = job.broadcast_object(bool(checkpoint.listing(folder)), "the checkpoints")
+        resume = "auto" if has_checkpoint else resume
+        discard_later = discard_later and not has_checkpoint
+
+    # Standard output is left to the JSON.
+    log_file = sys.stderr if as_json else sys.stdout
+    with ExitStack() as folder_lock:
+        # Rank 0 alone prepares the folder, and all know whether there is something to train.
+        finished = None
+        with refused_together(job, "the output folder"):
+            if job.index == 0:
+                folder_lock.enter_context(lock_output_folder(folder))
+                finished = _prepare_folder(
+                    saver, settings, built.facts, resume, fresh=fresh, discard_later=discard_later
+                )
+        is_finished = finished is not None and finished.missing is None
+        is_finished = job.broadcast_object(is_finished, "whether the run is finished")
+        if finished is not None and is_finished:
             if finished.lost_lines is not None:
                 echo(f"note: {out}: {finished.lost_lines}", err=True)
             echo(_nothing_to_do_message(folder, settings.epochs, finished), file=log_file)
@@ -191,7 +223,7 @@ def train(
                 saver.store.begin(finished.steps)
                 saver.finish_uploads()
             summary = finished.summary(folder)
-        else:
+        elif not is_finished:
             summary = _fit(
                 built,
                 settings,
@@ -203,17 +235,65 @@ def train(
                 plain=plain,
                 log_file=log_file,
             )
-    if as_json:
+    if as_json and job.index == 0:
         print_json(summary)
 
 
-def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
+def _join(built: "RunParts") -> "Ranks":
+    """The ranks that train this model together; this process, where it was started alone."""
+    from halfstep.distributed import Ranks
+
+    ranks: Ranks | None = getattr(built.model.step, "ranks", None)
+    if ranks is None and rank_count_of_environment() > 1:
+        raise ValueError(
+            "build: expected a model that all ranks train together, received one that each rank "
+            "trains by itself, into the same folder; leave strategy='none' out, and let "
+            "hs.Model make the step"
+        )
+    return ranks or Ranks()
+
+
+def _prepare_folder(
+    saver: "Checkpoint",
+    settings: training_run.TrainSettings,
+    facts: dict[str, Any],
+    resume: str | None,
+    *,
+    fresh: bool,
+    discard_later: bool,
+) -> FinishedRun | None:
+    """Checks the locked folder, and empties it with --fresh. The run in it, if it is finished."""
+    out = saver.folder
+    if fresh:
+        training_run.remove_run(out)
+    refuse_links_out_of(out, WRITTEN_FILES)
+    _open_store(saver, resume, fresh=fresh)
+    _check_folder(out, settings, facts, resume)
+    _check_going_back(out, resume, discard_later=discard_later)
+    if resume not in (None, "auto"):
+        refuse_fewer_epochs(Path(resume), settings.epochs)
+
+    finished = finished_run(out, settings.epochs) if resume == "auto" else None
+    if finished is not None and finished.missing is not None:
+        echo(
+            f"note: {out}: {finished.missing}. Training is done, and what is missing is "
+            f"written again from {finished.checkpoint.name}",
+            err=True,
+        )
+    return finished
+
+
+def _read_settings(ctx: typer.Context, rank_options: RankOptions) -> training_run.TrainSettings:
     """The settings that the options say; with --build, the builder and the few beside it."""
     options = ctx.params
     if not 0 <= options["seed"] <= MAX_SEED:
         raise ValueError(f"--seed: expected a whole number of 0 or more, got {options['seed']}")
 
-    options = {**options, "limit_batches": _read_limit(options["limit_batches"])}
+    options = {
+        **options,
+        **rank_options.settings(),
+        "limit_batches": _read_limit(options["limit_batches"]),
+    }
     names = {field.name for field in fields(training_run.TrainSettings)}
     if options["build"] is None:
         values = {name: value for name, value in options.items() if name in names}
@@ -234,6 +314,7 @@ def _read_settings(ctx: typer.Context) -> training_run.TrainSettings:
         epochs=epochs,
         seed=options["seed"],
         limit_batches=options["limit_batches"],
+        ranks=options["ranks"],
     )
 
 
@@ -372,6 +453,7 @@ def _fit(
     from halfstep import checkpoint
     from halfstep.callbacks import Checkpoint, JSONLLog
     from halfstep.engine.limits import TIME_IS_OVER
+    from halfstep.engine.signals import OTHER_RANK
     from halfstep.model.fit_arguments import check_callbacks
 
     out = own_saver.folder
@@ -429,13 +511,17 @@ def _fit(
     except (OSError, ValueError) as error:  # a disk that is full takes the last checkpoint with it
         rescue.rescue(built.model, weights_path, error)
         raise
+    if run.stopped == OTHER_RANK:
+        echo(_stop_message(out), err=True)
+        raise typer.Exit(EXIT_TERMINATED)
     if run.stopped is not None and run.stopped.startswith(TIME_IS_OVER):
         echo(f"{run.stopped}\n{_stop_message(out)}", err=True)
         raise typer.Exit(EXIT_TIME_OVER)
     built.model.save(weights_path)
-    record_weights(out)
-    for saver in savers or [own_saver]:
-        saver.finish_uploads()
+    if rank_of_environment() == 0:
+        record_weights(out)
+        for saver in savers or [own_saver]:
+            saver.finish_uploads()
 
     files = f"{{{training_run.LOG_FILE}, {training_run.WEIGHTS_FILE}}}"
     shown_out = out if own_saver.store is None else own_saver.store.url

@@ -5,10 +5,11 @@ A run is one precision with one seed. Its result is a plain dict, ready for JSON
 
 import math
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from halfstep.checkpoint import CheckpointError
 from halfstep.compare import summary, verdict
 from halfstep.compare.curves import RunCurves
 from halfstep.compare.progress import Progress, SilentProgress
+from halfstep.distributed import Ranks
 from halfstep.engine import Callback
+from halfstep.engine.signals import OTHER_RANK
 from halfstep.errors import Notice
 from halfstep.experiment import output_folder
 from halfstep.experiment.build import (
@@ -31,6 +34,7 @@ from halfstep.experiment.build import (
 from halfstep.experiment.datasets import TrainTestData, load_train_test_data
 from halfstep.experiment.machine import BusyMachineWarning, PeakMemory, describe_environment
 from halfstep.experiment.output_folder import run_folder
+from halfstep.experiment.rank_agreement import join_ranks, refused_together
 from halfstep.experiment.saved_comparison import read_result
 from halfstep.experiment.settings import Settings
 from halfstep.experiment.typed_command import command_for_all
@@ -63,41 +67,67 @@ def compare(
     `OtherComparisonError`. `retry` repeats the failed runs, `fresh` all of them.
     """
     out = Path(out)
-    progress = progress or SilentProgress()
+    ranks = join_ranks(settings.torch_device)
+    if progress is None or ranks.index > 0:
+        progress = SilentProgress()
     with _notices_to(progress):
         # A data function that draws gives the same data for every seed, and when it goes on.
         seed_everything(0)
-        data = load_train_test_data(settings, training=True)
-        if data.is_regression:
-            raise ValueError(
-                f"target: expected classes, and {settings.target!r} is a number: a comparison "
-                "counts right answers. Train in each precision instead: halfstep train --precision"
-            )
+        with refused_together(ranks, "reading the data"):
+            data = load_train_test_data(settings, training=True)
+            _refuse_regression(settings, data)
         check_one_batch(settings, data)
         warn_about_large_batch(settings, data)
 
+    # Rank 0 alone uses the folder. The others learn from it which runs are finished.
+    head: dict[str, Any] = {}
+    earlier_runs: list[Result] = []
+    results: list[Result] = []
+    with ExitStack() as folder_lock:
+        with refused_together(ranks, "the output folder"):
+            if ranks.index == 0:
+                folder_lock.enter_context(output_folder.lock_output_folder(out))
+                if fresh:
+                    output_folder.remove_comparison(out)
+                head, earlier_runs = _describe_comparison(settings, data, out, command, progress)
+                results = _read_results(settings, out, data.test.size, skip_failed=retry)
+        results = ranks.broadcast_object(results, "the finished runs")
+        content = _train_all(settings, data, out, head, results, earlier_runs, progress, ranks)
+        summary_of_all: dict[str, Any] = ranks.broadcast_object(content, "the summary")
+        return summary_of_all
+
+
+def _refuse_regression(settings: Settings, data: TrainTestData) -> None:
+    if data.is_regression:
+        raise ValueError(
+            f"target: expected classes, and {settings.target!r} is a number: a comparison "
+            "counts right answers. Train in each precision instead: halfstep train --precision"
+        )
+
+
+def _describe_comparison(
+    settings: Settings, data: TrainTestData, out: Path, command: str, progress: Progress
+) -> tuple[dict[str, Any], list[Result]]:
+    """The head of the summary, and the finished runs of before that stay in it."""
     spec = _build_spec(settings, data)
     machine = describe_environment(settings.torch_device)
-    with output_folder.lock_output_folder(out):
-        if fresh:
-            output_folder.remove_comparison(out)
-        before = output_folder.check_same_comparison(out, spec, machine)
-        earlier_runs = []
-        if before is not None:
-            earlier_runs = output_folder.finished_runs_beside(out, before, settings, data.test.size)
-            spec = _add_earlier_runs(spec, before, earlier_runs, progress)
-            usual = precisions_to_compare(find_half_units(settings.torch_device))
-            command = command_for_all(command, spec["precisions"], spec["seeds"], usual)
-        head = {
-            "halfstep_compare": output_folder.FORMAT_VERSION,
-            "title": f"{settings.net} on {settings.data}",
-            "command": command,
-            "date": time.strftime("%Y-%m-%d"),
-            "environment": machine,
-            "spec": spec,
-            "planned_runs": len(settings.precision_seed_pairs) + len(earlier_runs),
-        }
-        return _train_all(settings, data, out, head, earlier_runs, progress, retry=retry)
+    before = output_folder.check_same_comparison(out, spec, machine)
+    earlier_runs = []
+    if before is not None:
+        earlier_runs = output_folder.finished_runs_beside(out, before, settings, data.test.size)
+        spec = _add_earlier_runs(spec, before, earlier_runs, progress)
+        usual = precisions_to_compare(find_half_units(settings.torch_device))
+        command = command_for_all(command, spec["precisions"], spec["seeds"], usual)
+    head = {
+        "halfstep_compare": output_folder.FORMAT_VERSION,
+        "title": f"{settings.net} on {settings.data}",
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": machine,
+        "spec": spec,
+        "planned_runs": len(settings.precision_seed_pairs) + len(earlier_runs),
+    }
+    return head, earlier_runs
 
 
 def _build_spec(settings: Settings, data: TrainTestData) -> dict[str, Any]:
@@ -148,29 +178,33 @@ def _train_all(
     data: TrainTestData,
     out: Path,
     head: dict[str, Any],
+    results: list[Result],
     earlier_runs: list[Result],
     progress: Progress,
-    *,
-    retry: bool,
+    ranks: Ranks,
 ) -> dict[str, Any]:
-    """Trains the runs that have no result yet. Returns the summary."""
-    results = _read_results(settings, out, data.test.size, skip_failed=retry)
+    """Trains the runs that have no result yet. Returns the summary; rank 0 has and writes it."""
+    writes = ranks.index == 0
     finished = {(result["precision"], result["seed"]) for result in results}
     progress.begin(settings, data, len(results))
-    results += earlier_runs
+    results = [*results, *earlier_runs]
     units = find_half_units(settings.torch_device)
-    content = _write_summary(out, head, results, units)
-    busy_warning = BusyMachineWarning(settings.torch_device, head["command"], progress.note)
+    content = _write_summary(out, head, results, units) if writes else {}
+    watchers: list[Callback] = []
+    if ranks.count == 1:  # the other ranks are busy, as they should be
+        command = head["command"]
+        watchers = [BusyMachineWarning(settings.torch_device, command, progress.note)]
     try:
         for precision, seed in settings.precision_seed_pairs:
             if (precision, seed) in finished:
                 continue
             folder = run_folder(out, precision, seed)
             with _notices_to(progress):
-                callbacks = [*progress.callbacks(precision, seed), busy_warning]
-                result = _train_one(settings, data, precision, seed, folder, callbacks)
-            results.append(result)
-            content = _write_summary(out, head, results, units)
+                callbacks = [*progress.callbacks(precision, seed), *watchers]
+                result = _train_one(settings, data, precision, seed, folder, callbacks, ranks)
+            if writes:
+                results.append(result)
+                content = _write_summary(out, head, results, units)
             progress.done(result)
     finally:
         progress.end()
@@ -246,11 +280,13 @@ def _train_one(
     seed: int,
     folder: Path,
     callbacks: Sequence[Callback],
+    ranks: Ranks,
 ) -> Result:
     """Trains one run, or goes on from its checkpoint; writes its result, removes the checkpoints.
 
     Whatever the network, the precision or the device raise is the run's result, and the comparison
-    goes on. An error of the disk is not: the other runs would have it too.
+    goes on. An error of the disk is not: the other runs would have it too. Of several ranks only an
+    error that all of them have is a result: numbers that are not finite.
     """
     steps_per_epoch = data.train_batches(seed, settings.batch).size
     curves = RunCurves(settings.epochs * steps_per_epoch)
@@ -277,12 +313,16 @@ def _train_one(
     except (OSError, CheckpointError):
         raise
     except Exception as error:
+        if ranks.count > 1 and not isinstance(error, FloatingPointError):
+            raise
         result["status"] = "failed"
         result["error"] = _describe_error(error)
 
     result |= _counts_and_times(curves, steps_per_epoch, data.train.size)
     result["peak_memory"] = peak_memory.read()
     result["memory_kind"] = peak_memory.kind
+    if ranks.index > 0:
+        return result
     write_json(folder / output_folder.RESULT_FILE, result)
     for path in folder.glob("step-*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -292,7 +332,7 @@ def _train_one(
 def _fit(
     settings: Settings, data: TrainTestData, model: Model, seed: int, callbacks: list[Callback]
 ) -> None:
-    model.fit(
+    run = model.fit(
         settings.epochs,
         data.train_batches(seed, settings.batch),
         valid=data.test_batches(settings.batch),
@@ -301,6 +341,8 @@ def _fit(
         sink=settings.sink,
         resume="auto",
     )
+    if run.stopped == OTHER_RANK:
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _checkpoints_in(folder: Path) -> Checkpoint:

@@ -10,7 +10,6 @@ from halfstep.distributed.process_group import (
     Ranks,
     find_ranks,
     job_of_environment,
-    rank_of_environment,
 )
 
 __all__ = [
@@ -22,5 +21,4 @@ __all__ = [
     "TreeSum",
     "find_ranks",
     "job_of_environment",
-    "rank_of_environment",
 ]

@@ -23,13 +23,11 @@ from halfstep.distributed.host_requests import HostRequests, Request
 from halfstep.distributed.joining import store_of_attempt
 from halfstep.distributed.rank_progress import RankProgress
 from halfstep.errors import Notice, RankLostError
+from halfstep.utils.rank_environment import is_one_of_several
 
 # torch 2.13 gave it another name.
 _NAMES_OF_ALL_GATHER = ("all_gather_single", "all_gather_into_tensor")
 _all_gather: Any = next((getattr(dist, n) for n in _NAMES_OF_ALL_GATHER if hasattr(dist, n)), None)
-
-# Set by torchrun for each process that it starts.
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # How long a rank waits for the others, in a collective and at the start. Rank 0 may be saving a
 # large checkpoint meanwhile. A program that wants another calls init_process_group(timeout=…).
@@ -188,19 +186,13 @@ def find_ranks(device: torch.device) -> Ranks | None:
     if not dist.is_available():
         return None
     if not dist.is_initialized():
-        if not _started_by_torchrun():
+        if not is_one_of_several():
             return None
         _join(device)
     world = dist.group.WORLD
     ranks = Ranks(world, _host_group_of(world), _progress_in(world))
     _check_devices(ranks, device)
     return ranks
-
-
-def rank_of_environment() -> int:
-    """This process's rank, before it has joined a group; 0 in a process started alone."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and _started_by_torchrun() else 0
 
 
 class TorchrunJob(NamedTuple):
@@ -213,20 +205,13 @@ class TorchrunJob(NamedTuple):
 
 def job_of_environment() -> TorchrunJob | None:
     """The job of torchrun that this process is part of; None for a process started alone."""
-    if not _started_by_torchrun():
+    if not is_one_of_several():
         return None
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if name == "none":  # nobody gave torchrun one
         name = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return TorchrunJob(name, int(restart), int(os.environ["WORLD_SIZE"]))
-
-
-def _started_by_torchrun() -> bool:
-    """Whether this process is one of several. One alone needs no group."""
-    if not all(os.environ.get(name) for name in TORCHRUN_VARIABLES):
-        return False
-    return os.environ["WORLD_SIZE"] != "1"
 
 
 def _join(device: torch.device) -> None:

@@ -495,7 +495,7 @@ class Loop:
         return self._must_stop()
 
     def _stop_reason(self) -> str:
-        return self.signals.caught.name if self.signals.caught else "a signal to another rank"
+        return self.signals.caught.name if self.signals.caught else signals.OTHER_RANK
 
     def _evaluation_is_due(self) -> bool:
         run = self.run

@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+OTHER_RANK = "a signal to another rank"  # why a run was stopped that got no signal itself
 QUIET = False  # set by the command line, which says itself how to continue
 
 

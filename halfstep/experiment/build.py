@@ -30,6 +30,8 @@ OPTIMIZER_CLASSES: dict[str, Any] = {
     "adamw": AdamW,
 }
 
+LOGICAL_MICRO_BATCHES = 12  # of a batch, as Model has it: 1, 2, 3, 4, 6 and 12 ranks share evenly
+
 CHECKED_SAMPLES = 4  # samples that check_one_batch sends through the network
 
 
@@ -110,7 +112,15 @@ def build_model(
         clip_norm=clip_norm,
         ema=ema,
         device=settings.torch_device,
+        **exactness(settings),
     )
+
+
+def exactness(settings: Settings) -> dict[str, Any]:
+    """The options of a model that trains to the same bits on any number of ranks."""
+    if settings.exact is None:
+        return {}
+    return {"exact": settings.exact, "logical": settings.logical or LOGICAL_MICRO_BATCHES}
 
 
 def check_one_batch(settings: Settings, data: TrainTestData) -> None:

@@ -28,6 +28,9 @@ FORMAT_VERSION = 1  # of compare.json
 # host visits the device.
 CHANGEABLE_SETTINGS = ("seeds", "precisions", "margin", "sink")
 
+# Settings that earlier versions did not have, with their values then.
+LATER_SETTINGS = {"ranks": 1, "exact": None, "logical": None}
+
 # Facts of the environment that decide bits or times. Another number of threads adds in another
 # order.
 FIXED_ENVIRONMENT = ("device", "torch", "threads")
@@ -115,7 +118,7 @@ def check_same_comparison(
     check_summary(out / SUMMARY_FILE, before)
 
     fixed_settings = [name for name in spec if name not in CHANGEABLE_SETTINGS]
-    spec_changes = _list_changes(before["spec"], spec, fixed_settings)
+    spec_changes = _list_changes({**LATER_SETTINGS, **before["spec"]}, spec, fixed_settings)
     environment_changes = _list_changes(before["environment"], environment, FIXED_ENVIRONMENT)
     if not spec_changes and not environment_changes:
         return before

@@ -15,6 +15,7 @@ from halfstep.precision import Precision
 from halfstep.precision.advice import find_half_units, precisions_to_compare
 from halfstep.precision.backend_flags import check_supported
 from halfstep.utils.checks import expect, finite_number, one_of, whole_number
+from halfstep.utils.rank_environment import local_rank_of_environment
 from halfstep.utils.text import plural
 
 # Name → description, and the learning rate that is used when none is set.
@@ -31,6 +32,7 @@ BY_DEVICE = ("by device",)
 
 CLASS_WEIGHTS = ("balanced",)
 TASKS = ("classification", "regression")
+EXACTNESS = ("bits",)
 SEED_LIMIT = 1 << 63  # torch.manual_seed takes seeds below it
 
 
@@ -77,6 +79,12 @@ class Settings:
     drop: str | None = None
     """Of a table: columns to leave out, with commas between."""
     device: str = "auto"
+    ranks: int = 1
+    """Processes that train together, each a part of every batch."""
+    exact: str | None = None
+    """"bits": the same results for any number of ranks."""
+    logical: int | None = None
+    """With `exact`: the micro-batches that every batch is cut into."""
 
     def __post_init__(self) -> None:
         device = resolve_device(self.device)
@@ -87,7 +95,8 @@ class Settings:
 
         for name in ("epochs", "batch"):
             self._set(name, whole_number(name, getattr(self, name), minimum=1))
-        for name in ("sink", "samples", "test_samples"):
+        self._set("ranks", whole_number("ranks", self.ranks, minimum=1))
+        for name in ("sink", "samples", "test_samples", "logical"):
             count = getattr(self, name)
             if count is not None:
                 self._set(name, whole_number(name, count, minimum=1))
@@ -96,6 +105,8 @@ class Settings:
 
         one_of("optimizer", self.optimizer, OPTIMIZERS)
         one_of("schedule", self.schedule, SCHEDULES)
+        if self.exact is not None:
+            one_of("exact", self.exact, EXACTNESS)
         if self.lr is None:
             _, usual_lr = OPTIMIZERS[self.optimizer]
             self._set("lr", usual_lr)
@@ -152,10 +163,10 @@ class Settings:
 def resolve_device(device: str) -> torch.device:
     """The torch device of a setting. "auto" is CUDA where torch sees a GPU, else the CPU.
 
-    A device that does not exist on this machine is refused.
+    Each rank on a machine has a GPU of its own. A device that does not exist is refused.
     """
     if device == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         requested = torch.device(device)
     except (RuntimeError, TypeError):
@@ -165,8 +176,10 @@ def resolve_device(device: str) -> torch.device:
     if requested.type == "cpu":
         return requested
 
-    index = requested.index or 0
     device_count = torch.cuda.device_count()
+    index = requested.index
+    if ":" not in device:
+        index = local_rank_of_environment() % max(1, device_count)
     if index >= device_count:
         visible = plural(device_count, "CUDA device") if device_count else "no CUDA devices"
         raise ValueError(

@@ -34,7 +34,7 @@ WEIGHTS_FILE = "weights.safetensors"
 REPORT_FILES = ("report.html", "report.md", "report.json")
 FORMAT_VERSION = 1  # of run.json
 
-CHANGEABLE_SETTINGS = ("epochs", "device")  # may differ when a run goes on
+CHANGEABLE_SETTINGS = ("epochs", "device", "ranks")  # may differ when a run goes on
 
 
 # Settings, and the run that they describe
@@ -70,6 +70,9 @@ class TrainSettings:
     drop: str | None = None
     device: str = "auto"
     limit_batches: float | None = None
+    ranks: int = 1
+    exact: str | None = None
+    logical: int | None = None
 
     def comparison_settings(self) -> "Settings":
         """The settings that a comparison has too, checked."""
@@ -112,11 +115,14 @@ def _build_from_settings(
     from halfstep.engine.limits import BatchLimit
     from halfstep.experiment.build import build_model, check_one_batch, warn_about_large_batch
     from halfstep.experiment.datasets import load_train_test_data
+    from halfstep.experiment.rank_agreement import join_ranks, refused_together
 
     settings = train_settings.comparison_settings()
-    data = load_train_test_data(
-        settings, training=training, split=split, encoding=table_encoding(facts)
-    )
+    if training:
+        with refused_together(join_ranks(settings.torch_device), "reading the data"):
+            data = load_train_test_data(settings, training=True, split=split)
+    else:
+        data = load_train_test_data(settings, split=split, encoding=table_encoding(facts))
     check_one_batch(settings, data)
     if training:
         warn_about_large_batch(settings, data)
@@ -277,6 +283,7 @@ def _are_plain(settings: dict[str, Any]) -> bool:
         "task",
         "drop",
         "device",
+        "exact",
     )
     defaults = asdict(TrainSettings())
     for name, value in settings.items():

@@ -13,6 +13,7 @@ from halfstep.errors import Notice
 from halfstep.precision.module_support import check_has_values
 from halfstep.step import TrainStep
 from halfstep.utils.keywords import user_stacklevel
+from halfstep.utils.rank_environment import local_rank_of_environment, started_by_torchrun
 from halfstep.utils.text import list_some, write_line
 
 CPU = torch.device("cpu")
@@ -74,6 +75,8 @@ def resolve_device(device: Any) -> torch.device:
     index = torch.accelerator.current_device_index()
     if ":" in str(requested):
         index = requested.index
+    elif started_by_torchrun():  # each rank on a machine has a GPU of its own
+        index = local_rank_of_environment() % torch.accelerator.device_count()
     if index >= torch.accelerator.device_count():
         raise ValueError(_unknown_device_message(device))
     return torch.device(requested.type, index)

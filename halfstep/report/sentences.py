@@ -25,6 +25,9 @@ SETTING_LABELS = {
     "accumulate": "Batches to an update",
     "clip_norm": "Largest norm",
     "ema": "Decay of the average",
+    "ranks": "Ranks",
+    "exact": "Exact",
+    "logical": "Logical micro-batches",
     "build": "Builder",
     "sink": "Sink",
     "margin": "Margin",
@@ -46,7 +49,7 @@ def setup_facts(report: Report) -> list[Fact]:
     facts = []
     for name in dict.fromkeys((*SETTING_LABELS, *report.spec)):
         value = report.spec.get(name)
-        if value is None or value == "":
+        if value is None or value == "" or (name == "ranks" and value == 1):
             continue
         text = _setting_text(value)
         label = SETTING_LABELS.get(name, name)

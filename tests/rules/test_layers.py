@@ -53,19 +53,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("storage", "precision", "step", "engine", "callbacks"),
     },
     "experiment": {
-        *("errors", "utils", "checkpoint", "schedules", "metrics", "nets", "data", "precision"),
-        *("storage", "engine", "callbacks", "model"),
+        *("errors", "utils", "distributed", "checkpoint", "schedules", "metrics", "nets", "data"),
+        *("storage", "precision", "engine", "callbacks", "model"),
     },
     "preflight": {"errors", "utils", "report", "data", "precision", "step", "engine", "model"},
     "reproduce": {"errors", "utils", "checkpoint", "engine", "model", "experiment"},
     "compare": {
-        *("errors", "utils", "checkpoint", "metrics", "data", "precision", "engine", "callbacks"),
-        *("model", "experiment"),
+        *("errors", "utils", "distributed", "checkpoint", "metrics", "data", "precision"),
+        *("engine", "callbacks", "model", "experiment"),
     },
     "cli": {
-        *("errors", "utils", "checkpoint", "nets", "data", "precision", "step", "engine"),
-        *("callbacks", "model", "experiment", "preflight", "reproduce", "compare", "report"),
-        "storage",
+        *("errors", "utils", "distributed", "checkpoint", "nets", "data", "precision", "step"),
+        *("engine", "callbacks", "model", "experiment", "preflight", "reproduce", "compare"),
+        *("report", "storage"),
     },
 }
 

@@ -96,7 +96,7 @@ halfstep train --data csv:houses.csv --target price --out runs/houses
 halfstep train --net mine:net --data photos/ --accumulate 4 --clip-norm 1 --ema 0.999 \
 --out runs/mine
 halfstep train --build train:build --epochs 20 --out runs/own --resume auto
-halfstep train --ranks 4 --out runs/four                  four processes, each a part of every batch
+halfstep train --ranks 4 --out runs/four  four processes, one training
 
 Exit code: 0 done, 2 a mistake or an error; 124 when --max-time was over, 130 and 143 when stopped
 by a signal, each with a checkpoint.

@@ -245,6 +245,21 @@ def test_compare_takes_classes_and_says_that_it_takes_no_numbers(run_line: Comma
     assert "--target: expected classes, and 'price' is a number" in output
 
 
+def test_check_leaves_columns_out_as_its_error_advises(run_line: CommandLine) -> None:
+    rows = [f"2024-01-{1 + i % 28:02d},{i % 7},{'ab'[i % 2]}" for i in range(40)]
+    Path("dated.csv").write_text("\n".join(["date,size,kind", *rows]) + "\n")
+    code, output = run_line("data check csv:dated.csv --target kind")
+    assert code == 2
+    assert "--drop date" in output
+    code, output = run_line("data check csv:dated.csv --target kind --drop date --json")
+    assert code == 0, output
+    assert [column["name"] for column in first_json(output)["columns"]] == ["size"]
+
+    code, output = run_line("data check sample --drop date")
+    assert code == 2
+    assert "--drop: expected it with a table, csv:FILE, got 'sample'" in output
+
+
 def test_check_shows_types_and_weights(run_line: CommandLine) -> None:
     code, output = run_line("data check csv:flowers.csv --target kind")
     assert code == 0

@@ -277,3 +277,20 @@ def test_predict_leaves_damaged_photos_out_on_request(run_line: CommandLine) -> 
     code, output = run_line("predict r new --skip-damaged")
     assert code == 2
     assert "expected an image that can be read, found none" in output
+
+
+def test_eval_calls_only_a_test_part_test_data(run_line: CommandLine) -> None:
+    assert run_line("train --data photos --epochs 1 --out r")[0] == 0
+    code, own = run_line("eval r")
+    assert code == 0
+    assert ", test data: " in own
+    # The same folder by another name is evaluated whole, training photos and all.
+    code, whole = run_line("eval r --data photos/")
+    assert code == 0
+    assert ", the data given: " in whole
+    Path("parts").mkdir()
+    for part in ("train", "test"):
+        shutil.copytree("photos", f"parts/{part}")
+    code, split = run_line("eval r --data parts")
+    assert code == 0, split
+    assert ", test data: " in split

@@ -20,8 +20,8 @@ MIN_FALL = 1.5
 # Lightning's tests), if it is also above where it began.
 DIVERGENCE_FACTOR = 4.0
 
-# Samples that come again and again are learnt by heart: the loss falls fastest long before the rates
-# are high. A fall so many times below the rate of the lowest loss says nothing; 2 to 20 are usual.
+# Samples that come again and again are learnt by heart: their loss falls fastest at rates that are
+# too low to train with. 2 to 20 times below the rate of the lowest loss is usual.
 FARTHEST_FALL = 30.0
 SHARE_OF_LOWEST = (
     0.1  # of the rate of the lowest loss: what is suggested instead (a rule of fastai)

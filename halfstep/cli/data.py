@@ -12,6 +12,7 @@ from halfstep.cli.options import (
     DATASETS,
     Command,
     DataPathOption,
+    DropOption,
     JsonOption,
     TargetOption,
     complete_one,
@@ -161,6 +162,7 @@ def check(
     name: DatasetOrTableArgument,
     path: DataPathOption = None,
     target: TargetOption = None,
+    drop: DropOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Read every sample and report sizes, classes, pixel statistics and damage.
@@ -182,7 +184,7 @@ def check(
     from halfstep.cli.data_check import check_dataset, check_table
 
     if name.startswith("csv:"):
-        table = check_table(name, target)
+        table = check_table(name, target, drop)
         if as_json:
             print_json(table)
         else:
@@ -190,6 +192,8 @@ def check(
         return
     if target is not None:
         raise ValueError(f"--target: expected it with a table, csv:FILE, got {name!r}")
+    if drop is not None:
+        raise ValueError(f"--drop: expected it with a table, csv:FILE, got {name!r}")
     result = check_dataset(name, path)
     if as_json:
         print_json(result)

@@ -23,7 +23,7 @@ from halfstep.data.splits import DEFAULT_TEST_SHARE
 from halfstep.data.tables.typed_table import Column
 from halfstep.experiment.photos import describe_duplicates, find_duplicates
 from halfstep.experiment.reading_progress import reading_progress
-from halfstep.experiment.table_data import is_table, table_path
+from halfstep.experiment.table_data import is_table, parse_drop, table_path
 
 MAX_DAMAGE_NAMED = 20  # damaged files that are named; the others are counted
 FILES_AT_ONCE = 64
@@ -297,9 +297,9 @@ def _class_weights(counts: Counter[str], names: Sequence[str]) -> dict[str, floa
 # Tables
 
 
-def check_table(name: str, target: str | None) -> dict[str, Any]:
+def check_table(name: str, target: str | None, drop: str | None = None) -> dict[str, Any]:
     """Reads a whole table and describes its columns, as a dict for JSON."""
-    table = data.read_csv(table_path(name), target)
+    table = data.read_csv(table_path(name), target, drop=parse_drop(drop))
     columns = [_describe_column(column) for column in table.inputs.values()]
     result: dict[str, Any] = {
         "name": name,

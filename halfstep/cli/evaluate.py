@@ -98,7 +98,10 @@ def evaluate(
     if as_json:
         print_json({"weights": weights_path, "split": split, "scores": scores})
     else:
-        echo(f"{printable(weights_path)}, {split} data: {format_scores(scores)}")
+        part = f"{split} data"
+        if not is_own and _is_whole(built, settings):
+            part = "the data given"
+        echo(f"{printable(weights_path)}, {part}: {format_scores(scores)}")
 
 
 def settings_of_run(
@@ -217,6 +220,11 @@ def _refuse_comparison(command: str, run: Path) -> None:
         f"(halfstep report {folder}). Train the precision you chose first: "
         f"{shlex.join(words)} --out runs/chosen"
     )
+
+
+def _is_whole(built: "RunParts", settings: training_run.TrainSettings) -> bool:
+    """Whether all of the data was evaluated: a table, or photos that nobody has split."""
+    return settings.data.startswith("csv:") or "test_files" in built.facts
 
 
 def _validation_data(built: "RunParts", settings: training_run.TrainSettings) -> Any:

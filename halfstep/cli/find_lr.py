@@ -39,7 +39,8 @@ BESIDE_BUILD = {"build", "seed", "device"}
 HELP = """Propose a learning rate, by a range test.
 
 Trains for some updates while the rate grows from LOW to HIGH, stops where the loss diverges, and
-names the rate at which the smoothed loss falls fastest. Nothing is kept of this training.
+names the rate at which the smoothed loss falls fastest; where few samples make that far too low,
+a tenth of the rate of the lowest loss. Nothing is kept of this training.
 
 \b
 halfstep find-lr  the MLP of halfstep train

@@ -16,6 +16,7 @@ from halfstep.cli.options import (
     RunDeviceOption,
     RunNetOption,
     RunPrecisionOption,
+    SkipDamagedOption,
     TrustOption,
 )
 from halfstep.cli.output import echo, print_json
@@ -51,6 +52,7 @@ def predict(
     build: BuildOption = None,
     device: RunDeviceOption = None,
     batch: Annotated[int, typer.Option(help="samples at a time")] = 256,
+    skip_damaged: SkipDamagedOption = None,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -70,7 +72,7 @@ def predict(
     halfstep predict runs/houses new.csv --out prices.csv
     halfstep predict runs/own x.npy --build train:build --out y.npy
     """
-    from halfstep.cli.predict_inputs import read_inputs
+    from halfstep.cli.predict_inputs import check_skips, read_inputs
 
     suffix = None if out is None else out.suffix.lower()
     if suffix is not None and suffix not in OUTPUT_SUFFIXES:
@@ -79,6 +81,8 @@ def predict(
         )
     options = {"net": net, "precision": precision, "device": device}
     settings = settings_of_run("predict", run, build, options, trust=trust)
+    if skip_damaged:
+        check_skips(source)
     table_outputs = _predict_table(run, source, settings, batch)
     if table_outputs is not None:
         outputs, names, encoding = table_outputs
@@ -87,7 +91,7 @@ def predict(
         encoding = None
         built = training_run.build_run(settings)
         training_run.load_weights(built.model, run)
-        inputs = read_inputs(source, built, settings)
+        inputs = read_inputs(source, built, settings, skip_damaged=bool(skip_damaged))
         outputs = built.model.predict(inputs.batches(batch), targets=False)
         names = inputs.names
         class_names = _class_names(built, settings)

@@ -23,11 +23,13 @@ from halfstep.data.pipeline.torchvision_maps import TorchvisionMap, mixes_batche
 from halfstep.data.readers.resize_crop import parse_image_size
 from halfstep.errors import Notice, closest_name
 from halfstep.experiment.training_run import TrainSettings
+from halfstep.utils.text import list_some, plural, printable
 
 if TYPE_CHECKING:
     from halfstep.experiment.builders import RunParts
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".tif", ".tiff")
+MAX_DAMAGE_NAMED = 5  # damaged files that a message names
 MAX_SIZES_NAMED = 3  # sizes of images in the notice about resizing
 
 Shape = tuple[int, ...]
@@ -52,17 +54,26 @@ class Inputs:
         return Dataset([(sample,) for sample in self.samples]).batch(size)
 
 
-def read_inputs(source: str, built: "RunParts", settings: TrainSettings) -> Inputs:
+def check_skips(source: str) -> None:
+    """Refuses to leave out damaged files of what is no folder of images."""
+    path = local_path(source, "predict").expanduser()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--skip-damaged: expected it with a folder of images, got {source}")
+
+
+def read_inputs(
+    source: str, built: "RunParts", settings: TrainSettings, *, skip_damaged: bool = False
+) -> Inputs:
     """Reads an image, a folder of images, an .npy file, or the test samples of a named data set.
 
-    A URL is copied first.
+    A URL is copied first. `skip_damaged` leaves out images that cannot be decoded.
     """
     path = local_path(source, "predict").expanduser()
     suffix = path.suffix.lower()
     if suffix == ".npy" and path.is_file():
         return _read_array(path, built)
     if path.is_dir() or suffix in IMAGE_SUFFIXES:
-        return _read_images(_image_files(path), built, settings)
+        return _read_images(_image_files(path), built, settings, skip_damaged=skip_damaged)
     if path.exists():
         raise ValueError(
             f"predict: expected an image, a folder of images or an .npy file, got {source}"
@@ -294,13 +305,13 @@ def _image_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_images(files: list[Path], built: "RunParts", settings: TrainSettings) -> Inputs:
+def _read_images(
+    files: list[Path], built: "RunParts", settings: TrainSettings, *, skip_damaged: bool
+) -> Inputs:
     """Images as the run's own were when they were read; others are resized, with a notice.
 
     Where the run brought its photos to one size as they were read, so are these.
     """
-    from halfstep.data.readers.image_folder import read_image
-
     maps = TrainingMaps.from_data(built.data)
     network_shape = _network_shape(built)
     formats = _image_formats(maps, network_shape)
@@ -320,7 +331,7 @@ def _read_images(files: list[Path], built: "RunParts", settings: TrainSettings) 
 
     # Images of another size are resized here, unless the run's own maps do it.
     size = _photo_size(built, settings)
-    images = [read_image(file, chosen.mode, size=size) for file in files]
+    files, images = _decode(files, chosen.mode, size, skip_damaged=skip_damaged)
     if maps is None or not _maps_resize(maps, chosen, images, network_shape):
         images = _resize_images(images, chosen.sides)
 
@@ -328,6 +339,44 @@ def _read_images(files: list[Path], built: "RunParts", settings: TrainSettings) 
     if maps is None:
         images = [image.float() / 255 for image in images]
     return Inputs(images, [str(file) for file in files], maps)
+
+
+def _decode(
+    files: list[Path], mode: str, size: tuple[int, int] | None, *, skip_damaged: bool
+) -> tuple[list[Path], list[Tensor]]:
+    """The files and their pixels. Damaged ones are an error, or are left out with a notice."""
+    from halfstep.data.readers.image_folder import read_image
+
+    whole_files: list[Path] = []
+    images: list[Tensor] = []
+    errors: list[str] = []
+    for file in files:
+        try:
+            image = read_image(file, mode, size=size)
+        except (ValueError, OSError) as error:
+            if len(files) == 1:
+                raise
+            if not skip_damaged:
+                advice = "--skip-damaged leaves such files out"
+                raise ValueError(f"predict: {str(error).rstrip('.')}. {advice}") from error
+            errors.append(str(error).rstrip("."))
+            continue
+        whole_files.append(file)
+        images.append(image)
+
+    if not images:
+        shown = list_some(errors, MAX_DAMAGE_NAMED)
+        raise ValueError(f"predict: expected an image that can be read, found none: {shown}")
+    if errors:
+        shown = "; ".join(errors[:MAX_DAMAGE_NAMED])
+        if len(errors) > MAX_DAMAGE_NAMED:
+            shown += f"; and {len(errors) - MAX_DAMAGE_NAMED:,} more"
+        warnings.warn(
+            f"predict: {plural(len(errors), 'damaged file')} left out: {printable(shown)}",
+            Notice,
+            stacklevel=3,
+        )
+    return whole_files, images
 
 
 def _photo_size(built: "RunParts", settings: TrainSettings) -> tuple[int, int] | None:

@@ -56,10 +56,13 @@ def read_table_data(
         chosen["test_share"] = DEFAULT_TEST_SHARE if share is None else share
         chosen["split_seed"] = DEFAULT_SPLIT_SEED if seed is None else seed
         train, test = table.split(chosen["test_share"], seed=chosen["split_seed"])
-    if training:
-        _announce(table, train, test, settings)
     if encoding is None:
         encoding = TableEncoding.fit(train)
+    if training:
+        _announce(table, train, test, settings)
+        missing = _describe_missing(table)
+        if missing:
+            _notice(missing)
     facts = {"train": train.size, "test": test.size, "table": encoding.to_json()}
     parts = [_dataset(part, encoding) for part in (train, test)]
     return DataParts(parts[0], parts[1], chosen, facts, encoding)
@@ -172,6 +175,32 @@ def _describe_columns(table: Table) -> str:
             word = kind if len(names) == 1 else plural_kind
             kinds.append(f"{len(names)} {word} ({printable(list_some(names, MAX_NAMED))})")
     return f"learns from {' and '.join(kinds)}. --drop leaves columns out"
+
+
+def _describe_missing(table: Table) -> str:
+    """How many cells of the inputs have no value, and what stands for them; "" where all have."""
+    counts = {}
+    for kind in ("number", "category"):
+        columns = [column for column in table.inputs.values() if column.kind == kind]
+        missing = {column.name: int(column.is_missing.sum()) for column in columns}
+        counts[kind] = {name: count for name, count in missing.items() if count}
+    total = sum(sum(of_kind.values()) for of_kind in counts.values())
+    if not total:
+        return ""
+
+    parts = []
+    for kind, stand_in in (
+        ("number", "taken as the mean of the training rows"),
+        ("category", "taken as none of the categories"),
+    ):
+        names = [f"{name} {count:,}" for name, count in counts[kind].items()]
+        if names:
+            parts.append(f"{printable(list_some(names, MAX_NAMED))}: {stand_in}")
+    verb = "has" if total == 1 else "have"
+    return (
+        f"{plural(total, 'cell')} {verb} no value ({'; '.join(parts)}). "
+        "One more input marks them in each column where training rows lack some"
+    )
 
 
 def _notice(text: str) -> None:

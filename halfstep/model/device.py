@@ -89,10 +89,19 @@ def _unknown_device_message(device: Any) -> str:
     if accelerator is not None:
         count = torch.accelerator.device_count()
         names += [f"'{accelerator.type}:{index}'" for index in range(count)]
-    problem = f"device: there is no {str(device)!r} here, only {', '.join(names)}"
+    word = str(device)
+    line_word = "auto"
+    kind, _, index = word.lower().partition(":")
+    usual_kind = "cuda" if kind == "gpu" else kind
+    usual_word = f"{usual_kind}:{index}" if index else usual_kind
+    called = ""
+    if usual_kind in ("cpu", "cuda") and word != usual_word:
+        called = f"{word!r} is called {usual_word!r}; "
+        line_word = "cpu" if usual_kind == "cpu" else "auto"
+    problem = f"device: {called}there is no {word!r} here, only {', '.join(names)}"
     if str(device) == "meta":
         problem = f"device: 'meta' has shapes and no values; use one of {', '.join(names)}"
-    return write_line(problem, "hs.Model(net, loss, optimizer, device='auto')")
+    return write_line(problem, f"hs.Model(net, loss, optimizer, device={line_word!r})")
 
 
 def _warn_idle_device(net: nn.Module) -> None:

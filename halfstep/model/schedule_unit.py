@@ -10,11 +10,12 @@ from functools import partial
 from inspect import getclosurevars
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from halfstep.schedules.torch_schedulers import check_is_table
 from halfstep.utils.checks import one_of
-from halfstep.utils.text import plural
+from halfstep.utils.text import plural, write_line
 
 Unit: TypeAlias = Literal["epoch", "update"]
 
@@ -29,6 +30,15 @@ USUALLY_BY_UPDATE = (OneCycleLR, CyclicLR)
 # In the name of a number that a function of the user's reads: it counts updates.
 STEP_WORDS = ("step", "iter", "update")
 
+# What torch's schedulers need besides the optimizer, as an example.
+USUAL_SETTINGS = {
+    "CosineAnnealingLR": "T_max=10",
+    "CosineAnnealingWarmRestarts": "T_0=10",
+    "ExponentialLR": "gamma=0.9",
+    "MultiStepLR": "milestones=[5, 8]",
+    "StepLR": "step_size=5",
+}
+
 OWN_SCHEDULE = "halfstep"  # stands for all but torch's schedulers in checkpoints
 
 
@@ -41,9 +51,25 @@ class UnitChoice(NamedTuple):
 
 
 def check_unit(schedule: Any, every: Any) -> None:
-    """Refuses a unit that there is not, and schedules of torch that are no tables of rates."""
+    """Refuses a unit that there is not, and schedules of torch that are no tables of rates.
+
+    A class in the place of a schedule is answered with the line that builds an object.
+    """
     if every is not None:
         one_of("schedule_every", every, UNITS)
+    if isinstance(schedule, type):
+        name = schedule.__name__
+        if schedule is ReduceLROnPlateau:
+            line = "model.fit(2, data, valid=data, callbacks=[hs.ReduceLROnPlateau('loss')])"
+        elif issubclass(schedule, LRScheduler):
+            module = "torch.optim.lr_scheduler." if hasattr(lr_scheduler, name) else ""
+            settings = USUAL_SETTINGS.get(name, "…")
+            every = "update" if schedule in USUALLY_BY_UPDATE else "epoch"
+            scheduler = f"{module}{name}(optimizer, {settings})"
+            line = f"hs.Model(net, loss, optimizer, schedule={scheduler}, schedule_every={every!r})"
+        else:
+            line = f"hs.Model(net, loss, optimizer, schedule={name}(…))"
+        raise TypeError(write_line(f"schedule: expected an object, got the class {name}", line))
     if isinstance(schedule, LRScheduler):
         check_is_table(schedule)
 

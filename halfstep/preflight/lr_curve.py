@@ -20,6 +20,15 @@ MIN_FALL = 1.5
 # Lightning's tests), if it is also above where it began.
 DIVERGENCE_FACTOR = 4.0
 
+# Samples that come again and again are learnt by heart: their loss falls fastest at rates that are
+# too low to train with. 2 to 20 times below the rate of the lowest loss is usual.
+FARTHEST_FALL = 30.0
+SHARE_OF_LOWEST = (
+    0.1  # of the rate of the lowest loss: what is suggested instead (a rule of fastai)
+)
+
+STEEPEST_RULE = "the smoothed loss falls fastest"
+
 # Rows of the table that print shows.
 MAX_TABLE_ROWS = 12
 
@@ -34,15 +43,18 @@ class LRCurve:
     """The loss of the batch (or the `accumulate` batches) of each update."""
     smoothed: tuple[float, ...]
     suggestion: float
-    """The rate at which the smoothed loss falls fastest."""
+    """The rate to begin with; `rule` says why."""
     group_suggestions: tuple[float, ...]
     """The suggestion for each parameter group: in the proportion of their present rates."""
     stop_reason: str
     """Why the test ended where it did."""
+    rule: str = STEEPEST_RULE
+    """How the suggestion was chosen."""
 
     def __str__(self) -> str:
+        rule = self.rule.replace("; ", ";\n")  # a long one takes two lines
         lines = [
-            f"suggested learning rate: {self.suggestion:.3g}  (the smoothed loss falls fastest)",
+            f"suggested learning rate: {self.suggestion:.3g}  ({rule})",
             f"{len(self.rates)} updates from {self.rates[0]:.3g} to {self.rates[-1]:.3g}: "
             f"{self.stop_reason}",
         ]
@@ -138,6 +150,24 @@ def steepest_descent(smoothed: Sequence[float]) -> int:
         after = min(i + 1, len(smoothed) - 1)
         slopes.append((smoothed[after] - smoothed[before]) / max(after - before, 1))
     return min(range(len(slopes)), key=slopes.__getitem__)
+
+
+def suggest_rate(rates: Sequence[float], smoothed: Sequence[float]) -> tuple[float, str]:
+    """The rate to begin with, and the rule that chose it.
+
+    Where the loss falls fastest; but a tenth of the rate of the lowest loss where that is far away.
+    """
+    steepest = rates[steepest_descent(smoothed)]
+    lowest = rates[min(range(len(smoothed)), key=smoothed.__getitem__)]
+    if lowest <= FARTHEST_FALL * steepest:
+        return steepest, STEEPEST_RULE
+    target = SHARE_OF_LOWEST * lowest
+    suggestion = min(rates, key=lambda rate: abs(math.log(rate / target)))
+    rule = (
+        f"a tenth of the rate of the lowest loss, {lowest:.3g}; "
+        f"the fastest fall, at {steepest:.3g}, is too far below it: few samples, or few updates"
+    )
+    return suggestion, rule
 
 
 def descends(losses: Sequence[float], smoothed: Sequence[float]) -> bool:

@@ -80,7 +80,7 @@ def draw_svg(
     parts.append(
         f'<text x="{middle:g}" y="{HEIGHT - 10}" text-anchor="middle">learning rate</text>'
     )
-    title = f"Loss by learning rate: it falls fastest at {suggestion:.3g}"
+    title = f"Loss by learning rate: suggested is {suggestion:.3g}"
     parts.append(f'<text class="title" x="{LEFT}" y="26">{title}</text>')
     body = "\n".join(parts)
     return (

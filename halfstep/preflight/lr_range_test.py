@@ -21,7 +21,7 @@ from halfstep.preflight.lr_curve import (
     smooth,
     smooth_curve,
     smoothing_width,
-    steepest_descent,
+    suggest_rate,
 )
 from halfstep.preflight.trial_backup import add_data, undone_trial
 from halfstep.step import TrainStep
@@ -61,7 +61,9 @@ def find_lr(
     groups keep the proportion of their rates, the highest one goes from `low` to `high`. This is
     the range test of Smith (Cyclical Learning Rates for Training Neural Networks, 2015,
     arXiv:1506.01186); taking the steepest descent of the smoothed loss is the rule of fastai's
-    first finder and of Lightning's. `on_update` is called after each update, to show where it is.
+    first finder and of Lightning's. Where that is more than 30 times below the rate of the lowest
+    loss, as where few samples come again and again, the suggestion is a tenth of the latter, which
+    `rule` says. `on_update` is called after each update, to show where it is.
     """
     finite_number("low", low, above=0)
     finite_number("high", high, above=low)
@@ -213,7 +215,7 @@ def _curve(rates: list[float], watch: RangeTestWatch, shares: list[float]) -> LR
             "and the targets fit the inputs. A network that is trained already may have nothing "
             "to fall"
         )
-    suggestion = rates[steepest_descent(smoothed)]
+    suggestion, rule = suggest_rate(rates[:count], smoothed)
     return LRCurve(
         rates=tuple(rates[:count]),
         losses=tuple(losses),
@@ -221,4 +223,5 @@ def _curve(rates: list[float], watch: RangeTestWatch, shares: list[float]) -> LR
         suggestion=suggestion,
         group_suggestions=tuple(share * suggestion for share in shares),
         stop_reason=watch.stop_reason,
+        rule=rule,
     )

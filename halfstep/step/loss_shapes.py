@@ -14,6 +14,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from halfstep.step.loss_terms import ELEMENTWISE_FUNCTIONS
+from halfstep.utils.text import dtype_name
+
+# torch fails on targets that are no floats there, with a message about its own types.
+FLOAT_TARGET_LOSSES = (
+    "BCELoss",
+    "BCEWithLogitsLoss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
 
 
 class ShapeProblem(NamedTuple):
@@ -26,9 +35,13 @@ class ShapeProblem(NamedTuple):
 
 
 def check_target_shape(loss: Any, arguments: tuple[Any, ...]) -> None:
-    """Refuses a target of another shape than the outputs, for an elementwise loss."""
+    """Refuses a target of another shape than the outputs, for an elementwise loss.
+
+    And whole numbers, for one that computes with floats only.
+    """
     problem = find_shape_problem(arguments)
     if problem is None:
+        check_target_dtype(loss, arguments)
         return
     sentences = [f"{problem.effect}."]
     if problem.fix:
@@ -38,6 +51,19 @@ def check_target_shape(loss: Any, arguments: tuple[Any, ...]) -> None:
     raise ValueError(
         f"{loss_name(loss)}: expected {problem.expected}, received {list(arguments[1].shape)}, "
         f"{' '.join(sentences)}"
+    )
+
+
+def check_target_dtype(loss: Any, arguments: tuple[Any, ...]) -> None:
+    """Refuses whole numbers and booleans as the target of a binary cross-entropy."""
+    if len(arguments) < 2 or not isinstance(arguments[1], Tensor):
+        return
+    dtype = arguments[1].dtype
+    if dtype.is_floating_point or loss_name(loss) not in FLOAT_TARGET_LOSSES:
+        return
+    raise TypeError(
+        f"{loss_name(loss)}: expected a target of floats, 0.0 to 1.0, "
+        f"received {dtype_name(dtype)}. Write y.float() for the target y"
     )
 
 
@@ -109,6 +135,7 @@ def check_inner_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -
     """Refuses a call of one of torch's losses inside a loss of the user's own."""
     problem = find_shape_problem(arguments)
     if problem is None:
+        check_target_dtype(function, arguments)
         return
     name = loss_name(function)
     fix = f"Write {problem.fix} for the target y" if problem.fix else "Give both one shape"

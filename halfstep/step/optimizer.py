@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfstep.step.state import HostReads
 from halfstep.utils.device_values import HOST_READ_OPS, is_capturing
+from halfstep.utils.text import write_line
 
 OptimizerKind: TypeAlias = Literal["fused", "capturable", "host"]
 
@@ -347,13 +348,16 @@ def _lr_table(table: Any, group_count: int, device: torch.device) -> Tensor:
             "for a step, make a table of it: "
             "hs.schedules.tables(hs.schedules.resolve(schedule, optimizer, updates=n), n)"
         ) from error
+    if rows.dim() == 0:
+        problem = f"lr: expected a table of rates by update, received the number {rows.item():g}"
+        line = f"torch.optim.SGD(net.parameters(), lr={rows.item():g})"
+        raise ValueError(write_line(f"{problem}. A rate that stays is the optimizer's own", line))
     if rows.dim() == 1:
         rows = rows.expand(group_count, -1)
     if rows.dim() != 2 or rows.shape[0] != group_count or rows.shape[1] == 0:
         expected = f"one row of rates, or {group_count} rows (one per parameter group)"
-        advice = "; a rate that stays is the optimizer's own" if rows.dim() == 0 else ""
         raise ValueError(
-            f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}{advice}"
+            f"lr: expected {expected}, received shape {tuple(torch.as_tensor(table).shape)}"
         )
     is_wrong = ~torch.isfinite(rows) | (rows < 0)
     if bool(is_wrong.any()):

@@ -251,3 +251,46 @@ def test_a_comparison_names_the_command_that_trains_the_same(run_line: CommandLi
     assert run_line(line)[0] == 0
     _, output = run_line("eval c")
     assert "--data photos/ --size 24 --test-share 0.2 --split-seed 0 --epochs 1" in output
+
+
+def test_predict_leaves_damaged_photos_out_on_request(run_line: CommandLine) -> None:
+    assert run_line("train --data photos/ --epochs 1 --out r")[0] == 0
+    Path("new").mkdir()
+    for i in range(3):
+        shutil.copy(f"photos/cat/{i}.png", f"new/{i}.png")
+    Path("new/1.png").write_bytes(b"<html>404")
+    code, output = run_line("predict r new --json")
+    assert code == 2
+    assert "new/1.png" in output
+    assert "--skip-damaged leaves such files out" in output
+
+    code, output = run_line("predict r new --skip-damaged --json")
+    assert code == 0, output
+    assert [row["input"] for row in first_json(output)] == ["new/0.png", "new/2.png"]
+    assert "note: predict: 1 damaged file left out: new/1.png" in output
+
+    code, output = run_line("predict r new/1.png --skip-damaged")
+    assert code == 2
+    assert "--skip-damaged: expected it with a folder of images, got new/1.png" in output
+    for i in (0, 2):
+        Path(f"new/{i}.png").write_bytes(b"<html>404")
+    code, output = run_line("predict r new --skip-damaged")
+    assert code == 2
+    assert "expected an image that can be read, found none" in output
+
+
+def test_eval_calls_only_a_test_part_test_data(run_line: CommandLine) -> None:
+    assert run_line("train --data photos --epochs 1 --out r")[0] == 0
+    code, own = run_line("eval r")
+    assert code == 0
+    assert ", test data: " in own
+    # The same folder by another name is evaluated whole, training photos and all.
+    code, whole = run_line("eval r --data photos/")
+    assert code == 0
+    assert ", the data given: " in whole
+    Path("parts").mkdir()
+    for part in ("train", "test"):
+        shutil.copytree("photos", f"parts/{part}")
+    code, split = run_line("eval r --data parts")
+    assert code == 0, split
+    assert ", test data: " in split

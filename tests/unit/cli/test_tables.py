@@ -245,6 +245,42 @@ def test_compare_takes_classes_and_says_that_it_takes_no_numbers(run_line: Comma
     assert "--target: expected classes, and 'price' is a number" in output
 
 
+def test_train_says_which_cells_have_no_value(run_line: CommandLine) -> None:
+    lines = Path("houses.csv").read_text().splitlines()
+    for i in (3, 5, 8):
+        area, rooms, city, price = lines[i].split(",")
+        lines[i] = f",{rooms},{city},{price}"
+    area, rooms, city, price = lines[9].split(",")
+    lines[9] = f"{area},{rooms},NA,{price}"
+    Path("holes.csv").write_text("\n".join(lines) + "\n")
+    code, output = run_line("train --data csv:holes.csv --target price --epochs 1 --out r")
+    assert code == 0, output
+    notes = [line for line in output.splitlines() if "no value" in line]
+    assert notes == [
+        "note: data: 4 cells have no value (area 3: taken as the mean of the training rows; "
+        "city 1: taken as none of the categories). One more input marks them in each column where "
+        "training rows lack some"
+    ]
+    code, output = run_line("train --data csv:houses.csv --target price --epochs 1 --out s")
+    assert code == 0, output
+    assert "no value" not in output
+
+
+def test_check_leaves_columns_out_as_its_error_advises(run_line: CommandLine) -> None:
+    rows = [f"2024-01-{1 + i % 28:02d},{i % 7},{'ab'[i % 2]}" for i in range(40)]
+    Path("dated.csv").write_text("\n".join(["date,size,kind", *rows]) + "\n")
+    code, output = run_line("data check csv:dated.csv --target kind")
+    assert code == 2
+    assert "--drop date" in output
+    code, output = run_line("data check csv:dated.csv --target kind --drop date --json")
+    assert code == 0, output
+    assert [column["name"] for column in first_json(output)["columns"]] == ["size"]
+
+    code, output = run_line("data check sample --drop date")
+    assert code == 2
+    assert "--drop: expected it with a table, csv:FILE, got 'sample'" in output
+
+
 def test_check_shows_types_and_weights(run_line: CommandLine) -> None:
     code, output = run_line("data check csv:flowers.csv --target kind")
     assert code == 0

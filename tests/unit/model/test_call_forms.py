@@ -407,8 +407,22 @@ ANSWERS: dict[str, tuple[str, str]] = {
     "callbacks in Model": ("hs.Model(net, loss, optimizer, callbacks=[])", "'callbacks'"),
     "a batch size in Model": ("hs.Model(net, loss, optimizer, batch_size=3)", "'batch_size'"),
     "a rate in Model": ("hs.Model(net, loss, optimizer, learning_rate=3)", "'learning_rate'"),
+    "a number as the rate": (
+        "hs.Model(net, loss, optimizer, lr=0.01)",
+        "received the number 0.01. A rate that stays is the optimizer's own",
+    ),
+    "a schedule's class": (
+        "hs.Model(net, loss, optimizer, schedule=torch.optim.lr_scheduler.StepLR)",
+        "schedule: expected an object, got the class StepLR",
+    ),
+    "the class of a plateau": (
+        "hs.Model(net, loss, optimizer, schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)",
+        "schedule: expected an object, got the class ReduceLROnPlateau",
+    ),
     "a flag for a precision": ("hs.Model(net, loss, optimizer, fp16=True)", "'fp16'"),
     "an unknown device": ("hs.Model(net, loss, optimizer, device='gpu')", "there is no 'gpu' here"),
+    "a GPU": ("hs.Model(net, loss, optimizer, device='gpu')", "'gpu' is called 'cuda'"),
+    "a CPU": ("hs.Model(net, loss, optimizer, device='CPU')", "'CPU' is called 'cpu'"),
     "a device of shapes": ("hs.Model(net, loss, optimizer, device='meta')", "no values"),
     "a far device": ("hs.Model(net, loss, optimizer, device='cuda:99')", "no 'cuda:99' here"),
 }

@@ -23,7 +23,14 @@ from halfstep.engine.captured.cache import ModelCaptures
 from halfstep.engine.captured.record_buffer import RecordBuffer
 from halfstep.engine.captured.runner import CapturedRunner
 from halfstep.engine.captured.step_program import StepProgram
-from halfstep.preflight.lr_curve import descends, smooth, smoothing_width, steepest_descent
+from halfstep.preflight.lr_curve import (
+    LRCurve,
+    descends,
+    smooth,
+    smoothing_width,
+    steepest_descent,
+    suggest_rate,
+)
 from tests.support.emulated_graphs import CPU, EmulatedGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch-coupled layers:halfstep.errors.Notice")
@@ -433,6 +440,50 @@ def test_the_suggestion_is_the_steepest_point_of_a_known_curve() -> None:
     fall_after_divergence = [9.0, 3.0]
     assert steepest_descent([*descent, *rise]) == 40
     assert steepest_descent([*descent, *rise, *fall_after_divergence]) == 40
+
+
+def test_a_fall_far_below_the_lowest_loss_is_not_suggested() -> None:
+    """A steep fall at 1e-5, then a long slow one to 1e-1; and a curve whose minimum is near."""
+    rates = [10 ** (-7 + i / 10) for i in range(61)]
+    early = [2 - 1 / (1 + math.exp(-(i - 20) / 2)) - 0.01 * i for i in range(61)]
+    suggestion, rule = suggest_rate(rates, early)
+    assert steepest_descent(early) == 20
+    assert suggestion == rates[50]  # a tenth of the last one
+    assert "a tenth of the rate of the lowest loss, 0.1;" in rule
+    assert "at 1e-05" in rule
+
+    usual = [2 - 1 / (1 + math.exp(-(i - 20) / 2)) + max(i - 30, 0) for i in range(61)]
+    assert suggest_rate(rates, usual) == (rates[20], "the smoothed loss falls fastest")
+
+
+def test_few_samples_that_come_again_and_again_get_a_rate_that_trains() -> None:
+    """60 drawn images, of which one batch of 47 is repeated 40 times."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(47) % 3
+    images = torch.rand(47, 3, 32, 32, generator=generator) * 0.3
+    for i, label in enumerate(labels.tolist()):
+        left, top = torch.randint(4, 16, (2,), generator=generator).tolist()
+        width, height = ((12, 12), (12, 3), (3, 12))[label]
+        colour = 0.5 + 0.5 * torch.rand(3, 1, 1, generator=generator)
+        images[i, :, top : top + height, left : left + width] = colour
+    data = [(images, labels)]
+
+    def train(rate: float | None) -> tuple[float, LRCurve | None]:
+        hs.seed_everything(0)
+        net = hs.nets.resnet18(classes=3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=rate or 1.0, momentum=0.9)
+        model = hs.Model(net, nn.CrossEntropyLoss(), optimizer)
+        if rate is None:
+            return 0.0, hs.find_lr(model, data, updates=40)
+        return float(model.fit(10, data).history[-1]["loss"]), None
+
+    _, curve = train(None)
+    assert curve is not None
+    assert curve.rule.startswith("a tenth of the rate of the lowest loss")
+    assert max(map(len, str(curve).splitlines())) < 100
+    steepest = curve.rates[steepest_descent(curve.smoothed)]
+    assert curve.suggestion > 5 * steepest
+    assert train(curve.suggestion)[0] < 0.5 * train(steepest)[0]
 
 
 def test_the_suggested_rate_trains_better_than_a_tenth_and_than_a_hundred_times() -> None:

@@ -453,7 +453,10 @@ OPTIONS = {
     ),
     "a rate": Case(
         lambda: build(lr=0.05),
-        ("lr", "received shape ()", "the optimizer's own"),
+        (
+            "lr: expected a table of rates by update, received the number 0.05",
+            "the optimizer's own; write torch.optim.SGD(net.parameters(), lr=0.05)",
+        ),
         lambda: assert_updates(build()),
     ),
     "schedule=": Case(

@@ -213,3 +213,29 @@ def test_a_compiled_step_refuses_a_shape_that_comes_late(
 def run_as_traced(graph: Any, inputs: Any, **settings: Any) -> Any:
     """A backend that compiles nothing: the graph that torch has traced."""
     return graph.forward
+
+
+def own_binary_loss(out: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(out, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "loss",
+    [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits, own_binary_loss],
+    ids=["module", "function", "own"],
+)
+def test_a_binary_target_of_whole_numbers_is_answered_with_the_line(
+    loss: Any, dtype: torch.dtype
+) -> None:
+    y = (torch.arange(len(X)) % 2).to(dtype)[:, None]
+    net = nn.Linear(4, 1)
+    with pytest.raises((RuntimeError, TypeError)):
+        loss(net(X), y)  # torch alone fails too
+    name = str(dtype).removeprefix("torch.")
+    message = rf"expected a target of floats, 0.0 to 1.0, received {name}. Write y.float\(\)"
+    with pytest.raises(TypeError, match=message):
+        make_step(loss)(X, y)
+    with pytest.raises(TypeError, match=message):
+        make_model(loss).fit(1, [(X, y)], progress=False)
+    assert make_step(loss)(X, y.float()).loss > 0

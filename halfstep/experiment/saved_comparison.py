@@ -62,6 +62,10 @@ def read_result(path: Path, image_count: int) -> dict[str, Any] | None:
         for name in SCORES:
             saved.field(name).number(finite=True)
         _check_bits(saved.field("correct"), image_count)
+        # Runs of earlier versions lack it, and some networks have no such level.
+        chance_correct = saved.optional_field("chance_correct")
+        if chance_correct is not None and chance_correct.value is not None:
+            _check_bits(chance_correct, image_count)
     else:
         status.refuse("'done' or 'failed'")
     result: dict[str, Any] = content

@@ -80,6 +80,15 @@ def assert_updates(step: hs.TrainStep, *batch: Any) -> None:
     assert step(*(batch or (X, Y))).updated
 
 
+def save_in_mid_cycle(*, flush: bool) -> None:
+    """Saves a step whose batches are divided, after one batch of a cycle of two."""
+    step = build(exact="bits", logical=3, accumulate=2)
+    step(X, Y)
+    if flush:
+        step.flush()
+    step.state_dict()
+
+
 def option_case(good: Any, bad: Any, name: str, *words: str) -> Case:
     """An option of TrainStep with a bad value; the advice is a good one."""
     return Case(
@@ -426,6 +435,19 @@ OPTIONS = {
     "fingerprint_every": option_case(0, -1, "fingerprint_every", "0 (never)"),
     "decide": option_case("host", "gpu", "decide", "'auto', 'host' or 'device'"),
     "flag": option_case("auto", "yes", "compile", "True, False or 'auto'"),
+    "strategy": option_case("none", "fsdp", "strategy", "'auto', 'ddp' or 'none'"),
+    "exact": option_case("bits", "yes", "exact", "'bits' or None"),
+    "logical": option_case(3, 0, "logical", "1 or more micro-batches"),
+    "compiled bits": Case(
+        lambda: build(exact="bits", compile=True),
+        ("compile: expected 'auto' or False", "exact='bits'", "received True"),
+        lambda: assert_updates(build(exact="bits", compile="auto")),
+    ),
+    "measured bits": Case(
+        lambda: build(exact="bits", cudnn_benchmark=True),
+        ("cudnn_benchmark: expected 'auto' or False", "exact='bits'", "received True"),
+        lambda: assert_updates(build(exact="bits", cudnn_benchmark=False)),
+    ),
     "measured algorithms": Case(
         lambda: run_deterministic(cudnn_benchmark=True),
         ("cudnn_benchmark: expected 'auto' or False", "deterministic=True", "received True"),
@@ -906,6 +928,21 @@ STEPS = {
             build(make_optimizer=torch.optim.Adam).state_dict()
         ),
     ),
+    "whole numbers": Case(
+        lambda: build(loss=nn.BCEWithLogitsLoss())(X, torch.ones_like(Y).long()),
+        ("BCEWithLogitsLoss: expected a target of floats", "received int64", "y.float()"),
+        lambda: assert_updates(build(loss=nn.BCEWithLogitsLoss()), X, torch.ones_like(Y)),
+    ),
+    "saved bits": Case(
+        lambda: build(exact="bits", logical=6).load_state_dict(build(exact="bits").state_dict()),
+        ("exact='bits' in 12 logical micro-batches", "logical=6", "give logical=12"),
+        lambda: build(exact="bits", logical=12).load_state_dict(build(exact="bits").state_dict()),
+    ),
+    "state in mid-cycle": Case(
+        lambda: save_in_mid_cycle(flush=False),
+        ("the update cycle is open", "spread over lanes", "flush()"),
+        lambda: save_in_mid_cycle(flush=True),
+    ),
     "in averaged": Case(
         lambda: enter_averaged(train=True, ema=0.9),
         ("to evaluate", "leave the block"),
@@ -923,6 +960,11 @@ UNREACHED = {
     ("options.py", "fused SGD does not update"),  # see tests/parity/test_optimizers.py
     ("plain_paths.py", "compile=True"),  # needs step/fast deleted: tests/rules/test_layers.py
     ("plain_paths.py", "channels_last=True"),
+    # Several ranks or divided batches: tests/parity/test_ranks.py and test_lanes.py.
+    ("rank_startup.py", ""),
+    ("lane_accumulate.py", ""),
+    ("lanes.py", ""),
+    ("state_dict.py", "summed by one process"),
 }
 
 

@@ -230,8 +230,9 @@ def test_new_rows_are_read_by_the_columns_of_training(table: hs.data.Table, tmp_
     assert inputs[0, :2].tolist() == [0, 1]  # missing
     assert inputs[0, 3:].tolist() == [0, 1, 0]  # Genf
     assert inputs[1, 2:].tolist() == [0, 0, 0, 0]  # missing rooms, an unknown city
-    assert len(notes) == 1
-    assert "'city' has categories in 1 of 2 rows that training did not have" in notes[0]
+    assert len(notes) == 2
+    assert "'rooms' has no value in 1 of 2 rows" in notes[0]
+    assert "'city' has categories in 1 of 2 rows that training did not have" in notes[1]
     with pytest.raises(ValueError, match="found no area, rooms"):
         encoding.read_inputs(write(tmp_path, city=["Genf"], x=[1]))
     with pytest.raises(ValueError, match=r"'rooms', line 2: expected a number"):

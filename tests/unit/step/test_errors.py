@@ -664,6 +664,11 @@ STEPS = {
         ("MSELoss", "expected a target of the outputs' shape [2, 2]", "received [2, 2, 1]"),
         lambda: assert_updates(build(), X, torch.zeros(2, 2, 1, device=DEVICE).squeeze(-1)),
     ),
+    "whole numbers as a binary target": Case(
+        lambda: build(loss=nn.BCEWithLogitsLoss())(X, Y.long()),
+        ("BCEWithLogitsLoss: expected a target of floats", "received int64", "y.float()"),
+        lambda: assert_updates(build(loss=nn.BCEWithLogitsLoss()), X, Y.long().float()),
+    ),
     "inner target shape": Case(
         lambda: build(loss=lambda out, y: mse_loss(out, y))(X, Y[:, :1]),
         ("mse_loss, which the loss calls", "received [2, 1]", "broadcast_tensors(out, y)"),

@@ -57,4 +57,4 @@ def test_the_kubernetes_file_parses_and_every_pod_runs_the_same() -> None:
     assert specs["Master"]["template"] == specs["Worker"]["template"]
     containers = specs["Master"]["template"]["spec"]["containers"]
     assert [container["name"] for container in containers] == ["pytorch"]
-    assert re.fullmatch(r"/work/runs", containers[0]["volumeMounts"][0]["mountPath"])
+    assert re.fullmatch(r"/app/runs", containers[0]["volumeMounts"][0]["mountPath"])

@@ -933,11 +933,6 @@ STEPS = {
             build(make_optimizer=torch.optim.Adam).state_dict()
         ),
     ),
-    "whole numbers": Case(
-        lambda: build(loss=nn.BCEWithLogitsLoss())(X, torch.ones_like(Y).long()),
-        ("BCEWithLogitsLoss: expected a target of floats", "received int64", "y.float()"),
-        lambda: assert_updates(build(loss=nn.BCEWithLogitsLoss()), X, torch.ones_like(Y)),
-    ),
     "saved bits": Case(
         lambda: build(exact="bits", logical=6).load_state_dict(build(exact="bits").state_dict()),
         ("exact='bits' in 12 logical micro-batches", "logical=6", "give logical=12"),

@@ -35,8 +35,8 @@ class GradientSum(Protocol):
     def start(self, like: Sequence[Tensor], trained: Sequence[bool]) -> None:
         """All lanes of this rank are there: what can go on in the background begins.
 
-        `like` has the shape and dtype of each gradient, `trained` says which may have one: both
-        are the same on all ranks.
+        `like` has the shape, strides and dtype of each gradient, and no values; `trained` says
+        which may have one. Both are the same on all ranks.
         """
 
     def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
@@ -50,8 +50,9 @@ class GradientSum(Protocol):
 class AllReduceSum:
     """The sum by all-reduce, one lane on each rank."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.ranks = ranks
+        self.device = device
         self._grads: list[Tensor | None] = []
         self._factor: Tensor | None = None
         self._buckets: list[tuple[list[int], Tensor, Any]] = []  # positions, values, work
@@ -80,7 +81,7 @@ class AllReduceSum:
     def _bucket_memory(self, indices: list[int], like: Sequence[Tensor]) -> Tensor:
         key = tuple(indices)
         if key not in self._memory:
-            self._memory[key] = _new_bucket(indices, like)
+            self._memory[key] = _new_bucket(indices, like, self.device)
         return self._memory[key]
 
     def finish(self, like: Sequence[Tensor], present: Sequence[bool]) -> list[Tensor | None]:
@@ -110,8 +111,9 @@ class TreeSum:
     right. `lanes_of_ranks` says which lanes each rank has: ranges that follow each other.
     """
 
-    def __init__(self, ranks: Ranks, lanes_of_ranks: Sequence[range]) -> None:
+    def __init__(self, ranks: Ranks, lanes_of_ranks: Sequence[range], device: torch.device) -> None:
         self.ranks = ranks
+        self.device = device
         self.lanes_of_ranks = lanes_of_ranks
         self._nodes: list[_Node] = []
         # The sums that each rank is left with, which every rank can count for all.
@@ -149,7 +151,7 @@ class TreeSum:
         sums: list[Tensor | None],
     ) -> None:
         """Each rank adds one piece of the bucket in tree order, then all get all pieces."""
-        flat_nodes = torch.stack([_new_bucket(indices, like) for _ in nodes])
+        flat_nodes = torch.stack([_new_bucket(indices, like, self.device) for _ in nodes])
         for node, flat_node in zip(nodes, flat_nodes, strict=True):
             _flatten(indices, node.grads, like, None, flat_node)
         element_count = flat_nodes.shape[1]
@@ -252,11 +254,11 @@ def _buckets(like: Sequence[Tensor], present: Sequence[bool], max_bytes: int) ->
     return [*buckets, *open_buckets.values()]
 
 
-def _new_bucket(indices: Sequence[int], like: Sequence[Tensor]) -> Tensor:
+def _new_bucket(indices: Sequence[int], like: Sequence[Tensor], device: torch.device) -> Tensor:
     """Memory for these gradients, one behind another."""
     first = like[indices[0]]
     size = sum(_real_size(like[i]) for i in indices)
-    return torch.empty(size, dtype=first.dtype.to_real(), device=first.device)
+    return torch.empty(size, dtype=first.dtype.to_real(), device=device)
 
 
 def _flatten(

@@ -72,12 +72,13 @@ class LaneAccumulate:
         self.gradient_sum: GradientSum
         if lanes.exact:
             all_lanes = lanes_of_ranks(lanes.count, ranks.count)
-            self.gradient_sum = TreeSum(ranks, all_lanes)
+            self.gradient_sum = TreeSum(ranks, all_lanes, accumulate.applied.device)
         else:
-            self.gradient_sum = AllReduceSum(ranks)
+            self.gradient_sum = AllReduceSum(ranks, accumulate.applied.device)
 
+        # On the meta device: shapes, strides and dtypes without memory.
         self._gradients_like = [
-            p.detach().to(dtype) if p.dtype != dtype else p.detach()
+            torch.empty_like(p, dtype=dtype, device="meta", requires_grad=False)
             for p, dtype in zip(self.params, self.sum_dtypes, strict=True)
         ]
         self._lane_states: list[LaneState] = []

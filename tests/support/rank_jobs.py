@@ -53,7 +53,9 @@ def run_ranks(
 def run_cases(count: int, folder: Path, names: list[str]) -> list[dict[str, Any]]:
     """What each case gives on each of `count` ranks: one dict of cases for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    result = run_ranks(count, __file__, folder, *names)
+    # gloo sometimes aborts a process that joins while another still begins ("terminate called
+    # without an active exception"): then torchrun starts all of them again, once.
+    result = run_ranks(count, __file__, folder, *names, restarts=1)
     assert result.returncode == 0, result.stderr[-4000:]
     return [
         {name: torch.load(folder / f"{name}-{rank}.pt") for name in names} for rank in range(count)

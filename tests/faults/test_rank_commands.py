@@ -105,6 +105,7 @@ def test_two_ranks_write_the_files_of_one_process_and_it_goes_on(folder: Path) -
     assert same_files(folder / "one", folder / "two")
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_the_only_message(folder: Path) -> None:
     result = run(*TWO_BAD_RANKS, "--out", "out", cwd=folder)
     assert result.returncode == 2
@@ -126,6 +127,7 @@ def test_ranks_start_again_where_one_was_killed(folder: Path) -> None:
     assert result.stderr.splitlines()[-1].startswith("halfstep: rank 1: ended without a message")
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_ranks_and_the_run_is_saved(folder: Path) -> None:
     words = ("train", *SMALL, "--epochs", "500", "--ranks", "2", "--out", "out")
     status, drawn = run_on_terminal([*HALFSTEP, *words], cwd=folder, typed="\x03")

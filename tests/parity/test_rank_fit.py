@@ -39,6 +39,7 @@ def assert_same_run(
     assert names == sorted(path.name for path in expected_folder.glob("step-*"))
 
 
+@pytest.mark.slow
 def test_two_ranks_then_three_give_the_run_of_one_process(tmp_path: Path, alone: Any) -> None:
     fit_on_ranks(2, tmp_path, epochs=1)
     outcome = fit_on_ranks(3, tmp_path, epochs=2)

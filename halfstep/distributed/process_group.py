@@ -61,14 +61,8 @@ class Ranks:
 
     # Collectives of tensors on the device.
 
-    def all_reduce_(self, tensor: Tensor, what: str) -> None:
-        """Sums a tensor over all ranks, in place."""
-        if self.group is not None:
-            with self.named_errors(what):
-                dist.all_reduce(tensor, group=self.group)
-
     def start_all_reduce_(self, tensor: Tensor, what: str) -> Any:
-        """The same, begun: returns a handle to wait on, or None where there is nothing to do."""
+        """Begins to sum a tensor over all ranks, in place. Returns what to wait on, or None."""
         if self.group is None:
             return None
         with self.named_errors(what):

@@ -54,7 +54,8 @@ def check_equal_states(step: "TrainStep", ranks: Ranks) -> None:
 def check_same_batch(batch: Batch, ranks: Ranks, step_number: int) -> None:
     """Refuses ranks that were given other batches: each would train on rows of its own batch.
 
-    Looked at in steps 1, 2, 4, 8, …: it reads the whole batch, and waits for the device.
+    It reads the whole batch, and waits for the device: LaneAccumulate calls it in steps 1, 2, 4,
+    8, … and in the first step of a pass.
     """
     if ranks.count == 1:
         return

@@ -50,13 +50,24 @@ def run_ranks(
     )
 
 
+# What the C++ runtime prints when a thread of gloo takes a process down with it.
+GLOO_ABORT = "terminate called without an active exception"
+RANK_FAILED = "failed (exitcode:"  # a line of torchrun for a rank that did not end well
+
+
+def check_restarts(result: subprocess.CompletedProcess[str]) -> bool:
+    """Whether ranks were started again; nothing but an abort of gloo may be the reason."""
+    has_restarted = RANK_FAILED in result.stderr
+    assert not has_restarted or GLOO_ABORT in result.stderr, result.stderr[-4000:]
+    return has_restarted
+
+
 def run_cases(count: int, folder: Path, names: list[str]) -> list[dict[str, Any]]:
     """What each case gives on each of `count` ranks: one dict of cases for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    # gloo sometimes aborts a process that joins while another still begins ("terminate called
-    # without an active exception"): then torchrun starts all of them again, once.
     result = run_ranks(count, __file__, folder, *names, restarts=1)
     assert result.returncode == 0, result.stderr[-4000:]
+    check_restarts(result)
     return [
         {name: torch.load(folder / f"{name}-{rank}.pt") for name in names} for rank in range(count)
     ]

@@ -160,7 +160,7 @@ class StoreReads:
                     raise self._permanent_error(verb, path, error) from None
                 if attempt == max_attempts:
                     raise StoreUnreachable(
-                        f"{self.what}: could not {verb} {self._shown(path)} in {max_attempts} "
+                        f"{self.what}: could not {verb} {self._shown_path(path)} in {max_attempts} "
                         f"attempts: {describe_error(error)}. Check the connection and the store, "
                         "and start again: what is copied already stays"
                     ) from None
@@ -175,7 +175,7 @@ class StoreReads:
         if not path.startswith(prefix):
             raise ValueError(
                 f"{self.what}: expected objects below {self.url}, and the store lists "
-                f"{self._shown(path)}. Nothing was copied"
+                f"{self._shown_path(path)}. Nothing was copied"
             )
         return path[len(prefix) :]
 
@@ -183,14 +183,14 @@ class StoreReads:
         size = info.get("size")
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ValueError(
-                f"{self.what}: expected the size of {self._shown(path)} from the store, "
+                f"{self.what}: expected the size of {self._shown_path(path)} from the store, "
                 f"got {size!r}. Copy the data by its own tools, and name the folder"
             )
         return StoreObject(name, path, size, version_of(info), md5_of(info))
 
     def _permanent_error(self, verb: str, path: str, error: Exception) -> Exception:
         """The error in our words; a missing object stays a FileNotFoundError."""
-        message = f"{self.what}: could not {verb} {self._shown(path)}: {describe_error(error)}"
+        message = f"{self.what}: could not {verb} {self._shown_path(path)}: {describe_error(error)}"
         for kind in (FileNotFoundError, PermissionError, ImportError, ValueError):
             if isinstance(error, kind):
                 return kind(message)
@@ -206,7 +206,7 @@ class StoreReads:
             "Check the name of the bucket and of the folder"
         )
 
-    def _shown(self, path: str) -> str:
+    def _shown_path(self, path: str) -> str:
         return printable(hide_credentials(f"{self.url.scheme}://{path.lstrip('/')}"))
 
 
